@@ -1,0 +1,82 @@
+"""Which models there are, and how to build one by name.
+
+A model's module holds the class named here, a ``Config`` dataclass that the class takes, and ``SIZES``: the Config
+values of every published size. Modules are imported when they are asked for.
+"""
+
+import difflib
+import importlib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+MODELS = {
+    "latte": "zoo.video.latte:Latte",
+    "transformer2d": "zoo.video.transformer2d:Transformer2D",
+}
+
+
+def list_models() -> list[str]:
+    """The names that ``create`` takes, sorted."""
+    return sorted(MODELS)
+
+
+def sizes(name: str) -> list[str]:
+    """The sizes of a model, in the order of its paper; the first is what ``create`` builds when none is named."""
+    return list(_module(name)[0].SIZES)
+
+
+def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
+    """Build a model on the default device (meta included), freshly initialised.
+
+    ``size`` picks a row of the model's table of sizes (the first when None) and ``overrides`` replace single values
+    of its Config. The model has ``.config``, ``.stages`` (module pattern -> what the stage computes over) and
+    ``.example_inputs(batch=1, **lengths)`` (the forward's keyword arguments).
+
+    Raises ValueError for a name, a size or an override that does not exist or does not fit.
+    """
+    module, cls = _module(name)
+    size = next(iter(module.SIZES)) if size is None else size
+    if size not in module.SIZES:
+        raise ValueError(f"{name} has no size {size!r}; {_hint(size, module.SIZES)}")
+    hints = typing.get_type_hints(module.Config)
+    names = [field.name for field in fields(module.Config)]
+    for key, value in overrides.items():
+        if key not in names:
+            raise ValueError(f"{name} has no option {key!r}; {_hint(key, names)}")
+        if not _fits(value, hints[key]):
+            wanted = getattr(hints[key], "__name__", None) or str(hints[key])
+            wanted = str(hints[key]) if typing.get_args(hints[key]) else wanted
+            raise ValueError(f"{name} takes {key}: {wanted}, not {value!r} ({type(value).__name__})")
+    return cls(module.Config(**{**module.SIZES[size], **overrides}))
+
+
+def _module(name: str) -> tuple[Any, Any]:
+    if name not in MODELS:
+        raise ValueError(f"the zoo has no model {name!r}; {_hint(name, MODELS)}")
+    path, cls = MODELS[name].split(":")
+    module = importlib.import_module(path)
+    return module, getattr(module, cls)
+
+
+def _hint(given: Any, valid: Iterable[str]) -> str:
+    valid = list(valid)
+    close = difflib.get_close_matches(str(given).lower(), [word.lower() for word in valid], n=1)
+    meant = next((f"did you mean {word!r}? " for word in valid if close and word.lower() == close[0]), "")
+    return f"{meant}valid: {', '.join(valid)}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the annotated type; lists pass for tuples (YAML has no tuples), ints for floats."""
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

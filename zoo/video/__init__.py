@@ -1,0 +1,1 @@
+"""Video diffusion transformers, which compute over space and over time in turn."""

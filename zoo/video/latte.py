@@ -1,0 +1,299 @@
+"""Latte (Ma et al., arXiv 2401.03048), variant 1: spatial and temporal transformer blocks in alternation.
+
+Published sizes; trainable parameters of the unconditional model at patch 2, latents 4 channels in and 8 out:
+
+    size   blocks  hidden  heads   parameters
+    S/2      12      384      6     32,480,672
+    B/2      12      768     12    129,547,040
+    L/2      24     1024     16    456,815,648
+    XL/2     28     1152     16    673,681,568
+    T2V      56     1152     16  1,057,246,880   text to video, the released Latte-1
+
+``conditioning="none"`` and ``"class"`` are the models of the paper: DiT blocks, modulated by adaLN-Zero from the
+timestep embedding, plus a label embedding with a null class. ``"text"`` is Latte-1, which diffusers has as
+LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks; ``Latte.from_diffusers`` loads its
+weights. The fixed temporal position table is added before the first temporal block.
+
+Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
+channels, l text tokens, k what is left of a conditioning vector.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.layers import (
+    MLP,
+    Block,
+    CrossAttention,
+    FinalLayer,
+    LabelEmbed,
+    PatchEmbed,
+    ScaleShiftLinear,
+    ScaleShiftTable,
+    TimestepEmbed,
+    check_shape,
+    expect,
+    init_linear,
+    init_zero,
+    video_inputs,
+)
+
+SIZES: dict[str, dict[str, Any]] = {
+    f"{name}/{p}": {**size, "patch": (1, p, p)}
+    for name, size in {
+        "S": {"hidden": 384, "depth": 12, "heads": 6},
+        "B": {"hidden": 768, "depth": 12, "heads": 12},
+        "L": {"hidden": 1024, "depth": 24, "heads": 16},
+        "XL": {"hidden": 1152, "depth": 28, "heads": 16},
+    }.items()
+    for p in (2, 4, 8)
+}
+SIZES["T2V"] = {"hidden": 1152, "depth": 56, "heads": 16, "conditioning": "text", "sample_size": 64}
+SIZES["test"] = {"hidden": 48, "depth": 4, "heads": 4}
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int = 384
+    depth: int = 12  # blocks, half of them spatial and half temporal
+    heads: int = 6
+    patch: tuple[int, int, int] = (1, 2, 2)
+    in_channels: int = 4
+    learn_sigma: bool = True  # twice the channels out: noise and the range of its variance (iddpm)
+    conditioning: str = "none"  # "class" or "text"
+    num_classes: int = 101  # "class": label num_classes is the null class of classifier-free guidance
+    caption_channels: int = 4096  # "text": channels of the text encoder (T5)
+    sample_size: int = 32  # cells on a side of the frames trained on: positions of other frames stretch over theirs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(self.patch))
+        if self.conditioning not in ("none", "class", "text"):
+            raise ValueError(f"conditioning={self.conditioning!r}: there are 'none', 'class' and 'text'")
+        if self.depth % 2:
+            raise ValueError(f"depth={self.depth}: spatial and temporal blocks come in pairs")
+        check_shape(self.hidden, self.heads, self.patch)
+
+    @property
+    def out_channels(self) -> int:
+        return self.in_channels * (2 if self.learn_sigma else 1)
+
+
+class Pair(nn.Module):
+    """A spatial block and the temporal block after it."""
+
+    def __init__(self, dim: int, heads: int, first: bool, text: bool):
+        super().__init__()
+        modulation = ScaleShiftTable if text else ScaleShiftLinear
+        self.spatial = Block(dim, heads, "s", modulation(dim, 6), text=text)
+        self.temporal = Block(dim, heads, "t", modulation(dim, 6), positions=first)
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = self.spatial(x, cond, context, mask)
+        return self.temporal(x, cond)
+
+
+class Latte(nn.Module):
+    """``forward(x, timestep, label=None, context=None, context_mask=None)``
+
+    x (b i t h w), timestep (b) from 0 to 999, label (b) with conditioning "class", context (b l caption_channels) and
+    context_mask (b l, True for tokens to be seen) with conditioning "text" -> (b o t h w). Any number of frames; frames
+    of any size.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        dim, heads, text = config.hidden, config.heads, config.conditioning == "text"
+        self.stages = {
+            "": "x=b [i] t h w -> b [o] t h w",
+            "embed": "b [i] t [h w] -> b t [s c]",
+            "blocks.*.spatial": "b t [s c], cond=b [k]" + (", context=b [l c], mask=b [l]" if text else ""),
+            "blocks.*.temporal": "b [t] s [c], cond=b [k]",
+            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+        }
+
+        self.t_embed = TimestepEmbed(dim)
+        self.t_block = nn.Linear(dim, 6 * dim) if text else None
+        self.label_embed = LabelEmbed(config.num_classes, dim) if config.conditioning == "class" else None
+        self.caption = MLP(config.caption_channels, dim, dim) if text else None
+        self.embed = PatchEmbed(config.in_channels, dim, config.patch, config.sample_size)
+        self.blocks = nn.ModuleList(Pair(dim, heads, i == 0, text) for i in range(config.depth // 2))
+        modulation = ScaleShiftTable if text else ScaleShiftLinear
+        self.final = FinalLayer(dim, config.out_channels, config.patch, modulation(dim, 2))
+        self.init_weights()
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        label: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        classes, text = self.label_embed is not None, self.caption is not None
+        built = f"conditioning={self.config.conditioning!r}"
+        expect("label", label, classes, built)
+        expect("context", context, text, built)
+        expect("context_mask", context_mask, text and context_mask is not None, built)
+
+        t = self.t_embed(timestep)
+        if self.label_embed is not None:
+            t = t + self.label_embed(label)
+        cond = t if self.t_block is None else self.t_block(F.silu(t))
+        if self.caption is not None and context is not None:
+            context = self.caption(context.to(t.dtype))
+
+        size = x.shape[-2], x.shape[-1]
+        x = self.embed(x)
+        for pair in self.blocks:
+            x = pair(x, cond, context, context_mask)
+        return self.final(x, t, size)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too, as DiT and Latte (and, with text, PixArt) do.
+
+        Xavier, biases zero; the embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer,
+        attention to text and adaLN-Zero's linear layers, so all its gates, start as nothing.
+        """
+        init_linear(self)
+        for mlp in filter(None, (self.t_embed.mlp, self.caption)):
+            nn.init.normal_(mlp.up.weight, std=0.02)
+            nn.init.normal_(mlp.down.weight, std=0.02)
+        if self.t_block is not None:
+            nn.init.normal_(self.t_block.weight, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, ScaleShiftTable):
+                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
+            if isinstance(module, ScaleShiftLinear):
+                init_zero(module.linear)
+            if isinstance(module, CrossAttention):
+                init_zero(module.out)
+        init_zero(self.final.linear)
+
+    def example_inputs(
+        self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
+    ) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens."""
+        config = self.config
+        classes = config.num_classes if config.conditioning == "class" else 0
+        text = (tokens, config.caption_channels) if config.conditioning == "text" else (0, 0)
+        return video_inputs(batch, config.in_channels, frames, height, width, classes, text)
+
+    @classmethod
+    def from_diffusers(
+        cls, source: str | Path | Mapping[str, Tensor], config: str | Path | Mapping[str, Any] | None = None
+    ) -> "Latte":
+        """Build the model of a diffusers LatteTransformer3DModel and load its weights.
+
+        ``source`` is a state dict, a safetensors file or a directory of them; ``config`` is that model's config or
+        the path of its JSON file, by default the ``config.json`` beside the weights. Raises ValueError for a config
+        that describes another architecture, and for weights that do not fit it.
+        """
+        if config is None:
+            if isinstance(source, Mapping):
+                raise ValueError("a state dict says too little: pass the model's config too")
+            config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
+        values = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+        model = cls(diffusers_config(values))
+        load_diffusers(model, source)
+        return model
+
+
+def diffusers_config(config: Mapping[str, Any]) -> Config:
+    """The Config of a LatteTransformer3DModel's config; ValueError if that one differs in more than sizes."""
+    hidden = config["num_attention_heads"] * config["attention_head_dim"]
+    fixed = {
+        "norm_type": "ada_norm_single",
+        "activation_fn": "gelu-approximate",
+        "attention_bias": True,
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "cross_attention_dim": hidden,
+    }
+    for key, value in fixed.items():
+        if config.get(key) != value:
+            raise ValueError(f"{key}={config.get(key)!r} in the diffusers config: Latte has {value!r}")
+    channels, patch = config["in_channels"], config["patch_size"]
+    if config.get("out_channels") not in (None, channels, 2 * channels):
+        raise ValueError(f"out_channels={config['out_channels']} is neither in_channels={channels} nor twice that")
+    return Config(
+        hidden=hidden,
+        depth=2 * config["num_layers"],
+        heads=config["num_attention_heads"],
+        patch=(1, patch, patch),
+        in_channels=channels,
+        learn_sigma=config.get("out_channels") == 2 * channels,
+        conditioning="text",
+        caption_channels=config["caption_channels"],
+        sample_size=config["sample_size"],
+    )
+
+
+@torch.no_grad()
+def load_diffusers(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
+    """Copy a diffusers-format Latte state dict into a model with text, in place; every name and shape must match."""
+    state = source if isinstance(source, Mapping) else read_safetensors(Path(source))
+    names = {name: diffusers_names(name) for name, _ in model.named_parameters()}
+    known = {theirs for group in names.values() for theirs in group}
+    if known != state.keys():
+        problems = [f"missing: {', '.join(sorted(known - state.keys()))}"] if known - state.keys() else []
+        problems += [f"unknown: {', '.join(sorted(state.keys() - known))}"] if state.keys() - known else []
+        raise ValueError(f"these weights are of another model; {'; '.join(problems)}")
+    for name, param in model.named_parameters():
+        value = torch.cat([state[theirs] for theirs in names[name]])
+        if value.shape[0] != param.shape[0] or value.numel() != param.numel():
+            raise ValueError(f"{' + '.join(names[name])} is {tuple(value.shape)}, the model's {tuple(param.shape)}")
+        param.copy_(value.reshape(param.shape))
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file  # an extra: only who loads weights needs it
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no .safetensors file")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def diffusers_names(name: str) -> list[str]:
+    """The diffusers parameters that one of ours is made of, to be stacked along dim 0."""
+    parts = re.fullmatch(r"blocks\.(\d+)\.(spatial|temporal)\.(.+?)(\.weight|\.bias|)", name)
+    if parts:
+        i, kind, layer, suffix = parts.groups()
+        blocks = {"spatial": "transformer_blocks", "temporal": "temporal_transformer_blocks"}[kind]
+        return [f"{blocks}.{i}.{theirs}{suffix}" for theirs in DIFFUSERS_BLOCK[layer].split()]
+    layer, dot, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+    return [DIFFUSERS[layer] + dot + suffix]
+
+
+DIFFUSERS = {
+    "embed.proj": "pos_embed.proj",
+    "t_embed.mlp.up": "adaln_single.emb.timestep_embedder.linear_1",
+    "t_embed.mlp.down": "adaln_single.emb.timestep_embedder.linear_2",
+    "t_block": "adaln_single.linear",
+    "caption.up": "caption_projection.linear_1",
+    "caption.down": "caption_projection.linear_2",
+    "final.modulation.table": "scale_shift_table",
+    "final.linear": "proj_out",
+}
+DIFFUSERS_BLOCK = {
+    "modulation.table": "scale_shift_table",
+    "attention.qkv": "attn1.to_q attn1.to_k attn1.to_v",
+    "attention.out": "attn1.to_out.0",
+    "cross.q": "attn2.to_q",
+    "cross.kv": "attn2.to_k attn2.to_v",
+    "cross.out": "attn2.to_out.0",
+    "mlp.up": "ff.net.0.proj",
+    "mlp.down": "ff.net.2",
+}

@@ -1,0 +1,239 @@
+"""Transformer-2D, the model of the DSP paper (Zhao et al., ICML 2025, arXiv 2403.10266, equation 8 and appendix A).
+
+A video diffusion transformer whose layers compute over space and then over time. The paper gives it in words (A.1: two
+whole blocks a layer, without Open-Sora's cross attention) and in sizes (table 5), and the two do not meet, so here are
+both readings. Parameters, with 4 latent channels in and out:
+
+    size    layers  hidden  heads   block="paper"    block="stdit"
+    720m      28     1152     16      902,415,760      759,602,320
+    3b        36     2048     32    3,656,062,992    3,064,154,128
+
+``block="paper"`` follows the words. Each layer is a spatial and a temporal block, attention + MLP, 24 hidden^2 in all,
+modulated by adaLN-single (Open-Sora's kind; the paper names none). ``block="stdit"`` follows the names: the layer of
+Open-Sora 1.0 (STDiT), 20 hidden^2 with text and 16 without, is modulated spatial attention, temporal attention on the
+plain residual behind the same gate, attention to text, and one modulated MLP. Table 5 prints 2038 for the hidden size
+of 3b, which 32 heads do not divide: 2048.
+
+Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
+channels, l text tokens, k what is left of a conditioning vector.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.layers import (
+    MLP,
+    Block,
+    CrossAttention,
+    FinalLayer,
+    LabelEmbed,
+    PatchEmbed,
+    ScaleShiftTable,
+    SelfAttention,
+    TimestepEmbed,
+    add_time,
+    check_shape,
+    expect,
+    init_linear,
+    init_zero,
+    modulate,
+    norm,
+    rows,
+    video_inputs,
+)
+
+SIZES: dict[str, dict[str, Any]] = {
+    "720m": {"hidden": 1152, "depth": 28, "heads": 16},
+    "3b": {"hidden": 2048, "depth": 36, "heads": 32},
+    "test": {"hidden": 48, "depth": 2, "heads": 4},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int = 1152
+    depth: int = 28  # layers, of two stages each
+    heads: int = 16
+    patch: tuple[int, int, int] = (1, 2, 2)
+    in_channels: int = 4
+    learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
+    block: str = "paper"  # or "stdit"
+    num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
+    caption_channels: int | None = None  # of the text, 0 for none; None is 4096 (T5) with "stdit" and 0 with "paper"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(self.patch))
+        if self.block not in ("paper", "stdit"):
+            raise ValueError(f"block={self.block!r}: there are 'paper' and 'stdit'")
+        if self.caption_channels is None:
+            object.__setattr__(self, "caption_channels", 4096 if self.block == "stdit" else 0)
+        if self.block == "paper" and self.caption_channels:
+            raise ValueError("block='paper' has no attention to text: leave caption_channels, or take block='stdit'")
+        check_shape(self.hidden, self.heads, self.patch)
+
+    @property
+    def out_channels(self) -> int:
+        return self.in_channels * (2 if self.learn_sigma else 1)
+
+
+class PaperLayer(nn.Module):
+    """Two whole blocks, one over space and one over time (appendix A.1, figure 10)."""
+
+    def __init__(self, dim: int, heads: int, first: bool):
+        super().__init__()
+        self.spatial = Block(dim, heads, "s", ScaleShiftTable(dim, 6))
+        self.temporal = Block(dim, heads, "t", ScaleShiftTable(dim, 6), positions=first)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        x = self.spatial(x, cond)
+        return self.temporal(x, cond)
+
+
+class STDiTSpatial(nn.Module):
+    """Modulated attention within each frame."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.attention = SelfAttention(dim, heads, over="s")
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale, gate, *_ = rows(modulation)
+        return x + gate * self.attention(modulate(norm(x), shift, scale))
+
+
+class STDiTTemporal(nn.Module):
+    """Attention across frames on the plain residual, attention to text, modulated MLP."""
+
+    def __init__(self, dim: int, heads: int, text: bool, positions: bool):
+        super().__init__()
+        self.positions = positions
+        self.attention = SelfAttention(dim, heads, over="t")
+        self.cross = CrossAttention(dim, heads) if text else None
+        self.mlp = MLP(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, modulation: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows(modulation)
+        x = x + gate * self.attention(add_time(x) if self.positions else x)
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
+
+
+class STDiTLayer(nn.Module):
+    """The layer of Open-Sora 1.0 in two stages, which share one modulation."""
+
+    def __init__(self, dim: int, heads: int, first: bool, text: bool):
+        super().__init__()
+        self.modulation = ScaleShiftTable(dim, 6)
+        self.spatial = STDiTSpatial(dim, heads)
+        self.temporal = STDiTTemporal(dim, heads, text, positions=first)
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        modulation = self.modulation(cond)
+        x = self.spatial(x, modulation)
+        return self.temporal(x, modulation, context, mask)
+
+
+class Transformer2D(nn.Module):
+    """``forward(x, timestep, label=None, context=None, context_mask=None)``
+
+    x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes``, context (b l caption_channels)
+    and context_mask (b l, True for tokens to be seen) with ``caption_channels`` -> (b o t h w). Any number of frames;
+    frames of any size.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        dim, heads, text = config.hidden, config.heads, bool(config.caption_channels)
+        self.stages = {
+            "": "x=b [i] t h w -> b [o] t h w",
+            "embed": "b [i] t [h w] -> b t [s c]",
+            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+        }
+        if config.block == "paper":
+            self.stages["blocks.*.spatial"] = "b t [s c], cond=b [k]"
+            self.stages["blocks.*.temporal"] = "b [t] s [c], cond=b [k]"
+        else:
+            given = ", context=b [l c], mask=b [l]" if text else ""
+            self.stages["blocks.*.spatial"] = "b t [s c], modulation=b [k c]"
+            self.stages["blocks.*.temporal"] = "b [t] s [c], modulation=b [k c]" + given
+
+        self.t_embed = TimestepEmbed(dim)
+        self.t_block = nn.Linear(dim, 6 * dim)
+        self.label_embed = LabelEmbed(config.num_classes, dim) if config.num_classes else None
+        self.caption = MLP(config.caption_channels, dim, dim) if config.caption_channels else None
+        self.embed = PatchEmbed(config.in_channels, dim, config.patch)
+        self.blocks = nn.ModuleList(
+            PaperLayer(dim, heads, first=i == 0)
+            if config.block == "paper"
+            else STDiTLayer(dim, heads, first=i == 0, text=text)
+            for i in range(config.depth)
+        )
+        self.final = FinalLayer(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.init_weights()
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        label: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        classes, text = self.label_embed is not None, self.caption is not None
+        built = f"num_classes={self.config.num_classes}, caption_channels={self.config.caption_channels}"
+        expect("label", label, classes, built)
+        expect("context", context, text, built)
+        expect("context_mask", context_mask, text and context_mask is not None, built)
+
+        t = self.t_embed(timestep)
+        if self.label_embed is not None:
+            t = t + self.label_embed(label)
+        given: tuple[Tensor | None, ...] = (self.t_block(F.silu(t)),)
+        if self.caption is not None and context is not None:
+            given = (*given, self.caption(context.to(t.dtype)), context_mask)
+
+        size = x.shape[-2], x.shape[-1]
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, *given)
+        return self.final(x, t, size)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too, as PixArt-alpha and Open-Sora 1.0 do.
+
+        Xavier, biases zero; the embedding MLPs at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer
+        and, in the stdit block, temporal and text attention start as nothing.
+        """
+        init_linear(self)
+        for mlp in filter(None, (self.t_embed.mlp, self.caption)):
+            nn.init.normal_(mlp.up.weight, std=0.02)
+            nn.init.normal_(mlp.down.weight, std=0.02)
+        nn.init.normal_(self.t_block.weight, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, ScaleShiftTable):
+                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
+            if isinstance(module, STDiTTemporal):
+                init_zero(module.attention.out)
+            if isinstance(module, CrossAttention):
+                init_zero(module.out)
+        init_zero(self.final.linear)
+
+    def example_inputs(
+        self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
+    ) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens."""
+        config = self.config
+        text = tokens, config.caption_channels or 0
+        return video_inputs(batch, config.in_channels, frames, height, width, config.num_classes or 0, text)
