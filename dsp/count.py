@@ -1,0 +1,88 @@
+"""Counting what is really communicated: every DSP collective, by phase, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsp.collectives import chunk_sizes, ranks
+
+
+class Traffic:
+    """Calls and bytes sent by this rank, by collective (``switch``, ``gather``, ``reduce_scatter``, ``all_reduce``)."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{k}: {self.calls[k]} calls {self.bytes[k]} bytes" for k in sorted(self.calls)) or "nothing"
+
+
+class count_comm(TorchDispatchMode):
+    """Count the collectives of a block of code: ``with dsp.count_comm() as comm: ...; comm.forward.calls["switch"]``.
+
+    Attributes `forward`, `backward` and `recompute` (forward work repeated inside backward by activation checkpointing)
+    are `Traffic`; `calls` and `bytes` are the totals of all three. Bytes are those this rank sends to others, which is
+    what travels: its own part stays. One context covers forward and backward together.
+
+    Collectives other than DSP's that go through torch's functional collectives (a stray DTensor redistribution, say)
+    are counted under their own names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward, self.backward, self.recompute = Traffic(), Traffic(), Traffic()
+
+    @property
+    def calls(self) -> int:
+        return sum(sum(t.calls.values()) for t in (self.forward, self.backward, self.recompute))
+
+    @property
+    def bytes(self) -> int:
+        return sum(sum(t.bytes.values()) for t in (self.forward, self.backward, self.recompute))
+
+    def by_collective(self) -> dict[str, dict[str, dict[str, int]]]:
+        """``{phase: {collective: {"calls": int, "bytes": int}}}``"""
+        phases = {"forward": self.forward, "backward": self.backward, "recompute": self.recompute}
+        return {p: {k: {"calls": t.calls[k], "bytes": t.bytes[k]} for k in t.calls} for p, t in phases.items()}
+
+    def __repr__(self) -> str:
+        return f"forward: {self.forward}; backward: {self.backward}; recompute: {self.recompute}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("dsp", "_c10d_functional"):
+            name = func._schema.name.split("::")[1]
+            if name != "wait_tensor":
+                traffic = self.forward
+                if torch._C._current_graph_task_id() != -1:
+                    traffic = self.recompute if torch.is_grad_enabled() else self.backward
+                traffic.calls["switch" if name == "all_to_all_single" else name] += 1
+                traffic.bytes["switch" if name == "all_to_all_single" else name] += sent(name, *args)
+        return func(*args, **kwargs)
+
+
+def sent(name: str, x: torch.Tensor, *args: Any) -> int:
+    """Bytes this rank sends to others in one collective."""
+    n, rank = ranks(args[-1])
+    own = x.numel() * x.element_size()
+    if name == "switch":
+        size = x.shape[args[1]]
+        kept = chunk_sizes(size, n)[rank]
+        return own * (size - kept) // size if size else 0
+    if name == "all_to_all_single":
+        return (sum(args[1]) - args[1][rank]) * x.element_size()
+    if name in ("gather", "all_gather_into_tensor"):
+        return own * (n - 1)
+    if name in ("reduce_scatter", "reduce_scatter_tensor"):
+        dim = args[0] if name == "reduce_scatter" else 0
+        size = x.shape[dim]
+        return own - math.prod(x.shape) // max(size, 1) * chunk_sizes(size, n)[rank] * x.element_size()
+    if name.startswith("all_reduce"):  # a ring: reduce-scatter, then all-gather
+        return -(-2 * own * (n - 1) // n)
+    return own * (n - 1)

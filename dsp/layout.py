@@ -1,0 +1,253 @@
+"""Where a tensor is cut: chunk geometry, DTensor placements, and moving between local tensors and DTensors.
+
+A `Cut` names one sharded dim of a tensor. Chunks follow `torch.chunk`: 5 frames over 4 ranks are 2, 2, 1 and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
+
+from dsp.planner import chunk_sizes
+
+
+class Cut(NamedTuple):
+    """The sharded dim of a tensor. With `outer` > 1 the dim is a fold ``(outer rest)`` of which `rest` is sharded."""
+
+    dim: int
+    outer: int = 1
+
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.outer)
+
+
+def cut_of(placement: Placement) -> Cut | None:
+    if isinstance(placement, _StridedShard):
+        return Cut(placement.dim, placement.split_factor)
+    if isinstance(placement, Shard):
+        return Cut(placement.dim)
+    return None
+
+
+def chunk(size: int, n: int, rank: int) -> tuple[int, int]:
+    """(start, length) of one rank's chunk of a dim of `size`."""
+    full = -(-size // n)
+    start = min(rank * full, size)
+    return start, min(full, size - start)
+
+
+def fold_fits(size: int, inner: int, n: int) -> bool:
+    """Whether ``(outer size inner)`` can keep `size` sharded: inner parts must not straddle ranks."""
+    return inner == 1 or size % n == 0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The sequence-parallel mesh axis as one rank sees it."""
+
+    mesh: DeviceMesh
+    size: int
+    rank: int
+    group: str
+    specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Axis:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"mesh must be a 1-D torch DeviceMesh, not {type(mesh).__name__}; "
+                'make one with init_device_mesh("cpu", (4,), mesh_dim_names=("sp",))'
+            )
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh must be 1-D, but has axes {mesh.mesh_dim_names or mesh.ndim}; pass the sequence-parallel slice, "
+                'mesh["sp"]'
+            )
+        return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+
+    def local_shape(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
+        extent = shape[cut.dim] // cut.outer
+        own = cut.outer * chunk(extent, self.size, self.rank)[1]
+        return (*shape[: cut.dim], own, *shape[cut.dim + 1 :])
+
+    def narrow(self, x: Tensor, cut: Cut) -> Tensor:
+        """This rank's part of a whole tensor: no communication, and a view unless the dim is a fold."""
+        extent = x.shape[cut.dim] // cut.outer
+        start, length = chunk(extent, self.size, self.rank)
+        if cut.outer == 1:
+            return x.narrow(cut.dim, start, length)
+        unfolded = x.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
+        return unfolded.flatten(cut.dim, cut.dim + 1)
+
+    def wrap(self, local: Tensor, cut: Cut, shape: Sequence[int], *, guard: bool = False) -> DTensor:
+        """The DTensor of global `shape` of which `local` is this rank's part, connected to it by autograd.
+
+        With `guard` its backward refuses gradients that the gradient contract does not cover (see `ExitGuard`).
+        """
+        key = (cut, tuple(shape), local.stride(), local.dtype)
+        spec = self.specs.get(key)
+        if spec is None:
+            stride = global_stride(local, shape)
+            meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+            spec = DTensorSpec(self.mesh, (cut.placement(),), tensor_meta=meta)
+            if len(self.specs) >= 4096:
+                self.specs.clear()
+            self.specs[key] = spec
+        expected = self.local_shape(shape, cut)
+        if tuple(local.shape) != expected:
+            raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
+        with torch._C.DisableTorchFunction():
+            return (_GuardedWrap if guard else _Wrap).apply(local, spec)
+
+
+def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides for the global `shape` in the memory order of `local`."""
+    order = sorted(range(len(shape)), key=lambda d: (-local.stride(d), d)) if local.numel() else range(len(shape))
+    stride = [1] * len(shape)
+    step = 1
+    for d in reversed(list(order)):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)
+
+
+def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
+    """Open the folds that `cuts` refer to: the finer shape, and the index of each cut's own dim in it."""
+    fine: list[int] = []
+    where = [0] * len(cuts)
+    for d, size in enumerate(shape):
+        marks = sorted({1, *(c.outer for c in cuts if c.dim == d)}) if size else [1]
+        for i, mark in enumerate(marks):
+            nxt = marks[i + 1] if i + 1 < len(marks) else size
+            if mark == 0 or nxt % mark:
+                raise ValueError(f"cannot open axis {d} of {tuple(shape)} at {marks}")
+            for k, c in enumerate(cuts):
+                if c.dim == d and c.outer == mark:
+                    where[k] = len(fine)
+            fine.append(nxt // mark if size else 0)
+    return fine, where
+
+
+class _Wrap(torch.autograd.Function):
+    """local tensor -> DTensor shell; the gradient that comes back is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:  # type: ignore[override]
+        ctx.placements = spec.placements
+        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        if isinstance(grad, DTensor):
+            if grad.placements != ctx.placements:
+                _refuse(f"its gradient arrived as {grad.placements} where the tensor is {ctx.placements}")
+            grad = grad._local_tensor
+        return grad, None
+
+
+class _GuardedWrap(_Wrap):
+    """The same for a tensor handed to the caller: only gradients that came through a dsp exit may pass."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        if not ExitGuard.covered():
+            _refuse("none of dsp.mean and dsp.gather stands between it and the loss")
+        return _Wrap.backward(ctx, grad)
+
+
+def _refuse(reason: str) -> None:
+    raise RuntimeError(
+        f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss with "
+        "dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it"
+    )
+
+
+class ExitGuard(torch.autograd.Function):
+    """Identity whose backward notes that this backward pass came through `dsp.mean` or `dsp.gather`.
+
+    The objective of a parallel run is the mean over ranks of each rank's scalar. Only these exits hand every rank's
+    gradient to the others; any other one would silently scale or lose gradients.
+    """
+
+    _recent: list[int] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        task = torch._C._current_graph_task_id()
+        if task not in ExitGuard._recent:
+            ExitGuard._recent[:] = [*ExitGuard._recent[-63:], task]
+        return grad
+
+    @staticmethod
+    def covered() -> bool:
+        return torch._C._current_graph_task_id() in ExitGuard._recent
+
+
+def connected_local(x: DTensor) -> Tensor:
+    """This rank's part of a DTensor, connected to it by autograd."""
+    with torch._C.DisableTorchFunction():
+        return x.to_local()
+
+
+def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
+    """The mesh axis to work on, its index, how x is cut there, and the shape of x within that axis' group."""
+    if not isinstance(x, DTensor):
+        raise TypeError(
+            f"dsp.{what} takes a DTensor, got {type(x).__name__}; make one with dsp.split(x, mesh, dim), or with "
+            "DTensor.from_local when each rank already holds its part"
+        )
+    mesh = x.device_mesh
+    if axis is None:
+        if mesh.ndim > 1:
+            raise ValueError(
+                f"dsp.{what}: this DTensor lives on {mesh.ndim} mesh axes {mesh.mesh_dim_names}; say which one carries "
+                'the sequence, axis="sp"'
+            )
+        index = 0
+    else:
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise ValueError(f"dsp.{what}: no mesh axis {axis!r}; this DTensor has {names or 'unnamed axes'}")
+        index = names.index(axis)
+    for p in x.placements:
+        if isinstance(p, Partial):
+            raise ValueError(
+                f"dsp.{what}: the tensor is {p}, a sum that has not been taken yet; reduce it first, "
+                "for example x.redistribute(placements=[Replicate()])"
+            )
+    cut = cut_of(x.placements[index])
+    if cut is None:
+        raise ValueError(
+            f"dsp.{what}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
+            "split it first with dsp.split(x, mesh, dim)"
+        )
+    shape = list(x.shape)
+    for i, p in enumerate(x.placements):
+        other = cut_of(p)
+        if i == index or other is None:
+            continue
+        if other.outer > 1 or other.dim == cut.dim:
+            raise ValueError(f"dsp.{what}: {x.placements} shards one dim over two mesh axes; shard another dim")
+        shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
+    sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]
+    return Axis.of(sub), index, cut, shape
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+__all__ = ["Axis", "Cut", "ExitGuard", "chunk", "chunk_sizes", "connected_local", "cut_of", "factor", "sp_view"]

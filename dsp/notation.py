@@ -1,0 +1,237 @@
+"""The stage notation: which dims a submodule computes over, in one string.
+
+    "b t [s c]"                              attention over s; t and b are independent
+    "b [t] s [c], context=b [l c]"           `context` is bound by the name of the forward parameter
+    "(b t) [s c]"                            a folded dim, as in einops
+    "b i [k] c, b j [k] c -> b i j c"        two operands and the output
+
+A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. This module only parses; it knows no tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+_TOKEN = re.compile(r"\s*(->|[\[\](),=]|[A-Za-z_][A-Za-z0-9_]*|1(?![0-9A-Za-z_])|\S)")
+BATCH_NAMES = frozenset({"b", "batch", "B"})
+
+
+class NotationError(ValueError):
+    """A pattern that cannot be read, or that does not fit the tensor it is used on."""
+
+
+@dataclass(frozen=True)
+class TensorPattern:
+    """One tensor: its axes in order, each a tuple of dim names (several for a fold, none for a literal 1)."""
+
+    axes: tuple[tuple[str, ...], ...]
+    computed: frozenset[str]
+    param: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for axis in self.axes for name in axis)
+
+    def axis_of(self, name: str) -> int:
+        return next(i for i, axis in enumerate(self.axes) if name in axis)
+
+    def __str__(self) -> str:
+        def show(name: str) -> str:
+            return f"[{name}]" if name in self.computed else name
+
+        text = " ".join(
+            "1" if not axis else show(axis[0]) if len(axis) == 1 else f"({' '.join(map(show, axis))})"
+            for axis in self.axes
+        )
+        text = text.replace("] [", " ")
+        return f"{self.param}={text}" if self.param else text
+
+
+@dataclass(frozen=True)
+class StagePattern:
+    """A stage: its input tensors, its output tensors, and the dims it may be sharded along (`free`)."""
+
+    text: str
+    inputs: tuple[TensorPattern, ...]
+    outputs: tuple[TensorPattern, ...]
+    explicit_output: bool
+
+    @property
+    def computed(self) -> frozenset[str]:
+        return frozenset().union(*(p.computed for p in self.inputs + self.outputs))
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Dims of the inputs outside brackets, in order of appearance; batch last, for it is the last resort."""
+        seen = dict.fromkeys(n for p in self.inputs for n in p.names if n not in self.computed)
+        return tuple(sorted(seen, key=lambda n: n in BATCH_NAMES))
+
+
+def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
+    param = None
+    if len(tokens) > 1 and tokens[1] == "=":
+        param, tokens = tokens[0], tokens[2:]
+        if not param.isidentifier():
+            raise NotationError(f"{text!r}: {param!r} before '=' is not a parameter name")
+    axes: list[tuple[str, ...]] = []
+    computed: set[str] = set()
+    fold: list[str] | None = None
+    bracket = False
+    for token in tokens:
+        if token == "[":
+            if bracket:
+                raise NotationError(f"{text!r}: '[' inside '['; one pair of brackets is enough")
+            bracket = True
+        elif token == "]":
+            if not bracket:
+                raise NotationError(f"{text!r}: ']' without '['")
+            bracket = False
+        elif token == "(":
+            if fold is not None:
+                raise NotationError(f"{text!r}: a fold inside a fold; write (b t s) flat")
+            fold = []
+        elif token == ")":
+            if fold is None:
+                raise NotationError(f"{text!r}: ')' without '('")
+            axes.append(tuple(fold))
+            fold = None
+        elif token == "1":
+            if fold is None:
+                axes.append(())
+        elif token.isidentifier():
+            if bracket:
+                computed.add(token)
+            if fold is not None:
+                fold.append(token)
+            else:
+                axes.append((token,))
+        else:
+            raise NotationError(
+                f"{text!r}: unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], 1, "
+                "name=pattern, commas and one ->"
+            )
+    if bracket or fold is not None:
+        raise NotationError(f"{text!r}: {'[' if bracket else '('} is never closed")
+    pattern = TensorPattern(tuple(axes), frozenset(computed), param)
+    names = pattern.names
+    for name in names:
+        if names.count(name) > 1:
+            raise NotationError(f"{text!r}: dim {name!r} appears twice in one tensor")
+    return pattern
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str, *, root: bool = False) -> StagePattern:
+    """Read one stage string. `root` patterns only name dims: nothing in them has to be independent."""
+    if not isinstance(text, str):
+        raise NotationError(f"a stage is a string like 'b t [s c]', not {type(text).__name__} {text!r}")
+    tokens = _TOKEN.findall(text)
+    if not tokens:
+        raise NotationError("an empty stage pattern; write what the stage computes over, like 'b t [s c]'")
+    if tokens.count("->") > 1:
+        raise NotationError(f"{text!r}: more than one '->'")
+    explicit = "->" in tokens
+    cut = tokens.index("->") if explicit else len(tokens)
+
+    def tensors(part: Sequence[str]) -> tuple[TensorPattern, ...]:
+        groups: list[list[str]] = [[]]
+        depth = 0
+        for token in part:
+            depth += (token in "[(") - (token in "])")
+            if token == "," and depth == 0:
+                groups.append([])
+            else:
+                groups[-1].append(token)
+        if any(not g for g in groups):
+            raise NotationError(f"{text!r}: an empty tensor pattern beside a ',' or '->'")
+        return tuple(_parse_tensor(g, text) for g in groups)
+
+    inputs = tensors(tokens[:cut])
+    params = [p.param for p in inputs if p.param]
+    if len(set(params)) < len(params):
+        raise NotationError(f"{text!r}: a parameter is named twice")
+    if explicit:
+        outputs = tensors(tokens[cut + 1 :])
+        if any(p.param for p in outputs):
+            raise NotationError(f"{text!r}: outputs are bound by position; drop the '=' after '->'")
+    else:
+        outputs = (TensorPattern(inputs[0].axes, inputs[0].computed),)
+    stage = StagePattern(text, inputs, outputs, explicit)
+    if not root:
+        for output in outputs:
+            lost = [n for n in stage.free if n not in output.names]
+            # a free dim may be missing from an output only if no tensor could be sharded along it
+            if lost:
+                raise NotationError(
+                    f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}; the stage "
+                    f"reduces over it: write [{lost[0]}], or add it to the output"
+                )
+    return stage
+
+
+def _list(names: Sequence[str]) -> str:
+    return ("dim " if len(names) == 1 else "dims ") + ", ".join(map(repr, names))
+
+
+def solve_sizes(
+    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], root: Mapping[str, int], *, where: str
+) -> dict[str, int]:
+    """Dim sizes of one call, from the patterns and shapes of its tensors; `root` sizes only help to open folds.
+
+    An axis of size 1 whose dim is longer in another tensor broadcasts. Raises NotationError on any misfit.
+    """
+    sizes: dict[str, int] = {}
+    folds: list[tuple[TensorPattern, tuple[str, ...], int]] = []
+    for pattern, shape in tensors:
+        if len(shape) != len(pattern.axes):
+            raise NotationError(
+                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes but the tensor has shape {tuple(shape)}"
+            )
+        for axis, size in zip(pattern.axes, shape):
+            if len(axis) > 1:
+                folds.append((pattern, axis, size))
+            elif not axis:
+                if size != 1:
+                    raise NotationError(f"{where}: '{pattern}' says 1 but that axis of {tuple(shape)} is {size}")
+            elif sizes.setdefault(axis[0], size) != size:
+                known = sizes[axis[0]]
+                if 1 not in (known, size):
+                    raise NotationError(f"{where}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")
+                sizes[axis[0]] = max(known, size)
+    while folds:
+        waiting = []
+        for pattern, axis, size in folds:
+            known_sizes = {n: sizes.get(n, root.get(n)) for n in axis}
+            product = 1
+            for value in known_sizes.values():
+                product *= value if value is not None else 1
+            unknown = [n for n, value in known_sizes.items() if value is None]
+            if len(unknown) > 1:
+                waiting.append((pattern, axis, size))
+            elif not unknown and size == product:
+                sizes.update({n: v for n, v in known_sizes.items() if v is not None})
+            elif not unknown and size == 1:
+                continue
+            elif unknown and product and size % product == 0:
+                sizes.update({n: v for n, v in known_sizes.items() if v is not None})
+                sizes[unknown[0]] = size // product
+            else:
+                raise NotationError(
+                    f"{where}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
+                    + " x ".join(n if v is None else f"{n}={v}" for n, v in known_sizes.items())
+                )
+        if len(waiting) == len(folds):
+            pattern, axis, size = waiting[0]
+            raise NotationError(
+                f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart; name the model's own input dims "
+                'with a root pattern, for example {"": "x=b c t h w"}'
+            )
+        folds = waiting
+    return sizes
+
+
+def _show(axis: Sequence[str]) -> str:
+    return axis[0] if len(axis) == 1 else f"({' '.join(axis)})"

@@ -1,0 +1,222 @@
+"""The four functions on DTensors: split, switch, gather, and mean; for hand-written loops and for losses on shards.
+
+Gradients (contract 2 of the design, docs/numerics.md): the objective is the mean over the sequence-parallel ranks of
+each rank's scalar. Averaging parameter gradients over those ranks, as DDP and FSDP2 do, gives the single-process
+gradient; nothing else has to be scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dsp import collectives
+from dsp.layout import Axis, Cut, ExitGuard, connected_local, factor, sp_view
+
+
+def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """Shard a tensor that is the same on every rank: ``replicated -> Shard(dim)``, 0 bytes.
+
+    x: any shape; mesh: 1-D. Each rank keeps its `torch.chunk` of `dim`. The gradient of a leaf (a model input) is whole
+    and true on every rank, at the price of one all-gather in backward; into a computed tensor each rank sends the
+    gradient of its own part, zero elsewhere, which is what averaging over ranks needs.
+    """
+    axis = Axis.of(mesh)
+    if isinstance(x, DTensor):
+        raise TypeError(f"dsp.split takes a whole tensor, got a DTensor {x.placements}; use dsp.switch(x, dim)")
+    cut = Cut(_dim(dim, x.ndim, "split"))
+    if x.requires_grad and x.is_leaf:
+        local = SplitInput.apply(x, axis, cut)
+    else:
+        local = axis.narrow(x, cut)
+    return axis.wrap(local, cut, x.shape, guard=True)
+
+
+def switch(x: DTensor, dim: int, *, axis: str | None = None) -> DTensor:
+    """Move the sharded dim: ``Shard(i) -> Shard(dim)``, one all-to-all of (N-1)/N of M/N bytes per rank (paper, eq. 5).
+
+    x: a DTensor sharded over one mesh axis (named by `axis` when its mesh has several). The backward is the reverse
+    switch.
+    """
+    sp, index, cut, shape = sp_view(x, axis, "switch")
+    target = Cut(_free_dim(x, dim, index, "switch"))
+    if target == cut:
+        return x
+    local = switch_local(connected_local(x), cut, target, shape, sp)
+    return _rewrap(local, x, sp, index, target)
+
+
+def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHandle:
+    """The same switch in two halves: work between ``h = start_switch(x, dim)`` and ``h.wait()`` overlaps with it.
+
+    In backward the halves swap places: the gradient's switch starts where `wait` stands and ends where `start_switch`
+    does.
+    """
+    sp, index, cut, shape = sp_view(x, axis, "start_switch")
+    target = Cut(_free_dim(x, dim, index, "start_switch"))
+    if target == cut:
+        return SwitchHandle(lambda: x)
+    fine, (src, dst) = factor(shape, (cut, target))
+    local = connected_local(x)
+    pending = collectives.PendingSwitch(local.reshape(_localize(fine, src, sp)), src, dst, fine[src], sp.group)
+    return SwitchHandle(lambda: _rewrap(pending.wait().reshape(sp.local_shape(shape, target)), x, sp, index, target))
+
+
+class SwitchHandle:
+    """What `start_switch` returns; `wait()` gives the switched DTensor."""
+
+    def __init__(self, finish: Any) -> None:
+        self._finish = finish
+
+    def wait(self) -> DTensor:
+        return self._finish()
+
+
+def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
+    """Bring a sharded tensor together on every rank: ``Shard(i) -> whole``, one all-gather of (N-1)/N of M per rank.
+
+    On a DTensor of one mesh axis the result is a plain tensor; with several (see `axis`) a DTensor that is replicated
+    along the gathered one. The backward is a reduce-scatter.
+    """
+    sp, index, cut, shape = sp_view(x, axis, "gather")
+    out = ExitGuard.apply(gather_local(connected_local(x), cut, shape, sp))
+    if x.device_mesh.ndim == 1:
+        return out
+    return _rewrap(out, x, sp, index, None)
+
+
+def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(Weighted) mean over all elements of a sharded tensor, the same scalar on every rank: a loss on shards.
+
+    x: a DTensor on one mesh axis, or a plain tensor (then this is the ordinary mean). weight: a tensor that broadcasts to
+    x, DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums are taken in fp32 at least, and in fp32 the
+    scalar is returned.
+    """
+    if not isinstance(x, DTensor):
+        if isinstance(weight, DTensor):
+            raise TypeError("dsp.mean: the weight is sharded but x is not; gather the weight or shard x like it")
+        total, norm = _sums(x, weight)
+        return total / (norm if norm is not None else x.numel())
+    sp, _, cut, _ = sp_view(x, None, "mean")
+    w: Tensor | None = None
+    if isinstance(weight, DTensor):
+        if weight.placements != x.placements or weight.ndim != x.ndim:
+            raise ValueError(f"dsp.mean: x is {x.placements} and the weight {weight.placements}; switch one of them")
+        w = connected_local(weight)
+    elif weight is not None:
+        w = weight
+        lead = x.ndim - w.ndim
+        if lead < 0:
+            raise ValueError(f"dsp.mean: the weight {tuple(w.shape)} has more dims than x {tuple(x.shape)}")
+        if cut.dim >= lead and w.shape[cut.dim - lead] == x.shape[cut.dim] != 1:
+            w = sp.narrow(w, Cut(cut.dim - lead, cut.outer))
+    return ExitGuard.apply(mean_local(connected_local(x), w, x.numel(), sp))
+
+
+# --- the same on local tensors, for the runtime ------------------------------------------------------------------------
+
+
+def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:
+    total, norm = _sums(local, weight)
+    if norm is None:
+        return torch.ops.dsp.all_reduce(total, sp.group) / count
+    both = torch.ops.dsp.all_reduce(torch.stack([total, norm]), sp.group)
+    return both[0] / both[1]
+
+
+def _sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        return x.sum(dtype=wide), None
+    w = weight.to(wide).expand(x.shape)
+    return (x.to(wide) * w).sum(), w.sum()
+
+
+def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
+    """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
+    fine, (i, j) = factor(shape, (src, dst))
+    out = torch.ops.dsp.switch(x.reshape(_localize(fine, i, sp)), i, j, fine[i], sp.group)
+    return out.reshape(sp.local_shape(shape, dst))
+
+
+def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
+    fine, (i,) = factor(shape, (cut,))
+    out = torch.ops.dsp.gather(x.reshape(_localize(fine, i, sp)), i, fine[i], sp.group)
+    return out.reshape(tuple(shape))
+
+
+def _localize(fine: list[int], dim: int, sp: Axis) -> tuple[int, ...]:
+    return sp.local_shape(fine, Cut(dim))
+
+
+class SplitInput(torch.autograd.Function):
+    """This rank's part of a model input; the gradient it returns is whole and true on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
+        ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
+        return sp.narrow(x, cut).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
+
+
+class WholeInput(torch.autograd.Function):
+    """A model input that every rank uses whole; the gradient it returns is the true one on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.sp = sp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return torch.ops.dsp.all_reduce(grad, ctx.sp.group) / ctx.sp.size, None
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity; the gradient is divided by N: the true gradient of an input that arrived sharded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:  # type: ignore[override]
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad / ctx.size, None
+
+
+def _dim(dim: int, ndim: int, what: str) -> int:
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        raise ValueError(f"dsp.{what}: dim {dim!r} is out of range for a tensor of {ndim} dims")
+    return dim % ndim
+
+
+def _free_dim(x: DTensor, dim: int, index: int, what: str) -> int:
+    dim = _dim(dim, x.ndim, what)
+    for i, p in enumerate(x.placements):
+        if i != index and p.is_shard(dim):
+            raise ValueError(
+                f"dsp.{what}: dim {dim} is already sharded over another mesh axis ({x.placements}); choose another"
+            )
+    return dim
+
+
+def _rewrap(local: Tensor, like: DTensor, sp: Axis, index: int, cut: Cut | None) -> DTensor:
+    if like.device_mesh.ndim == 1 and cut is not None:
+        return sp.wrap(local, cut, like.shape, guard=True)
+    from torch.distributed.tensor import Replicate
+
+    placements = list(like.placements)
+    placements[index] = cut.placement() if cut else Replicate()
+    from dsp.layout import global_stride
+
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=global_stride(local, like.shape)
+    )

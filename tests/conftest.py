@@ -1,0 +1,99 @@
+"""One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch  # noqa: E402
+
+WORLD = 4
+TIMEOUT = 180
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _worker(rank: int, store: str, pipe: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in range(1, WORLD + 1)}
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        fn, n, args = job
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, fn(grid if n == "2x2" else meshes[n], *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(prefix="dsp-tests-")
+        for rank in range(WORLD):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_worker, args=(rank, store, there), daemon=True)
+            process.start()
+            self.workers.append((process, here))
+
+    def stop(self) -> None:
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers = []
+
+    def __call__(self, fn: Callable[..., Any], n: int | str, *args: Any) -> list[Any]:
+        """Run `fn(mesh, *args)` on n ranks ("2x2": a dp x sp mesh over four); results in rank order."""
+        if not self.workers:
+            self.start()
+        active = self.workers[: WORLD if n == "2x2" else int(n)]
+        for _, pipe in active:
+            pipe.send((fn, n, args))
+        results, errors = [], []
+        pending = dict(enumerate(pipe for _, pipe in active))
+        for rank, pipe in pending.items():
+            if not pipe.poll(5 if errors else TIMEOUT):
+                errors.append(f"rank {rank}: no answer")
+                continue
+            ok, value = pipe.recv()
+            (results if ok else errors).append(value if ok else f"rank {rank}:\n{value}")
+        if errors:
+            if len(errors) < len(active):
+                self.stop()  # somebody may still wait in a collective
+            pytest.fail("\n".join(errors), pytrace=False)
+        return results
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.stop()

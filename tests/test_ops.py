@@ -1,0 +1,232 @@
+"""split, switch, start_switch, gather, mean: exact against one process, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import dsp
+
+SIZES = [1, 2, 3, 4]
+
+
+def reference(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A hand-written model of two blocks: softmax over t, then over s, with a parameter in each; a weighted mean."""
+    y = torch.softmax(x * w[0], 1) + x
+    y = torch.cumsum(y * w[1], 2).tanh()
+    weight = torch.linspace(0.5, 2, x.shape[1], dtype=x.dtype)[:, None, None]
+    return y, (y.square() * weight).sum() / weight.expand(y.shape).sum()
+
+
+def by_hand(mesh: DeviceMesh, batch: int, t: int, s: int, halves: bool) -> None:
+    x = torch.randn(batch, t, s, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    y, loss = reference(x, w)
+    loss.backward()
+    gx, gw = x.grad, w.grad
+    x = x.detach().requires_grad_()
+    w = w.detach().requires_grad_()
+
+    def switch(v: DTensor, dim: int) -> DTensor:
+        if not halves:
+            return dsp.switch(v, dim)
+        handle = dsp.start_switch(v, dim)
+        _ = (w * 2).sum()
+        return handle.wait()
+
+    def local(v: DTensor, f) -> DTensor:
+        out = f(v.to_local())
+        return DTensor.from_local(out, mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride())
+
+    d = dsp.split(x, mesh, 2)
+    d = local(d, lambda v: torch.softmax(v * w[0], 1) + v)
+    d = switch(d, 1)
+    d = local(d, lambda v: torch.cumsum(v * w[1], 2).tanh())
+    weight = torch.linspace(0.5, 2, t, dtype=x.dtype)[:, None, None]
+    got = dsp.mean(local(d, torch.square), weight)
+    whole = dsp.gather(d)
+    torch.testing.assert_close(whole, y)
+    torch.testing.assert_close(got, loss)
+    got.backward()
+    torch.testing.assert_close(x.grad, gx)
+    average = torch.ops.dsp.all_reduce(w.grad, mesh.get_group().group_name) / mesh.size()
+    torch.testing.assert_close(average, gw)
+    # the gathered output carries the same convention
+    x2, w2 = x.detach().requires_grad_(), w.detach().requires_grad_()
+    d = dsp.split(x2, mesh, 2)
+    out = dsp.gather(local(d, lambda v: torch.softmax(v * w2[0], 1) + v))
+    reference_out = (torch.softmax(x.detach() * w.detach()[0], 1) + x.detach())
+    torch.testing.assert_close(out, reference_out)
+    (out**2).mean().backward()
+    xr, wr = x.detach().requires_grad_(), w.detach().requires_grad_()
+    ((torch.softmax(xr * wr[0], 1) + xr) ** 2).mean().backward()
+    torch.testing.assert_close(x2.grad, xr.grad)
+    average = torch.ops.dsp.all_reduce(w2.grad, mesh.get_group().group_name) / mesh.size()
+    torch.testing.assert_close(average, wr.grad)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_by_hand(ranks, n: int, halves: bool) -> None:
+    for batch, t, s in [(1, 7, 5), (2, 5, 8), (1, 4, 4), (2, 2, 3)]:
+        ranks(by_hand, n, batch, t, s, halves)
+
+
+def every_switch(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 5, 3, 4)
+    for memory in [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)]:
+        v = x.permute(memory).contiguous().permute([memory.index(i) for i in range(4)])
+        for i in range(4):
+            for j in range(4):
+                d = dsp.switch(dsp.split(v, mesh, i), j)
+                assert d.placements == (Shard(j),)
+                assert d.shape == x.shape
+                torch.testing.assert_close(d.to_local(), dsp.split(x, mesh, j).to_local())
+                if i != j:
+                    assert d.to_local().is_contiguous()
+    for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64, torch.uint8):
+        v = (x * 4).to(dtype)
+        assert torch.equal(dsp.gather(dsp.switch(dsp.split(v, mesh, 1), 2)), v)
+    with torch.inference_mode():
+        assert torch.equal(dsp.gather(dsp.switch(dsp.split(x, mesh, 1), 2)), x)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_pair_of_dims_dtypes_and_memory_orders(ranks, n: int) -> None:
+    ranks(every_switch, n)
+
+
+def bytes_moved(mesh: DeviceMesh, t: int, s: int) -> dict:
+    x = torch.randn(1, t, s, 8, requires_grad=True)
+    with dsp.count_comm() as comm:
+        d = dsp.split(x * 1, mesh, 1)
+        loss = dsp.mean(dsp.switch(d, 2))
+        loss.backward()
+    return comm.by_collective()
+
+
+def test_bytes_are_exactly_the_shares(ranks) -> None:
+    n, t, s = 4, 8, 12
+    for counts in ranks(bytes_moved, n, t, s):
+        expect = {"calls": 1, "bytes": (n - 1) * t * s * 8 * 4 // n**2}
+        assert counts["forward"]["switch"] == expect
+        assert counts["backward"]["switch"] == expect
+        assert counts["recompute"] == {}
+        assert set(counts["forward"]) == {"switch", "all_reduce"}
+    # uneven: rank r holds chunk_t[r] rows and sends all but its own chunk of s
+    chunk_t, chunk_s = (2, 2, 1, 0), (2, 2, 2, 1)
+    for r, counts in enumerate(ranks(bytes_moved, 4, 5, 7)):
+        assert counts["forward"]["switch"]["bytes"] == chunk_t[r] * (7 - chunk_s[r]) * 8 * 4
+
+
+def axes(mesh: DeviceMesh) -> None:
+    x = torch.arange(2 * 5 * 6, dtype=torch.float32).view(2, 5, 6)
+    dp, sp = mesh["dp"], mesh["sp"]
+    row = x.narrow(0, dp.get_local_rank(), 1)
+    local = dsp.split(row, sp, 1).to_local()
+    d = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
+    with pytest.raises(ValueError, match='axis="sp"'):
+        dsp.switch(d, 2)
+    e = dsp.switch(d, 2, axis="sp")
+    assert e.placements == (Shard(0), Shard(2))
+    torch.testing.assert_close(e.to_local(), dsp.split(row, sp, 2).to_local())
+    torch.testing.assert_close(dsp.start_switch(d, 2, axis="sp").wait().to_local(), e.to_local())
+    g = dsp.gather(e, axis="sp")
+    assert g.placements == (Shard(0), Replicate())
+    torch.testing.assert_close(g.to_local(), row)
+    with pytest.raises(ValueError, match="already sharded"):
+        dsp.switch(d, 0, axis="sp")
+    with pytest.raises(ValueError, match="no mesh axis 'tp'"):
+        dsp.switch(d, 2, axis="tp")
+    with pytest.raises(ValueError, match=r'mesh\["sp"\]'):
+        dsp.split(x, mesh, 1)
+    partial = DTensor.from_local(local, sp, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match="has not been taken yet"):
+        dsp.switch(partial, 2)
+    whole = DTensor.from_local(local, sp, [Replicate()], run_check=False)
+    with pytest.raises(ValueError, match="not sharded"):
+        dsp.gather(whole)
+    with pytest.raises(TypeError, match="takes a DTensor"):
+        dsp.switch(x, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        dsp.split(x, sp, 3)
+
+
+def test_two_axes_and_errors(ranks) -> None:
+    ranks(axes, "2x2")
+
+
+def roads(mesh: DeviceMesh) -> None:
+    x = torch.randn(4, 5, requires_grad=True)
+    d = dsp.switch(dsp.split(x * 1, mesh, 0), 1)
+    with pytest.raises(RuntimeError, match="gradient contract"):
+        d.to_local().sum().backward()
+    d = dsp.switch(dsp.split(x * 1, mesh, 0), 1)
+    with pytest.raises(RuntimeError, match="gradient contract"):
+        d.sum().full_tensor().backward()
+    d = dsp.switch(dsp.split(x * 1, mesh, 0), 1)
+    dsp.mean(d * d).backward()
+    torch.testing.assert_close(mesh_mean(x.grad, mesh), x.detach() * 2 / 20)
+    handle = dsp.start_switch(d, 0)
+    handle.wait()
+    with pytest.raises(RuntimeError, match="once"):
+        handle.wait()
+    w = torch.rand(4, 5)
+    torch.testing.assert_close(dsp.mean(x, w), (x * w).sum() / w.sum())
+    torch.testing.assert_close(dsp.mean(dsp.split(x, mesh, 1), dsp.split(w, mesh, 1)), (x * w).sum() / w.sum())
+    torch.testing.assert_close(dsp.mean(dsp.split(x, mesh, 0), w[:1]), (x * w[:1]).sum() / w[:1].expand(4, 5).sum())
+    with pytest.raises(ValueError, match="switch one of them"):
+        dsp.mean(dsp.split(x, mesh, 1), dsp.split(w, mesh, 0))
+
+
+def mesh_mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return torch.ops.dsp.all_reduce(x, mesh.get_group().group_name) / mesh.size()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_roads_out_of_a_sharded_tensor(ranks, n: int) -> None:
+    ranks(roads, n)
+
+
+def compiled(mesh: DeviceMesh, backend: str) -> None:
+    group = mesh.get_group().group_name
+
+    def f(x: Tensor) -> Tensor:
+        return torch.ops.dsp.switch(x * 2, 1, 2, 5, group).sin()
+
+    whole = torch.randn(2, 5, 6)
+    x = dsp.split(whole, mesh, 1).to_local().clone().requires_grad_()
+    out = torch.compile(f, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(out, dsp.split((whole * 2).sin(), mesh, 2).to_local())
+    out.square().sum().backward()
+    expect = whole.clone().requires_grad_()
+    (expect * 2).sin().square().sum().backward()
+    torch.testing.assert_close(x.grad, dsp.split(expect.grad, mesh, 1).to_local())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_switch_compiles(ranks, backend: str) -> None:
+    ranks(compiled, 2, backend)
+
+
+def selective(mesh: DeviceMesh) -> int:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.dsp.switch.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def f(x: Tensor) -> Tensor:
+        return torch.ops.dsp.switch(x.sin(), 0, 1, 4, mesh.get_group().group_name).cos().exp()
+
+    x = torch.randn(2, 6, requires_grad=True)
+    with dsp.count_comm() as comm:
+        y = checkpoint(f, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        y.sum().backward()
+    return comm.recompute.calls["switch"]
+
+
+def test_selective_checkpointing_sees_the_switch(ranks) -> None:
+    assert ranks(selective, 2) == [0, 0]
