@@ -1,0 +1,340 @@
+"""What every video model of the zoo owes: counts, any lengths, stages that are what they say, weights that learn."""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from zoo_oracles import randomise
+
+import zoo
+import zoo.layers
+from zoo.layers import attend
+
+VARIANTS = [
+    ("transformer2d", {}),
+    ("transformer2d", {"num_classes": 10, "in_channels": 1}),
+    ("transformer2d", {"block": "stdit", "caption_channels": 20, "learn_sigma": True}),
+    ("transformer2d", {"block": "stdit", "caption_channels": 0, "num_classes": 10}),
+    ("latte", {}),
+    ("latte", {"conditioning": "class", "num_classes": 10}),
+    ("latte", {"conditioning": "text", "caption_channels": 20}),
+]
+every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
+
+
+def make(name, overrides, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = zoo.create(name, "test", **overrides).to(dtype)
+    randomise(model)
+    return model
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "overrides", "count"),
+    [
+        ("transformer2d", "720m", {"block": "paper"}, 902_415_760),
+        ("transformer2d", "3b", {"block": "paper"}, 3_656_062_992),
+        ("transformer2d", "720m", {"block": "stdit"}, 759_602_320),
+        ("transformer2d", "3b", {"block": "stdit"}, 3_064_154_128),
+        ("latte", "S/2", {}, 32_480_672),
+        ("latte", "B/2", {}, 129_547_040),
+        ("latte", "L/2", {}, 456_815_648),
+        ("latte", "XL/2", {}, 673_681_568),
+        ("latte", "T2V", {}, 1_057_246_880),
+    ],
+)
+def test_parameter_counts(name, size, overrides, count):
+    with torch.device("meta"):
+        model = zoo.create(name, size, **overrides)
+    assert sum(param.numel() for param in model.parameters()) == count
+    assert not list(model.buffers())
+    module = sys.modules[type(model).__module__]
+    assert f"{count:,}" in module.__doc__  # the docstring's table says so too
+
+
+def test_first_size_is_the_default():
+    assert zoo.list_models() == sorted(zoo.list_models())
+    for name in zoo.list_models():
+        with torch.device("meta"):
+            assert zoo.create(name).config == zoo.create(name, zoo.sizes(name)[0]).config
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (("late",), {}, r"no model 'late'; did you mean 'latte'\? valid: latte, transformer2d"),
+        (("latte", "s/2"), {}, r"latte has no size 's/2'; did you mean 'S/2'\? valid: S/2, .*T2V, test"),
+        (("latte", "test"), {"hiden": 8}, r"latte has no option 'hiden'; did you mean 'hidden'\? valid: hidden, depth"),
+        (("latte", "test"), {"hidden": "8"}, r"latte takes hidden: int, not '8' \(str\)"),
+        (("latte", "test"), {"depth": True}, r"latte takes depth: int, not True \(bool\)"),
+        (("transformer2d", "test"), {"patch": (2, 2)}, r"takes patch: tuple\[int, int, int\], not \(2, 2\)"),
+        (("transformer2d", "test"), {"num_classes": 1.5}, r"takes num_classes: int \| None, not 1.5 \(float\)"),
+        (("transformer2d", "test"), {"heads": 7}, "hidden=48 does not divide into heads=7"),
+        (("transformer2d", "test"), {"hidden": 42, "heads": 3}, "needs a multiple of 4"),
+        (("transformer2d", "test"), {"patch": (2, 2, 2)}, "frames are embedded one at a time"),
+        (("transformer2d", "test"), {"block": "dit"}, "there are 'paper' and 'stdit'"),
+        (("transformer2d", "test"), {"caption_channels": 8}, "block='paper' has no attention to text"),
+        (("latte", "test"), {"depth": 3}, "come in pairs"),
+        (("latte", "test"), {"conditioning": "audio"}, "there are 'none', 'class' and 'text'"),
+    ],
+)
+def test_what_does_not_exist_is_refused(args, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        zoo.create(*args, **kwargs)
+
+
+def test_lists_are_patches_too():
+    assert zoo.create("transformer2d", "test", patch=[1, 4, 4]).config.patch == (1, 4, 4)
+
+
+# Inputs
+
+
+@every_variant
+def test_any_lengths(name, overrides):
+    model = make(name, overrides)
+    for batch, frames, height, width in [(1, 7, 8, 8), (2, 1, 6, 10), (1, 2, 7, 9)]:
+        inputs = model.example_inputs(batch, frames=frames, height=height, width=width)
+        out = model(**inputs)
+        assert out.shape == (batch, model.config.out_channels, frames, height, width)
+        assert out.isfinite().all()
+        assert out.std() > 0.1
+
+
+@every_variant
+def test_frames_are_padded_to_whole_patches(name, overrides):
+    model = make(name, overrides)
+    inputs = model.example_inputs(height=7, width=9)
+    padded = {**inputs, "x": F.pad(inputs["x"], (0, 1, 0, 1))}
+    torch.testing.assert_close(model(**inputs), model(**padded)[..., :7, :9])
+
+
+@every_variant
+def test_example_inputs_are_the_forwards_arguments_on_the_default_device(name, overrides):
+    with torch.device("meta"):
+        model = zoo.create(name, "test", **overrides)
+        inputs = model.example_inputs(batch=2, frames=3, height=4, width=6)
+        out = model(**inputs)
+    assert {tensor.device.type for tensor in (out, *inputs.values())} == {"meta"}
+    assert out.shape == (2, model.config.out_channels, 3, 4, 6)
+    assert inputs["timestep"].shape == (2,)
+    assert set(inputs) < set(inspect.signature(type(model).forward).parameters)
+    assert {tensor.device.type for tensor in model.example_inputs().values()} == {"cpu"}
+
+
+@every_variant
+def test_half_precision_weights_take_full_precision_inputs(name, overrides):
+    model = make(name, overrides, torch.bfloat16)
+    inputs = model.example_inputs()
+    out, exact = model(**inputs), model.float()(**inputs)
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - exact).std() < 0.1 * exact.std()
+
+
+@every_variant
+def test_every_input_counts(name, overrides):
+    model = make(name, overrides)
+    inputs = model.example_inputs(batch=2)
+    out = model(**inputs)
+    changed = {
+        "x": inputs["x"] + 1,
+        "timestep": 1000 - inputs["timestep"],
+        "label": torch.full((2,), 10),  # the null class
+        "context": inputs.get("context", torch.zeros(())) + 1,
+        "context_mask": torch.arange(7) == 1,
+    }
+    for key in inputs:
+        assert (model(**{**inputs, key: changed[key].expand_as(inputs[key])}) - out).abs().max() > 1e-3, key
+
+
+@every_variant
+def test_conditioning_that_was_not_asked_for_is_refused(name, overrides):
+    model = make(name, overrides)
+    inputs = model.example_inputs()
+    extra = {"label": torch.zeros(1, dtype=torch.long), "context": torch.zeros(1, 7, 20)}
+    for key, value in extra.items():
+        verb = "needs" if key in inputs else "takes no"
+        given = {k: v for k, v in inputs.items() if k != key} if key in inputs else {**inputs, key: value}
+        with pytest.raises(ValueError, match=f"a model built with .* {verb} {key}"):
+            model(**given)
+    if "context" not in inputs:
+        with pytest.raises(ValueError, match="takes no context_mask"):
+            model(**inputs, context_mask=torch.ones(1, 7, dtype=torch.bool))
+
+
+# Stages
+
+
+def parse(text):
+    """A stage string without folds -> ({parameter or place: dims}, output dims, dims outside brackets)."""
+    computed = {dim for group in re.findall(r"\[([^]]*)\]", text) for dim in group.split()}
+    given, _, out = text.replace("[", "").replace("]", "").partition("->")
+    tensors = {}
+    for place, tensor in enumerate(given.split(",")):
+        param, _, dims = tensor.rpartition("=")
+        tensors[param.strip() or place] = dims.split()
+    output = out.split() or tensors[next(iter(tensors))]
+    free = [dim for dims in tensors.values() for dim in dims if dim not in computed]
+    return tensors, output, list(dict.fromkeys(free))
+
+
+def calls(model, stages, inputs):
+    """Run the model; return (path, stage string, module, arguments by name, output) for every call of every stage."""
+    found, hooks = [], []
+    for pattern, text in stages.items():
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        modules = [(path, module) for path, module in model.named_modules() if pattern and regex.fullmatch(path)]
+        assert modules or not pattern, f"{pattern!r} matches no module"
+        for path, module in modules:
+
+            def record(module, args, kwargs, out, path=path, text=text):
+                bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                found.append((path, text, module, bound, out))
+
+            hooks.append(module.register_forward_hook(record, with_kwargs=True))
+    model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def check_stage(path, text, module, bound, out):
+    """f(slice of every tensor that has the dim) == slice of f, for uneven slices along every dim outside brackets."""
+    tensors, output, free = parse(text)
+    names = list(bound)
+    tensors = {names[key] if isinstance(key, int) else key: dims for key, dims in tensors.items()}
+    tensors = {param: dims for param, dims in tensors.items() if bound.get(param) is not None}
+    assert out.ndim == len(output)
+    for param, dims in tensors.items():
+        assert bound[param].ndim == len(dims), (path, param)
+    for dim in free:
+        size = out.shape[output.index(dim)]
+        for start, stop in [(0, 1), (1, size - 1), (size - 1, size)]:
+            sliced = dict(bound)
+            for param, dims in tensors.items():
+                if dim in dims:
+                    sliced[param] = bound[param].narrow(dims.index(dim), start, stop - start)
+            wanted = out.narrow(output.index(dim), start, stop - start)
+            error = (module(**sliced) - wanted).abs().max().item() if wanted.numel() else 0.0
+            assert error < 1e-10, f"{path} is stated {text!r} but depends on the rest of {dim}: {error:.1e}"
+    return free
+
+
+@every_variant
+@torch.no_grad()
+def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overrides):
+    model = make(name, overrides)
+    inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
+    found = calls(model, model.stages, inputs)
+    assert len(found) == 2 + 4  # embed, two layers of two stages, final
+    free = {path: check_stage(path, *call) for path, *call in found}
+    assert free["blocks.1.spatial"] == ["b", "t"]
+    assert free["blocks.0.temporal"] == ["b", "s"]
+    assert free["embed"] == free["final"] == ["b", "t"]
+
+
+@every_variant
+@torch.no_grad()
+def test_a_stage_stated_wrongly_is_caught(name, overrides):
+    model = make(name, overrides)
+    inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
+    for pattern in ("blocks.*.spatial", "blocks.*.temporal"):
+        wrong = {pattern: model.stages[pattern].replace("[t]", "t").replace("[s c]", "s [c]")}
+        with pytest.raises(AssertionError, match="depends on the rest of"):
+            check_stage(*calls(model, wrong, inputs)[0])
+
+
+@every_variant
+@torch.no_grad()
+def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
+    """Between the stages the model's forward does nothing: each stage gets what the one before returned."""
+    model = make(name, overrides)
+    inputs = model.example_inputs()
+    previous = inputs["x"]
+    found = calls(model, model.stages, inputs)
+    for _, _, _, bound, out in found:
+        assert next(iter(bound.values())) is previous
+        previous = out
+    assert [path for path, *_ in found] == [
+        "embed",
+        *(f"blocks.{i}.{kind}" for i in range(2) for kind in ("spatial", "temporal")),
+        "final",
+    ]
+
+
+# Weights
+
+
+@every_variant
+def test_fresh_models_learn_with_every_parameter(name, overrides):
+    torch.manual_seed(0)
+    model = zoo.create(name, "test", **overrides)
+    inputs = model.example_inputs(batch=4, frames=4, height=4, width=4)
+    target = torch.randn_like(model(**inputs))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(4):
+        loss = F.mse_loss(model(**inputs), target)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        if step == 0:  # the final layer starts as nothing, so at first only its own weights can move
+            assert moved == {"final.linear.weight", "final.linear.bias"}
+        optimizer.step()
+    assert moved == {n for n, _ in model.named_parameters()}
+    assert losses[-1] < losses[0]
+
+
+@every_variant
+def test_weights_can_be_initialised_after_meta(name, overrides):
+    with torch.device("meta"):
+        model = zoo.create(name, "test", **overrides)
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        torch.nn.init.constant_(param, torch.nan)
+    model.init_weights()
+    fresh = zoo.create(name, "test", **overrides)
+    for (key, param), other in zip(model.named_parameters(), fresh.parameters()):
+        assert param.isfinite().all(), key
+        torch.testing.assert_close(param.std(), other.std(), rtol=0.3, atol=1e-6, msg=key)
+    assert model(**model.example_inputs()).abs().max() == 0
+
+
+# Layers
+
+
+def test_attention_splits_batches_beyond_the_cuda_grid(monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 7, 5, 2, 4)
+    mask = torch.rand(7, 5) < 0.5
+    whole, masked = attend(q, k, v), attend(q, k, v, mask)
+    monkeypatch.setattr(zoo.layers, "MAX_BATCH", 3)
+    torch.testing.assert_close(attend(q, k, v), whole)
+    torch.testing.assert_close(attend(q, k, v, mask), masked)
+
+
+def test_masked_attention_is_attention_to_the_tokens_kept():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 2, 4)
+    mask = torch.tensor([[True, True, False, True, False], [False] * 5])
+    out = attend(q, k, v, mask)
+    torch.testing.assert_close(out[:1], attend(q[:1], k[:1, mask[0]], v[:1, mask[0]]))
+    torch.testing.assert_close(out[1:], attend(q[1:], k[1:], v[1:]))  # no token kept: all are seen
+
+
+def test_models_are_single_device_code():
+    for path in ("layers.py", "registry.py", "video/transformer2d.py", "video/latte.py"):
+        tree = ast.parse((Path(zoo.__file__).parent / path).read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [n for n in names if n.split(".")[0] == "dsp" or "distributed" in n], path
