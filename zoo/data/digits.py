@@ -1,0 +1,97 @@
+"""Moving handwritten digits: the demo's data, made of the real digit images that ship with scikit-learn.
+
+1797 images of 8 x 8 pixels (Alpaydin & Kaynak 1998, "Optical Recognition of Handwritten Digits", UCI; BSD copy in
+scikit-learn). A clip shows one of them, scaled up, moving in a straight line at a constant speed and bouncing off the
+walls, as in Moving MNIST (Srivastava et al. 2015); its class is the digit. Positions are real numbers and the image is
+drawn by bilinear interpolation, so the motion is smooth.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from zoo.data.sampling import Clip, frame_range, generator, order
+
+__all__ = ["MovingDigits"]
+
+_HELD_OUT = 297  # images kept for validation; the other 1500 are for training
+
+
+@lru_cache(maxsize=1)
+def _images() -> tuple[Tensor, list[int]]:
+    """All digit images [1797, 8, 8] in [0, 1], float32, and their classes."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return torch.from_numpy(digits.images).float() / 16, digits.target.tolist()
+
+
+def _reflect(position: float, room: float) -> float:
+    """Where a point that bounces between 0 and `room` is, if it would be at `position` without walls."""
+    if room <= 0:
+        return 0.0
+    position = position % (2 * room)
+    return min(position, 2 * room - position)
+
+
+def _resample(offsets: list[float], length: int, digit: float, source: int = 8) -> Tensor:
+    """Bilinear weights [len(offsets), length, source]: rows of `source` pixels drawn `digit` canvas pixels long."""
+    pixels = torch.arange(length, dtype=torch.float64) + 0.5
+    centres = (pixels - torch.tensor(offsets, dtype=torch.float64)[:, None]) * (source / digit) - 0.5
+    distance = (centres[:, :, None] - torch.arange(source, dtype=torch.float64)).abs()
+    return (1 - distance).clamp(min=0).float()
+
+
+class MovingDigits:
+    """Clips [1, frames, height, width] of one handwritten digit in motion, values in [-1, 1], with its class 0-9.
+
+    `size` is the canvas (height, width) and `digit` the side of the digit, in pixels; `speed` is the range of speeds,
+    in pixels a frame. No image is in both splits, whatever the seed. The trajectory is a function of (seed, epoch,
+    index).
+    """
+
+    num_classes: int | None = 10
+
+    def __init__(
+        self,
+        split: str = "train",
+        *,
+        frames: int = 8,
+        size: tuple[int, int] = (16, 16),
+        digit: float = 12.0,
+        speed: tuple[float, float] = (0.5, 1.5),
+        seed: int = 0,
+    ):
+        if split not in ("train", "validation"):
+            raise ValueError(f"MovingDigits: split must be 'train' or 'validation', got {split!r}")
+        if frames < 1 or digit <= 0 or digit > min(size):
+            raise ValueError(f"MovingDigits: need frames >= 1 and 0 < digit <= canvas, got {frames=} {digit=} {size=}")
+        if not 0 <= speed[0] <= speed[1]:
+            raise ValueError(f"MovingDigits: speed is a range (slowest, fastest) in pixels a frame, got {speed}")
+        self.split, self.frames, self.shape, self.seed = split, frames, (1, *size), seed
+        self.digit, self.speed = digit, speed
+        shuffled = order(0, 0, len(_images()[1])).tolist()  # the same split for every seed
+        self.samples = sorted(shuffled[_HELD_OUT:] if split == "train" else shuffled[:_HELD_OUT])
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
+        """Clip `index` as epoch `epoch` shows it; only `frames` are drawn."""
+        images, labels = _images()
+        image, label = images[self.samples[index]], labels[self.samples[index]]
+        _, height, width = self.shape
+        u = torch.rand(4, generator=generator("digits", self.split, self.seed, epoch, index), dtype=torch.float64)
+        start_y, start_x, angle, speed = u.tolist()
+        speed = self.speed[0] + (self.speed[1] - self.speed[0]) * speed
+        velocity_y, velocity_x = speed * math.sin(2 * math.pi * angle), speed * math.cos(2 * math.pi * angle)
+        room_y, room_x = height - self.digit, width - self.digit
+        chosen = frame_range(frames, self.frames)
+        rows = _resample([_reflect(start_y * room_y + velocity_y * f, room_y) for f in chosen], height, self.digit)
+        columns = _resample([_reflect(start_x * room_x + velocity_x * f, room_x) for f in chosen], width, self.digit)
+        x = torch.empty(1, len(chosen), height, width)
+        for i in range(len(chosen)):  # one matmul a frame, so that its bits do not depend on how many are drawn
+            x[0, i] = rows[i] @ image @ columns[i].T
+        return {"x": x * 2 - 1, "label": label}

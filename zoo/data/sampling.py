@@ -1,0 +1,98 @@
+"""Randomness that is a pure function of integers: sample order, augmentation, noise levels, noise.
+
+Nothing here keeps state and nothing touches a global generator. A run resumes from one integer (its step), whatever the
+number of data-parallel ranks or workers, and the ranks of one sequence-parallel group draw the same numbers because
+they hash the same integers.
+"""
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, SupportsIndex, TypedDict
+
+import torch
+from torch import Tensor
+
+__all__ = ["Clip", "VideoDataset", "batch_indices", "frame_range", "generator", "hash_seed", "order"]
+
+
+class Clip(TypedDict):
+    """What `VideoDataset.clip` returns: `x` of shape [c, frames asked for, h, w] in [-1, 1], and a class or None."""
+
+    x: Tensor
+    label: int | None
+
+
+class VideoDataset(Protocol):
+    """A data set of clips, all of one size.
+
+    `clip(index, epoch, frames)` is a pure function of (the data set's seed, `epoch`, `index`). `frames` picks frames of
+    the clip (a range or a slice; None for all of them) and only those are rendered or decoded: a rank that holds
+    frames 4..8 asks for `range(4, 8)` and gets exactly `clip(index, epoch)["x"][:, 4:8]`. It may ask for none.
+    """
+
+    frames: int
+    shape: tuple[int, int, int]  # channels, height, width of one frame
+    num_classes: int | None
+
+    def __len__(self) -> int: ...
+
+    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip: ...
+
+
+def hash_seed(*parts: SupportsIndex | str) -> int:
+    """A 63-bit seed from integers and strings, well mixed: neighbouring steps or samples get unrelated seeds.
+
+    >>> hash_seed("noise", 0, 17) == hash_seed("noise", 0, 17) != hash_seed("noise", 17, 0)
+    True
+    """
+    key = repr([part if isinstance(part, str) else operator.index(part) for part in parts])
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator(*parts: SupportsIndex | str) -> torch.Generator:
+    """A CPU generator seeded by `hash_seed(*parts)`."""
+    return torch.Generator().manual_seed(hash_seed(*parts))
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n: int) -> Tensor:
+    return torch.randperm(n, generator=generator("order", seed, epoch))
+
+
+def order(seed: int, epoch: int, n: int) -> Tensor:
+    """The order in which epoch `epoch` visits `n` samples: a permutation [n] of 0..n-1, int64."""
+    if n < 1:
+        raise ValueError(f"order: a data set needs at least one sample, got n={n}")
+    return _order(seed, epoch, n).clone()
+
+
+def batch_indices(seed: int, step: int, batch: int, n: int) -> tuple[list[int], list[int]]:
+    """The samples of step `step`: `(epochs, indices)`, two lists of length `batch`, for `dataset.clip(index, epoch)`.
+
+    Samples are numbered by one endless stream, `step * batch + i`, that runs through `order(seed, epoch, n)` epoch
+    after epoch. A batch may therefore straddle two epochs (or hold several, when `batch > n`); every epoch visits every
+    sample once and none is dropped. A data-parallel rank takes its slice of both lists.
+    """
+    if batch < 1 or step < 0 or n < 1:
+        raise ValueError(f"batch_indices: expected step >= 0, batch >= 1 and n >= 1, got {step=} {batch=} {n=}")
+    epochs, indices = [], []
+    for position in range(step * batch, (step + 1) * batch):
+        epoch, place = divmod(position, n)
+        epochs.append(epoch)
+        indices.append(int(_order(seed, epoch, n)[place]))
+    return epochs, indices
+
+
+def frame_range(frames: range | slice | Sequence[int] | None, total: int) -> range:
+    """The frame numbers that `frames` picks out of a clip of `total` frames; a ValueError if it reaches outside."""
+    if frames is None:
+        return range(total)
+    if isinstance(frames, slice):
+        return range(total)[frames]
+    if not isinstance(frames, range):
+        raise ValueError(f"frames must be a range or a slice, got {frames!r}")
+    if len(frames) and (min(frames) < 0 or max(frames) >= total):
+        raise ValueError(f"frames {frames} reach outside a clip of {total} frames")
+    return frames

@@ -1,0 +1,338 @@
+"""Training objectives and samplers for video diffusion models.
+
+Letters: b samples, c channels, t frames, h w height and width. One convention for the signs and the clock, used by the
+objective and by the sampler:
+
+Rectified flow (Liu et al. 2022; the target is that of Open-Sora 1.2): the noise level u runs from 0, data, to 1, noise,
+    x_u = (1 - u) x + u noise;  the model is told the timestep 1000 u and predicts v = x - noise = -dx_u/du.
+    Sampling therefore goes from u = 1 down to 0 and *adds* v times the decrease of u.
+IDDPM (Nichol & Dhariwal 2021, arXiv 2102.09672; Latte and Open-Sora 1.0): 1000 steps of linear variances,
+    x_s = sqrt(abar_s) x + sqrt(1 - abar_s) noise;  the model is told the step s and predicts the noise and, in a second
+    half of its channels, where the variance lies between its two bounds.
+
+An objective's forward is elementwise arithmetic with one coefficient a sample, and chunks along c: no reduction, no
+indexing of a long dim, no branch on values. So it runs as it is on tensors sharded along any of t, h, w.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.data.sampling import generator
+
+__all__ = ["IDDPM", "RectifiedFlow", "ddim", "euler", "linear_schedule", "seeded_noise", "seeded_uniform"]
+
+OnStep = Callable[[int, int], None]
+
+
+# ---------------------------------------------------------------------------------------------------- noise, levels
+
+
+def seeded_noise(
+    seed: int,
+    step: int,
+    sample_ids: Sequence[int],
+    frames: range,
+    frame_shape: tuple[int, int, int],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Normal noise [b, c, len(frames), h, w] that is a pure function of (seed, step, sample id, frame number).
+
+    Every frame is drawn by itself, so a rank that holds frames lo..hi asks for `range(lo, hi)` and gets, bit for bit,
+    what a rank that draws all of them has there. `frame_shape` is (c, h, w). Drawn on the CPU, in float32.
+    """
+    noise = torch.empty(len(sample_ids), len(frames), *frame_shape)
+    for i, sample in enumerate(sample_ids):
+        for j, frame in enumerate(frames):
+            torch.randn(frame_shape, generator=generator("noise", seed, step, sample, frame), out=noise[i, j])
+    return noise.transpose(1, 2).contiguous().to(device=device, dtype=dtype)
+
+
+def seeded_uniform(
+    seed: int, step: int, sample_ids: Sequence[int], *, name: str = "timestep", device: torch.device | str | None = None
+) -> Tensor:
+    """One number in (0, 1) a sample, [b] float32, a pure function of (name, seed, step, sample id).
+
+    `objective.sample_timestep` turns it into a noise level; other names give independent numbers (dropping labels).
+    """
+    draws = [torch.rand((), generator=generator(name, seed, step, i), dtype=torch.float64).item() for i in sample_ids]
+    return torch.tensor(draws, dtype=torch.float64).clamp(1e-6, 1 - 1e-6).float().to(device)
+
+
+def _per_sample(value: Tensor) -> Tensor:
+    return value.view(-1, 1, 1, 1, 1)  # (B,) -> (B, 1, 1, 1, 1)
+
+
+def _per_element(weight: Tensor | None, loss: Tensor) -> Tensor:
+    """The weight of every element, shaped like the loss: ones, or the caller's [b] or broadcastable weight."""
+    ones = torch.ones_like(loss)
+    if weight is None:
+        return ones
+    return ones * (_per_sample(weight) if weight.dim() == 1 else weight)
+
+
+# ------------------------------------------------------------------------------------------------------- objectives
+
+
+class _Objective(nn.Module):
+    """A model with a loss round it. `stages` are the model's, under `model.`, with the objective's own inputs."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    @property
+    def stages(self) -> dict[str, str]:
+        """The stages of the wrapped model for `dsp.parallelize(objective, mesh)`; the model's own root is replaced."""
+        stages: Mapping[str, str] = getattr(self.model, "stages", {})
+        root = "x=b c t h w, noise=b c t h w -> b c t h w, b c t h w"
+        return {"": root} | {f"model.{key}": stage for key, stage in stages.items() if key}
+
+    def sample_timestep(self, uniform: Tensor) -> Tensor:
+        """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution."""
+        raise NotImplementedError
+
+    def validation_levels(self, n: int) -> Tensor:
+        """`n` fixed noise levels [n], the midpoints of n equal parts of the training distribution.
+
+        The mean of the losses at these levels estimates the training loss without the noise of drawn levels.
+        """
+        if n < 1:
+            raise ValueError(f"validation_levels: expected n >= 1, got {n}")
+        return self.sample_timestep((torch.arange(n, dtype=torch.float32) + 0.5) / n)
+
+
+class RectifiedFlow(_Objective):
+    """Rectified flow on `model(x, timestep, **conditioning)`, which predicts the velocity x - noise.
+
+    Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024). A model that returns 2c
+    channels (learned range) is trained on its first c, as in Open-Sora 1.2.
+    """
+
+    def __init__(self, model: nn.Module, *, loc: float = 0.0, scale: float = 1.0):
+        super().__init__(model)
+        self.loc, self.scale = loc, scale
+
+    def sample_timestep(self, uniform: Tensor) -> Tensor:
+        return torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
+
+    def forward(
+        self, x: Tensor, noise: Tensor, timestep: Tensor, weight: Tensor | None = None, **conditioning: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Squared velocity error and weight of every element, both [b, c, t, h, w] float32.
+
+        `x` and `noise` are [b, c, t, h, w], `timestep` holds noise levels u in (0, 1), [b]. `weight`, if any, is [b] or
+        broadcasts to x. The loss of a batch is mean(loss * weight) / mean(weight).
+        """
+        u = _per_sample(timestep)
+        output = self.model((1 - u) * x + u * noise, timestep * 1000, **conditioning)
+        velocity = output.narrow(1, 0, x.shape[1]).float()
+        loss = (x - noise - velocity) ** 2
+        return loss, _per_element(weight, loss)
+
+
+def linear_schedule(steps: int = 1000) -> dict[str, Tensor]:
+    """The tables of a diffusion with linear variances from 1e-4 to 0.02 (for 1000 steps), each [steps], float64.
+
+    Ho et al. 2020 (arXiv 2006.11239), equations 4 to 7. `posterior_*` are of q(x_{s-1} | x_s, x_0), whose
+    mean is `posterior_x0` x_0 + `posterior_xs` x_s. Its variance is 0 at s = 0: there `log_smallest` takes the value of
+    s = 1, as in Nichol & Dhariwal's code.
+    """
+    beta = torch.linspace(1e-4 * 1000 / steps, 0.02 * 1000 / steps, steps, dtype=torch.float64, device="cpu")
+    alpha = 1 - beta
+    abar = alpha.cumprod(0)
+    previous = torch.cat([torch.ones(1, dtype=torch.float64, device="cpu"), abar[:-1]])
+    variance = beta * (1 - previous) / (1 - abar)
+    return {
+        "beta": beta,
+        "abar": abar,
+        "signal": abar.sqrt(),
+        "noise": (1 - abar).sqrt(),
+        "posterior_x0": beta * previous.sqrt() / (1 - abar),
+        "posterior_xs": (1 - previous) * alpha.sqrt() / (1 - abar),
+        "log_smallest": torch.cat([variance[1:2], variance[1:]]).log(),
+        "log_largest": beta.log(),
+    }
+
+
+class IDDPM(_Objective):
+    """Noise prediction with a learned variance on `model(x, timestep, **conditioning)`, 1000 linear steps.
+
+    The model returns c channels (noise; the loss is the squared error alone) or 2c (noise, and the place v in [-1, 1]
+    of the log variance between its bounds): then the variational bound in bits is added, through which only the
+    variance is learned (the mean is detached), equation 16 of arXiv 2102.09672.
+    """
+
+    steps = 1000
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        # A plain attribute, not a buffer: it stays real and right when the module goes through meta and to_empty.
+        self._schedule = linear_schedule(self.steps)
+
+    def _at(self, timestep: Tensor, *names: str) -> list[Tensor]:
+        """The named tables at `timestep` [b], each [b, 1, 1, 1, 1] float32."""
+        table = torch.stack([self._schedule[name] for name in names]).float().to(timestep.device)
+        return [_per_sample(column) for column in table[:, timestep]]
+
+    def sample_timestep(self, uniform: Tensor) -> Tensor:
+        return (uniform * self.steps).long().clamp(0, self.steps - 1)
+
+    def q_sample(self, x: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        """x_s, the data [b, c, t, h, w] noised to steps `timestep` [b]."""
+        signal, sigma = self._at(timestep, "signal", "noise")
+        return signal * x + sigma * noise
+
+    def posterior(self, x: Tensor, x_s: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of q(x_{s-1} | x_s, x_0 = x); the log variance is [b, 1, 1, 1, 1]."""
+        from_x, from_x_s, log_variance = self._at(timestep, "posterior_x0", "posterior_xs", "log_smallest")
+        return from_x * x + from_x_s * x_s, log_variance
+
+    def p_mean_variance(self, noise: Tensor, v: Tensor, x_s: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of the model's p(x_{s-1} | x_s), from its predicted `noise` and variance place `v`."""
+        signal, sigma, smallest, largest = self._at(timestep, "signal", "noise", "log_smallest", "log_largest")
+        mean, _ = self.posterior((x_s - sigma * noise) / signal, x_s, timestep)
+        place = (v + 1) / 2
+        return mean, place * largest + (1 - place) * smallest
+
+    def forward(
+        self, x: Tensor, noise: Tensor, timestep: Tensor, weight: Tensor | None = None, **conditioning: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and weight of every element, both [b, c, t, h, w] float32.
+
+        `x` and `noise` are [b, c, t, h, w], `timestep` holds steps 0..999, [b] int64. `weight`, if any, is [b] or
+        broadcasts to x. The loss of a batch is mean(loss * weight) / mean(weight).
+        """
+        channels = x.shape[1]
+        x_s = self.q_sample(x, noise, timestep)
+        output = self.model(x_s, timestep, **conditioning).float()
+        predicted = output.narrow(1, 0, channels)
+        loss = (noise - predicted) ** 2
+        if output.shape[1] == 2 * channels:
+            v = output.narrow(1, channels, channels)
+            mean, log_variance = self.p_mean_variance(predicted.detach(), v, x_s, timestep)
+            true_mean, true_log_variance = self.posterior(x, x_s, timestep)
+            kl = _gaussian_kl(true_mean, true_log_variance, mean, log_variance)
+            likelihood = _discretised_log_likelihood(x, mean, 0.5 * log_variance)
+            loss = loss + torch.where(_per_sample(timestep == 0), -likelihood, kl) / math.log(2)
+        return loss, _per_element(weight, loss)
+
+
+def _gaussian_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:
+    """KL(N1 || N2) of two Gaussians, elementwise, in nats."""
+    spread = torch.exp(log_variance1 - log_variance2) + (mean1 - mean2) ** 2 * torch.exp(-log_variance2)
+    return 0.5 * (log_variance2 - log_variance1 + spread - 1)
+
+
+def _discretised_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log probability that a Gaussian gives to the bin of x, [-1, 1] cut into 256 bins with open ends, in nats.
+
+    Equation 13 of arXiv 2006.11239. The normal distribution function is the tanh approximation of Page 1977.
+    """
+    half_bin, tiny = 1 / 255, 1e-12
+    upper = _normal_cdf((x - mean + half_bin) * torch.exp(-log_std))
+    lower = _normal_cdf((x - mean - half_bin) * torch.exp(-log_std))
+    inside = (upper - lower).clamp(min=tiny).log()
+    at_top = (1 - lower).clamp(min=tiny).log()
+    at_bottom = upper.clamp(min=tiny).log()
+    return torch.where(x < -0.999, at_bottom, torch.where(x > 0.999, at_top, inside))
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+# --------------------------------------------------------------------------------------------------------- samplers
+
+
+def _guided(
+    model: Callable[..., Tensor], channels: int, guidance: float, uncond: Mapping[str, Any] | None, cond: dict[str, Any]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The model's first `channels` channels, pushed away from its unconditional prediction (Ho & Salimans 2022)."""
+    if guidance != 1 and uncond is None:
+        raise ValueError(
+            f"guidance={guidance} needs uncond=, the conditioning that means 'none' (the null class: label=num_classes)"
+        )
+
+    def predict(x: Tensor, timestep: Tensor) -> Tensor:
+        output = model(x, timestep, **cond)[:, :channels].float()
+        if guidance == 1:
+            return output
+        free = model(x, timestep, **{**cond, **(uncond or {})})[:, :channels].float()
+        return free + guidance * (output - free)
+
+    return predict
+
+
+@torch.no_grad()
+def euler(
+    model: Callable[..., Tensor],
+    noise: Tensor,
+    steps: int,
+    *,
+    guidance: float = 1.0,
+    uncond: Mapping[str, Any] | None = None,
+    on_step: OnStep | None = None,
+    **cond: Any,
+) -> Tensor:
+    """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
+
+    `model(x, timestep, **cond)` predicts x - noise. `guidance` other than 1 calls it a second time with the values of
+    `uncond` put over those of `cond`. `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
+    """
+    if steps < 1:
+        raise ValueError(f"euler: expected steps >= 1, got {steps}")
+    predict = _guided(model, noise.shape[1], guidance, uncond, cond)
+    levels = [1 - i / steps for i in range(steps + 1)]
+    x = noise
+    for i in range(steps):
+        timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
+        x = x + (levels[i] - levels[i + 1]) * predict(x, timestep)
+        if on_step is not None:
+            on_step(i + 1, steps)
+    return x
+
+
+@torch.no_grad()
+def ddim(
+    model: Callable[..., Tensor],
+    noise: Tensor,
+    steps: int,
+    *,
+    eta: float = 0.0,
+    random: torch.Generator | None = None,
+    guidance: float = 1.0,
+    uncond: Mapping[str, Any] | None = None,
+    on_step: OnStep | None = None,
+    **cond: Any,
+) -> Tensor:
+    """Samples [b, c, t, h, w] of an IDDPM model in `steps` of its 1000 steps: equation 12 of arXiv 2010.02502.
+
+    The steps taken are evenly spaced and start at 999 ("trailing", arXiv 2305.08891); a learned variance is not used.
+    `eta` = 0 is deterministic given `noise`; above 0 every step adds noise drawn on the CPU from the generator
+    `random`. The other arguments are those of `euler`.
+    """
+    if not 1 <= steps <= IDDPM.steps:
+        raise ValueError(f"ddim: expected 1 <= steps <= {IDDPM.steps}, got {steps}")
+    if eta > 0 and random is None:
+        raise ValueError(f"ddim: eta={eta} adds noise at every step: pass random=, a seeded torch.Generator")
+    predict = _guided(model, noise.shape[1], guidance, uncond, cond)
+    abar = linear_schedule(IDDPM.steps)["abar"].tolist()
+    taken = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
+    x = noise
+    for i, step in enumerate(taken):
+        now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
+        predicted = predict(x, torch.full((len(x),), step, device=x.device))
+        data = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)
+        sigma = eta * math.sqrt((1 - after) / (1 - now) * (1 - now / after))
+        x = math.sqrt(after) * data + math.sqrt(1 - after - sigma**2) * predicted
+        if sigma > 0:
+            x = x + sigma * torch.randn(x.shape, generator=random).to(x)
+        if on_step is not None:
+            on_step(i + 1, steps)
+    return x
