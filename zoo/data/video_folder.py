@@ -1,0 +1,285 @@
+"""Clips from any folder of video files: mp4, webm, GIF and their kin, decoded by FFmpeg through PyAV (extra `video`).
+
+The folder is scanned once: of every file the packets are read, and its first frame is decoded. What is kept
+of it are the times of its frames and of its keyframes. A clip then opens the file, seeks to the keyframe before its
+first frame, decodes up to its last one, and closes the file: nothing stays open and no pixels are cached.
+"""
+
+import bisect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.data.sampling import Clip, frame_range, generator, hash_seed
+
+__all__ = ["SUFFIXES", "VideoError", "VideoFolder"]
+
+SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
+
+log = logging.getLogger(__name__)
+
+
+class VideoError(ValueError):
+    """A folder or a file that cannot be used, with the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """What the scan keeps of a file: when its frames and its keyframes are shown."""
+
+    path: Path
+    times: list[int]  # in ticks, ascending, one a frame
+    keyframes: list[int]  # in ticks, ascending; empty where a file is always decoded from its beginning
+    tick: float  # seconds
+    timed: bool = True  # False: the file has no timestamps and `times` counts its frames
+
+
+class VideoFolder:
+    """Random clips [3, frames, height, width] in [-1, 1] from the videos under `root`, one a video and epoch.
+
+    `stride` takes every stride-th frame of a video; `fps` instead takes the frames shown at that rate, whatever the
+    video's own. A frame is scaled until it just covers height x width and cut out of the `crop` "random" or "center";
+    rotation tags are obeyed. Where a clip starts and what is cut out are functions of (seed, epoch, index).
+
+    Files that are broken or shorter than a clip are skipped: one log line names each, `skipped` lists them. `verify`
+    decodes every file to its end in the scan, which finds damage in the middle too; otherwise that raises when a clip
+    meets it. `split` holds some videos out for validation.
+    """
+
+    num_classes: int | None = None
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        frames: int = 16,
+        height: int = 256,
+        width: int = 256,
+        stride: int = 1,
+        fps: float | None = None,
+        crop: str = "random",
+        seed: int = 0,
+        verify: bool = False,
+    ):
+        _av()
+        if min(frames, height, width, stride) < 1 or (fps is not None and fps <= 0):
+            given = f"{frames=} {height=} {width=} {stride=} {fps=}"
+            raise VideoError(f"frames, height, width, stride and fps must be positive: {given}")
+        if fps is not None and stride != 1:
+            raise VideoError(f"give stride or fps, not both: {stride=} {fps=}")
+        if crop not in ("random", "center"):
+            raise VideoError(f"crop must be 'random' or 'center', got {crop!r}")
+        self.root, self.frames, self.shape = Path(root), frames, (3, height, width)
+        self.stride, self.fps, self.crop, self.seed = stride, fps, crop, seed
+        self.videos: list[Video] = []
+        self.skipped: list[tuple[Path, str]] = []
+        self._scan(verify)
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
+        """A clip of video `index` as epoch `epoch` shows it; only what `frames` need is decoded. The label is None."""
+        video, (_, height, width) = self.videos[index], self.shape
+        name = video.path.relative_to(self.root).as_posix()
+        u, top, left = torch.rand(3, generator=generator("video", self.seed, epoch, index, name)).tolist()
+        if self.crop == "center":
+            top = left = 0.5
+        start = min(int(u * self._starts(video)), self._starts(video) - 1)
+        chosen = frame_range(frames, self.frames)
+        x = torch.empty(len(chosen), height, width, 3, dtype=torch.uint8)
+        ticks = [video.times[self._source_frame(video, start, i)] for i in chosen]
+        if ticks:
+            _decode(video, ticks, lambda i, frame: x[i].copy_(_pixels(frame, height, width, top, left)))
+        return {"x": x.permute(3, 0, 1, 2).float() / 127.5 - 1, "label": None}
+
+    def split(self, validation: float = 0.05) -> tuple["VideoFolder", "VideoFolder"]:
+        """This folder in two, `(train, validation)`: that share of the videos, at least one, is held out.
+
+        Which are held out depends on their names alone. A folder of one video is used for both. Validation clips are
+        cut from the centre.
+        """
+        if not 0 < validation < 1:
+            raise VideoError(f"the share of videos held out for validation must be between 0 and 1, got {validation}")
+        train, held_out = copy(self), copy(self)
+        held_out.crop = "center"
+        if len(self) == 1:
+            log.warning("%s holds a single video: validation uses it too", self.root)
+            return train, held_out
+        ranked = sorted(self.videos, key=lambda video: hash_seed(video.path.relative_to(self.root).as_posix()))
+        count = min(max(1, round(validation * len(self))), len(self) - 1)
+        chosen = {video.path for video in ranked[:count]}
+        train.videos = [video for video in self.videos if video.path not in chosen]
+        held_out.videos = [video for video in self.videos if video.path in chosen]
+        return train, held_out
+
+    def _scan(self, verify: bool) -> None:
+        if not self.root.is_dir():
+            raise VideoError(f"no such folder: {self.root}")
+        paths = sorted(
+            path
+            for path in self.root.rglob("*")
+            if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+        )
+        if not paths:
+            raise VideoError(f"no videos under {self.root} (looked for {', '.join(SUFFIXES)})")
+
+        def probe(path: Path) -> Video | str:
+            try:
+                video = _probe(path, verify)
+            except Exception as error:
+                return f"broken: {error}"
+            if self._starts(video) > 0:
+                return video
+            length = f"{len(video.times)} frames"
+            if self.fps is None:
+                return f"too short: {length}, and {self.frames} frames at stride {self.stride} were asked for"
+            seconds = (video.times[-1] - video.times[0]) * video.tick
+            return f"too short: {length} in {seconds:.2f} s, and {self.frames} at {self.fps:g} a second were asked for"
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for path, found in zip(paths, pool.map(probe, paths)):
+                if isinstance(found, Video):
+                    self.videos.append(found)
+                else:
+                    self.skipped.append((path, found))
+                    log.warning("skipped %s: %s", path, found)
+        log.info("%d videos under %s, %d skipped", len(self.videos), self.root, len(self.skipped))
+        if not self.videos:
+            path, reason = self.skipped[0]
+            raise VideoError(
+                f"none of the {len(paths)} videos under {self.root} can be used; the first is {path}: {reason}"
+            )
+
+    def _starts(self, video: Video) -> int:
+        """How many frames of the video a clip can start at."""
+        if self.fps is None:
+            return len(video.times) - (self.frames - 1) * self.stride
+        span = (self.frames - 1) / self.fps / video.tick
+        return bisect.bisect_right(video.times, video.times[-1] - span + _SLACK / video.tick)
+
+    def _source_frame(self, video: Video, start: int, i: int) -> int:
+        """The frame of the video that frame `i` of a clip shows, if the clip starts at frame `start`."""
+        if self.fps is None:
+            return start + i * self.stride
+        time = video.times[start] + (i / self.fps + _SLACK) / video.tick
+        return bisect.bisect_right(video.times, time) - 1
+
+
+_SLACK = 1e-6  # seconds; 1/fps is rounded, and a frame that is due now must not count as late
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise VideoError("reading video files needs PyAV: pip install av") from error
+    return av
+
+
+def _open(path: Path) -> tuple[Any, Any]:
+    """The opened container and its video stream; the caller closes the container."""
+    container = _av().open(f"file:{path}")  # the prefix keeps a colon in a name from being read as a protocol
+    if not container.streams.video:
+        container.close()
+        raise VideoError("it has no video stream")
+    return container, container.streams.video[0]
+
+
+def _probe(path: Path, verify: bool) -> Video:
+    """Read the times of a video's frames from its packets, and decode its first frame (with `verify`, all of them)."""
+    container, stream = _open(path)
+    with container:
+        tick = float(stream.time_base)
+        times, keyframes, decoded = [], [], []
+        for packet in container.demux(stream):
+            if packet.size and not packet.is_discard:
+                times.append(packet.pts)
+                if packet.is_keyframe and packet.pts is not None:
+                    keyframes.append(packet.pts)
+            if verify or not decoded:
+                for frame in packet.decode():
+                    if verify and frame.is_corrupt:
+                        raise VideoError(f"frame {len(decoded)} is damaged")
+                    decoded.append(frame.pts)
+        rate, form = stream.average_rate, container.format.name  # not to be read once the container is closed
+    if not decoded:
+        raise VideoError("no frame of it can be decoded")
+    if any(time is None for time in times):  # AVI, raw streams: count the frames
+        count = len(decoded) if verify else len(_probe(path, verify=True).times)
+        return Video(path, list(range(count)), [], 1 / float(rate or 25), timed=False)
+    if verify:
+        times = decoded
+    if form == "gif":
+        keyframes = []  # a GIF frame is drawn over the ones before it
+    return Video(path, sorted(set(times)), sorted(set(keyframes)), tick)
+
+
+def _decode(video: Video, ticks: list[int], take: Callable[[int, Any], Any]) -> None:
+    """Call `take(i, frame)` with the frame on show at each of `ticks` (ascending), decoding no more than it must."""
+    place = bisect.bisect_right(video.keyframes, ticks[0]) - 1
+    attempts = [video.keyframes[place], None] if place > 0 else [None]
+    try:
+        for keyframe in attempts:
+            container, stream = _open(video.path)
+            with container:
+                if keyframe is not None:
+                    container.seek(keyframe, stream=stream)
+                if _take_frames(_timed(container.decode(stream), video.timed), keyframe, ticks, take):
+                    return
+    except (_av().error.FFmpegError, VideoError) as error:
+        raise VideoError(
+            f"{video.path} broke while it was decoded ({error}): remove it, or let verify=True find and skip such files"
+        ) from error
+    raise AssertionError("decoding from the beginning always ends in frames or in an error")
+
+
+def _timed(frames: Iterator[Any], timed: bool) -> Iterator[tuple[int, Any]]:
+    for count, frame in enumerate(frames):
+        if not timed:
+            yield count, frame
+        elif frame.pts is not None:
+            yield frame.pts, frame
+
+
+def _take_frames(
+    frames: Iterator[tuple[int, Any]], keyframe: int | None, ticks: list[int], take: Callable[[int, Any], Any]
+) -> bool:
+    """Take the frames on show at `ticks`; False if a seek to `keyframe` did not land there (then nothing is taken)."""
+    shown, taken = None, 0
+    for time, frame in frames:
+        if keyframe is not None and shown is None:
+            if time > keyframe:
+                return False
+            if time < keyframe:  # frames between, which may refer to what was never decoded
+                continue
+        while taken < len(ticks) and time >= ticks[taken]:
+            # A packet that shows nothing (VP8's alternate references) leaves the frame before it on show.
+            take(taken, frame if time == ticks[taken] or shown is None else shown)
+            taken += 1
+        if taken == len(ticks):
+            return True
+        shown = frame
+    if keyframe is not None and shown is None:
+        return False
+    raise VideoError(f"it ends {len(ticks) - taken} frames early")
+
+
+def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> torch.Tensor:
+    """The frame, upright, scaled to cover height x width, cut at shares `top`, `left` of the rest: uint8 [h, w, 3]."""
+    turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counterclockwise
+    sizes = (frame.width, frame.height) if turns % 2 else (frame.height, frame.width)
+    scale = max(height / sizes[0], width / sizes[1])
+    rows, columns = max(height, round(sizes[0] * scale)), max(width, round(sizes[1] * scale))
+    stored = (columns, rows) if turns % 2 else (rows, columns)
+    pixels = frame.to_ndarray(format="rgb24", height=stored[0], width=stored[1], interpolation="BICUBIC")
+    image = torch.from_numpy(pixels).rot90(turns)
+    y, x = round(top * (rows - height)), round(left * (columns - width))
+    return image[y : y + height, x : x + width]
