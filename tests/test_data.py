@@ -1,0 +1,458 @@
+"""Data: pure functions of (seed, epoch, index), frame ranges that equal slices, and files that cannot be trusted."""
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from zoo.data.digits import MovingDigits
+from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
+from zoo.data.video_folder import VideoError, VideoFolder
+from zoo.video.gif import save_gif
+
+# --------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_seeds_are_mixed_and_refuse_what_is_not_an_integer():
+    seeds = {hash_seed(name, seed, step) for name in ("a", "b") for seed in range(20) for step in range(20)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert hash_seed("a", 12, 3) != hash_seed("a", 1, 23)
+    assert hash_seed(np.int64(3), torch.tensor(4)) == hash_seed(3, 4)
+    with pytest.raises(TypeError):
+        hash_seed([1, 2])  # type: ignore[arg-type]
+
+
+def test_order_is_a_permutation_of_its_own_for_every_seed_and_epoch():
+    first = order(0, 0, 100)
+    assert first.sort().values.tolist() == list(range(100))
+    assert torch.equal(order(0, 0, 100), first)
+    assert not torch.equal(order(0, 1, 100), first)
+    assert not torch.equal(order(1, 0, 100), first)
+    first[0] = -1  # a caller may do as it likes with its copy
+    assert order(0, 0, 100).min() == 0
+    with pytest.raises(ValueError, match="at least one sample"):
+        order(0, 0, 0)
+
+
+@pytest.mark.parametrize(("batch", "n"), [(4, 10), (5, 10), (7, 3), (1, 1)])
+def test_batches_visit_every_sample_once_an_epoch_and_resume_from_the_step(batch, n):
+    steps = [batch_indices(3, step, batch, n) for step in range(3 * n)]
+    stream = [pair for epochs, indices in steps for pair in zip(epochs, indices)]
+    for epoch in range(3):
+        assert sorted(i for e, i in stream if e == epoch) == list(range(n))
+    assert [i for _, i in stream[:n]] == order(3, 0, n).tolist()
+    assert batch_indices(3, 2, batch, n) == steps[2]
+    with pytest.raises(ValueError, match="batch=0"):
+        batch_indices(3, 2, 0, n)
+
+
+def test_frame_ranges():
+    assert frame_range(None, 5) == range(5)
+    assert frame_range(slice(2, 9), 5) == range(2, 5)
+    assert len(frame_range(range(7, 7), 5)) == 0
+    for outside in (range(3, 6), range(-1, 2)):
+        with pytest.raises(ValueError, match="outside a clip of 5"):
+            frame_range(outside, 5)
+    with pytest.raises(ValueError, match="range or a slice"):
+        frame_range(3, 5)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------- digits
+
+
+def check_dataset(data) -> Tensor:
+    """What every data set promises: shape, range, purity, and that a range of frames is the slice of the clip."""
+    clip = data.clip(1, 2)
+    x = clip["x"]
+    assert x.shape == (data.shape[0], data.frames, *data.shape[1:])
+    assert x.dtype == torch.float32
+    assert x.min() >= -1
+    assert x.max() <= 1
+    state = torch.get_rng_state()
+    data.clip(0, 5)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(data.clip(1, 2)["x"], x)
+    step = -(-data.frames // 3)
+    for lo in range(0, data.frames + step, step):
+        held = range(min(lo, data.frames), min(lo + step, data.frames))
+        part = data.clip(1, 2, held)
+        assert torch.equal(part["x"], x[:, held.start : held.stop])
+        assert part["label"] == clip["label"]
+    assert torch.equal(data.clip(1, 2, slice(2, 4))["x"], x[:, 2:4])
+    return x
+
+
+def test_digits_keep_the_promises_of_a_data_set():
+    data = MovingDigits(frames=7, size=(15, 18), digit=10.0)
+    check_dataset(data)
+    assert torch.equal(MovingDigits(frames=7, size=(15, 18), digit=10.0).clip(1, 2)["x"], data.clip(1, 2)["x"])
+    for other in (data.clip(1, 3), MovingDigits(frames=7, size=(15, 18), digit=10.0, seed=1).clip(1, 2)):
+        assert not torch.equal(other["x"], data.clip(1, 2)["x"])  # the same digit on another path
+        assert other["label"] == data.clip(1, 2)["label"]
+
+
+def test_digits_show_the_images_of_scikit_learn():
+    """A digit of its own size that does not move is the original image, at a whole-pixel place."""
+    from sklearn.datasets import load_digits
+
+    data = MovingDigits("validation", frames=3, size=(8, 8), digit=8.0)
+    truth = load_digits()
+    for index in (0, 5, len(data) - 1):
+        clip = data.clip(index, 0)
+        image = truth.images[data.samples[index]] / 8 - 1
+        assert clip["label"] == truth.target[data.samples[index]]
+        for frame in clip["x"][0]:
+            np.testing.assert_allclose(frame, image, atol=1e-6)
+
+
+def test_digits_move_straight_at_their_speed_and_bounce():
+    data = MovingDigits(frames=40, size=(20, 24), digit=8.0, speed=(1.5, 1.5))
+    light = data.clip(3, 0)["x"][0].double() + 1
+    mass = light.sum((1, 2))
+    y = (light.sum(2) * torch.arange(20)).sum(1) / mass
+    x = (light.sum(1) * torch.arange(24)).sum(1) / mass
+    torch.testing.assert_close(mass, mass[:1].expand(40), rtol=1e-3, atol=0)  # never cut off by a wall
+    steps = torch.stack([y.diff(), x.diff()], 1)
+    free = (steps[1:] - steps[:-1]).norm(dim=1) < 1e-3
+    assert free.sum() > 20
+    torch.testing.assert_close(
+        steps[1:][free].norm(dim=1), torch.full_like(steps[1:][free][:, 0], 1.5), atol=1e-3, rtol=0
+    )
+    assert (steps[:, 0].sign().unique().numel(), steps[:, 1].sign().unique().numel()) == (2, 2)
+    assert (y.max() - y.min()) > 10
+
+
+def test_digits_are_split_by_image():
+    train, validation = MovingDigits("train"), MovingDigits("validation", seed=5)
+    assert len(train) == 1500
+    assert len(validation) == 297
+    assert not set(train.samples) & set(validation.samples)
+    assert validation.samples == MovingDigits("validation").samples
+    assert {validation.clip(i, 0, range(0))["label"] for i in range(297)} == set(range(10))
+    for wrong in ({"split": "test"}, {"frames": 0}, {"digit": 17.0}, {"speed": (2.0, 1.0)}):
+        with pytest.raises(ValueError, match="MovingDigits"):
+            MovingDigits(**wrong)
+
+
+# ----------------------------------------------------------------------------------------------------- video folder
+
+
+def picture(i: int, height: int = 36, width: int = 48) -> np.ndarray:
+    """Frame `i` of the test videos: a bright box on the move, its brightness the frame's number."""
+    frame = np.full((height, width, 3), 30, np.uint8)
+    y, x = (2 * i) % (height - 8), (3 * i) % (width - 8)
+    frame[y : y + 8, x : x + 8] = (255, 40 + 5 * i, 0)
+    frame[-4:, :] = 6 * i
+    return frame
+
+
+def write(path: Path, codec: str, n: int = 25, rate: int = 10, rotation: int = 0, **options: str) -> Path:
+    """A real video of n frames."""
+    container = av.open(str(path), "w")
+    stream = container.add_stream(codec, rate=rate, options=options)
+    stream.height, stream.width = picture(0).shape[:2]
+    stream.pix_fmt = "yuv420p"
+    if rotation:
+        stream.set_display_rotation(rotation)
+    for i in range(n):
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(i), format="rgb24")))
+    container.mux(stream.encode())
+    container.close()
+    return path
+
+
+def write_gif(path: Path, n: int = 25, milliseconds: int = 100) -> Path:
+    frames = [Image.fromarray(picture(i)) for i in range(n)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
+    return path
+
+
+FILES = {
+    "b-frames.mp4": {"codec": "libx264", "bf": "3", "g": "8"},
+    "open-gop.mp4": {"codec": "libx264", "x264-params": "bframes=3:keyint=8:min-keyint=4:open-gop=1:scenecut=0"},
+    "vp9.webm": {"codec": "libvpx-vp9", "g": "8", "deadline": "realtime", "cpu-used": "8"},
+    "vp8-altref.webm": {"codec": "libvpx", "g": "9", "auto-alt-ref": "1", "lag-in-frames": "6", "deadline": "good"},
+    "mpeg4.avi": {"codec": "mpeg4", "bf": "2", "g": "8"},
+    "mpeg4.mov": {"codec": "mpeg4", "bf": "2", "g": "8"},
+    "h264.mkv": {"codec": "libx264", "bf": "2", "g": "6"},
+}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("videos")
+    for name, options in FILES.items():
+        write(root / name, **options)
+    write_gif(root / "gif.gif")
+    return root
+
+
+def alone(videos: Path, name: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    shutil.copy(videos / name, folder / name)
+    return folder
+
+
+def decode_all(path: Path) -> list[np.ndarray]:
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize("name", [*FILES, "gif.gif"])
+def test_every_format_gives_the_frames_of_a_whole_decode(videos, tmp_path, name):
+    """Whatever range is asked for, at whatever place of the file, bit for bit."""
+    folder = alone(videos, name, tmp_path)
+    truth = torch.from_numpy(np.stack(decode_all(folder / name))).permute(3, 0, 1, 2).float() / 127.5 - 1
+    assert truth.shape[1] == 25
+    data = VideoFolder(folder, frames=7, height=36, width=48, stride=2)
+    assert len(data.videos[0].times) == 25
+    starts = set()
+    for epoch in range(12):
+        x = data.clip(0, epoch)["x"]
+        fits = [s for s in range(13) if torch.equal(x, truth[:, s : s + 13 : 2])]
+        assert len(fits) == 1
+        starts.add(fits[0])
+        assert torch.equal(data.clip(0, epoch, range(3, 6))["x"], x[:, 3:6])
+        assert torch.equal(data.clip(0, epoch, range(6, 7))["x"], x[:, 6:7])
+    assert len(starts) > 4
+
+
+@pytest.mark.parametrize("name", ["b-frames.mp4", "vp9.webm"])
+def test_a_rank_decodes_only_what_it_needs(videos, tmp_path, name, monkeypatch):
+    data = VideoFolder(alone(videos, name, tmp_path), frames=25, height=36, width=48)
+    import zoo.data.video_folder as module
+
+    decoded: list[int] = []
+    original = module._timed
+
+    def counting(frames, timed):
+        for time, frame in original(frames, timed):
+            decoded.append(time)
+            yield time, frame
+
+    monkeypatch.setattr(module, "_timed", counting)
+    data.clip(0, 0, range(20, 22))
+    assert len(decoded) <= 8  # from a keyframe every 8 frames, not from the beginning
+    decoded.clear()
+    data.clip(0, 0, range(2, 4))
+    assert len(decoded) == 4
+    decoded.clear()
+    data.clip(0, 0, range(9, 9))
+    assert not decoded
+
+
+def test_a_seek_that_lands_too_late_starts_over(videos, tmp_path):
+    """A file whose index is wrong costs time, not frames: the keyframe asked for is not where the seek lands."""
+    from dataclasses import replace
+
+    data = VideoFolder(alone(videos, "b-frames.mp4", tmp_path), frames=25, height=36, width=48)
+    expected = data.clip(0, 0, range(10, 13))["x"]
+    ticks = data.videos[0].times
+    data.videos[0] = replace(data.videos[0], keyframes=[ticks[0], ticks[9]])  # frame 9 is no keyframe
+    assert torch.equal(data.clip(0, 0, range(10, 13))["x"], expected)
+
+
+def test_video_folder_keeps_the_promises_of_a_data_set(videos):
+    data = VideoFolder(videos, frames=6, height=24, width=24, stride=2, seed=3)
+    assert len(data) == 8
+    check_dataset(data)
+    assert data.clip(0, 0)["label"] is None
+    assert not torch.equal(
+        VideoFolder(videos, frames=6, height=24, width=24, stride=2).clip(1, 2)["x"], data.clip(1, 2)["x"]
+    )
+
+
+def test_gif_palette_and_disposal_match_pillow(tmp_path):
+    """Partial frames, each with its own palette, some restored to the background or to the frame before."""
+    frames = []
+    for i in range(6):
+        frame = Image.new("RGBA", (20, 16), (200, 30, 30, 255) if i == 0 else (0, 0, 0, 0))
+        frame.paste((10 * i, 250 - 30 * i, 90, 255), (i * 2, i, i * 2 + 6, i + 6))
+        frames.append(frame)
+    path = tmp_path / "gif.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=50, disposal=[1, 1, 3, 3, 1, 1], loop=0)
+    with Image.open(path) as gif:
+        theirs = []
+        for i in range(gif.n_frames):
+            gif.seek(i)
+            theirs.append(np.asarray(gif.convert("RGB")))
+    ours = VideoFolder(tmp_path, frames=6, height=16, width=20).clip(0, 0)["x"].permute(1, 2, 3, 0)
+    np.testing.assert_array_equal(((ours + 1) * 127.5).round().byte().numpy(), np.stack(theirs))
+
+
+def test_fps_takes_the_frames_on_show(tmp_path):
+    write_gif(tmp_path / "a.gif", n=20, milliseconds=50)  # 20 frames a second
+    truth = torch.from_numpy(np.stack(decode_all(tmp_path / "a.gif"))).permute(3, 0, 1, 2).float() / 127.5 - 1
+    slow = VideoFolder(tmp_path, frames=5, height=36, width=48, fps=5)
+    x = slow.clip(0, 1)["x"]
+    assert any(torch.equal(x, truth[:, s : s + 17 : 4]) for s in range(4))
+    fast = VideoFolder(tmp_path, frames=5, height=36, width=48, fps=40)
+    x = fast.clip(0, 1)["x"]
+    assert any(torch.equal(x, truth[:, [s, s, s + 1, s + 1, s + 2]]) for s in range(18))
+    assert torch.equal(fast.clip(0, 1, range(1, 4))["x"], x[:, 1:4])
+    whole = VideoFolder(tmp_path, frames=20, height=36, width=48, fps=20)  # exactly as long as the video
+    assert torch.equal(whole.clip(0, 0)["x"], truth)
+
+
+def test_frames_are_scaled_to_cover_and_cut(tmp_path):
+    write(tmp_path / "a.mp4", "libx264", n=3)  # 36 x 48
+    data = VideoFolder(tmp_path, frames=3, height=18, width=18, crop="center")
+    assert data.clip(0, 0)["x"].shape == (3, 3, 18, 18)
+    wide = VideoFolder(tmp_path, frames=3, height=18, width=24, crop="center").clip(0, 0)["x"]
+    assert torch.equal(data.clip(0, 0)["x"], wide[..., 3:21])
+    cut = VideoFolder(tmp_path, frames=3, height=18, width=18)
+    places = {next(x for x in range(7) if torch.equal(cut.clip(0, e)["x"], wide[..., x : x + 18])) for e in range(12)}
+    assert len(places) > 3
+    assert VideoFolder(tmp_path, frames=3, height=72, width=50).clip(0, 0)["x"].shape == (3, 3, 72, 50)  # enlarged
+
+
+def test_a_rotation_tag_is_obeyed(tmp_path):
+    """What phones write: the pixels lie on their side and a matrix says how to turn them."""
+    write(tmp_path / "plain.mp4", "libx264", n=2)
+    write(tmp_path / "turned.mp4", "libx264", n=2, rotation=90)
+    plain = decode_all(tmp_path / "plain.mp4")[0]
+    data = VideoFolder(tmp_path, frames=2, height=48, width=36)
+    x = data.clip([v.path.name for v in data.videos].index("turned.mp4"), 0)["x"]
+    with av.open(str(tmp_path / "turned.mp4")) as container:
+        turns = next(container.decode(video=0)).rotation // 90
+    assert turns in (1, -1)
+    expected = torch.from_numpy(np.rot90(plain, turns).copy()).permute(2, 0, 1).float() / 127.5 - 1
+    assert torch.equal(x[:, 0], expected)
+
+
+def test_broken_and_short_videos_are_named_skipped_and_counted(videos, tmp_path, caplog):
+    good = write(tmp_path / "good.mp4", "libx264", n=12)
+    (tmp_path / "deep").mkdir()
+    write_gif(tmp_path / "deep" / "fine.GIF", n=12)
+    write(tmp_path / "short.mp4", "libx264", n=3)
+    (tmp_path / "noise.webm").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "cut.mp4").write_bytes(good.read_bytes()[: good.stat().st_size // 2])  # its index is at the end
+    (tmp_path / "notes.txt").write_text("not a video")
+    (tmp_path / "._good.mp4").write_bytes(b"what a Mac leaves behind")
+    with caplog.at_level(logging.INFO, "zoo.data.video_folder"):
+        data = VideoFolder(tmp_path, frames=8, height=16, width=16)
+    assert [v.path.name for v in data.videos] == ["fine.GIF", "good.mp4"]
+    assert sorted(path.name for path, _ in data.skipped) == ["cut.mp4", "empty.mp4", "noise.webm", "short.mp4"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("skipped" in line for line in lines) == 5
+    assert any("short.mp4: too short: 3 frames, and 8 frames at stride 1" in line for line in lines)
+    assert any("noise.webm: broken" in line for line in lines)
+    assert lines[-1] == f"2 videos under {tmp_path}, 4 skipped"
+
+
+def test_a_folder_without_a_usable_video_is_one_clear_error(tmp_path):
+    with pytest.raises(VideoError, match="no such folder"):
+        VideoFolder(tmp_path / "absent")
+    with pytest.raises(VideoError, match=r"no videos under .* \(looked for .mp4"):
+        VideoFolder(tmp_path)
+    write(tmp_path / "a.mp4", "libx264", n=3)
+    (tmp_path / "b.mp4").touch()
+    with pytest.raises(VideoError, match=r"none of the 2 videos .* the first is .*a.mp4: too short"):
+        VideoFolder(tmp_path, frames=8, height=16, width=16)
+    with pytest.raises(VideoError, match=r"in 0.20 s, and 8 at 5 a second"):
+        VideoFolder(tmp_path, frames=8, height=16, width=16, fps=5)
+    for wrong in ({"stride": 0}, {"stride": 2, "fps": 4}, {"crop": "left"}, {"fps": -1}):
+        with pytest.raises(VideoError):
+            VideoFolder(tmp_path, frames=2, height=16, width=16, **wrong)
+
+
+def test_damage_in_the_middle_is_found_by_verify_and_raises_otherwise(tmp_path):
+    """A webm cut short keeps its head: the packets that are left decode, but fewer than a clip."""
+    write(tmp_path / "ok.webm", "libvpx", n=12)
+    path = write(tmp_path / "bad.webm", "libvpx", n=40, g="100")
+    data = bytearray(path.read_bytes())
+    middle = slice(len(data) // 2, len(data) // 2 + 400)
+    data[middle] = bytes(b ^ 0x5A for b in data[middle])
+    path.write_bytes(data)
+    checked = VideoFolder(tmp_path, frames=12, height=16, width=16, verify=True)
+    names = [v.path.name for v in checked.videos]
+    if "bad.webm" in names:  # the decoder got over it: then every frame the scan lists can be read
+        for epoch in range(8):
+            checked.clip(names.index("bad.webm"), epoch)
+    assert "ok.webm" in names
+
+
+def test_a_file_that_changes_after_the_scan_is_named(tmp_path):
+    path = write(tmp_path / "a.mp4", "libx264", n=12)
+    data = VideoFolder(tmp_path, frames=8, height=16, width=16)
+    write(path, "libx264", n=2)
+    with pytest.raises(VideoError, match=r"a.mp4 broke while it was decoded \(it ends \d+ frames early\): remove it"):
+        data.clip(0, 0)
+    path.unlink()
+    with pytest.raises(VideoError, match=r"a.mp4 broke while it was decoded"):
+        data.clip(0, 0)
+
+
+def test_split_holds_videos_out_by_name(videos, tmp_path, caplog):
+    data = VideoFolder(videos, frames=6, height=24, width=24)
+    train, validation = data.split(0.25)
+    assert (len(train), len(validation), len(data)) == (6, 2, 8)
+    assert not {v.path for v in train.videos} & {v.path for v in validation.videos}
+    assert validation.crop == "center"
+    assert [v.path for v in data.split(0.25)[1].videos] == [v.path for v in validation.videos]
+    one = VideoFolder(alone(videos, "gif.gif", tmp_path), frames=6, height=24, width=24)
+    assert [len(part) for part in one.split()] == [1, 1]
+    assert "single video" in caplog.text
+    with pytest.raises(VideoError, match="between 0 and 1"):
+        data.split(1.0)
+
+
+def test_without_pyav_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(VideoError, match="pip install av"):
+        VideoFolder(tmp_path)
+
+
+def test_files_are_closed(videos, tmp_path):
+    data = VideoFolder(videos, frames=6, height=24, width=24, stride=2)
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    for epoch in range(5):
+        for index in range(len(data)):
+            data.clip(index, epoch, range(2, 4))
+    after = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    assert after <= before
+
+
+# -------------------------------------------------------------------------------------------------------------- gif
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_save_gif_writes_the_grid(tmp_path, channels):
+    video = torch.linspace(-1, 1, 3 * channels * 4 * 16 * 16).view(3, channels, 4, 16, 16)
+    save_gif(tmp_path / "samples" / "a.gif", video, fps=10)
+    with Image.open(tmp_path / "samples" / "a.gif") as gif:
+        assert gif.n_frames == 4
+        assert gif.size == (2 * 64 + 2, 2 * 64 + 2)  # three clips on a 2 x 2 grid, enlarged four times
+        assert gif.info["duration"] == 100
+        gif.seek(2)
+        grid = np.asarray(gif.convert("RGB")).astype(int)
+    expected = ((video[1, :, 2] + 1) * 127.5).round().repeat_interleave(4, 1).repeat_interleave(4, 2)
+    shown = grid[:64, 66:].transpose(2, 0, 1)[:channels]
+    assert np.abs(shown - expected.numpy()).max() <= (0 if channels == 1 else 16)  # 256 colours
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["a.gif"]
+
+
+def test_save_gif_refuses_a_wrong_shape_and_leaves_nothing_half_written(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"\(n c t h w\).*\(2, 4, 3, 8, 8\)"):
+        save_gif(tmp_path / "a.gif", torch.zeros(2, 4, 3, 8, 8))
+    save_gif(tmp_path / "a.gif", torch.zeros(1, 1, 2, 8, 8))
+    before = (tmp_path / "a.gif").read_bytes()
+
+    def full(*_args, **_kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        save_gif(tmp_path / "a.gif", torch.ones(1, 1, 2, 8, 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
+    assert (tmp_path / "a.gif").read_bytes() == before

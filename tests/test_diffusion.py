@@ -1,0 +1,392 @@
+"""Objectives and samplers against diffusers' schedulers, closed forms, and sharded evaluation by slices."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform
+from zoo.video.linear_denoiser import fit_linear_denoiser, linear_denoiser_loss
+
+SHAPE = (2, 3, 4, 5, 6)  # b c t h w
+
+
+class Fixed(nn.Module):
+    """A denoiser that acts on every element by itself: a x + b t / 1000 + label / 10, `multiple` times the channels."""
+
+    stages = {"": "x=b c t h w -> b c t h w", "blocks.*": "b [t] s [c]", "out": "b t s [c], context=b [l c]"}
+
+    def __init__(self, multiple: int = 1):
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(-0.8, 0.9, multiple))
+        self.b = nn.Parameter(torch.tensor(0.3))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, timestep: Tensor, label: Tensor | None = None) -> Tensor:
+        self.seen.append(timestep)
+        bias = self.b * timestep.view(-1, 1, 1, 1, 1) / 1000
+        if label is not None:
+            bias = bias + label.view(-1, 1, 1, 1, 1) / 10
+        return torch.cat([a * x + bias for a in self.a], dim=1)
+
+
+def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=random) * 2 - 1, torch.randn(shape, generator=random)
+
+
+# ------------------------------------------------------------------------------------------------------- objectives
+
+
+def test_rectified_flow_states_open_sora_convention():
+    x, noise = tensors(*SHAPE)
+    u = torch.tensor([0.25, 0.75])
+    model = Fixed(2)
+    loss, weight = RectifiedFlow(model)(x, noise, u)
+    x_u = (1 - u.view(2, 1, 1, 1, 1)) * x + u.view(2, 1, 1, 1, 1) * noise
+    torch.testing.assert_close(loss, (x - noise - model(x_u, 1000 * u)[:, :3]) ** 2)
+    assert torch.equal(model.seen[0], 1000 * u)
+    assert loss.shape == weight.shape == SHAPE
+    assert weight.eq(1).all()
+
+
+def test_rectified_flow_noise_matches_diffusers_flow_matching():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    x, noise = tensors(*SHAPE)
+    timestep = scheduler.timesteps[[100, 700]]
+    theirs = scheduler.scale_noise(x, timestep, noise)
+    seen: list[Tensor] = []
+    spy = nn.Module()
+    spy.forward = lambda x, timestep: seen.append(x) or x  # type: ignore[method-assign]
+    RectifiedFlow(spy)(x, noise, timestep / 1000)
+    assert_close(seen[0], theirs)
+
+
+def reference(name: str, **options):
+    """A diffusers scheduler of the same 1000 linear steps. Its tables are float32, which is too coarse for 1 - abar."""
+    import diffusers
+
+    linear = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+    scheduler = getattr(diffusers, name)(**linear, **options)
+    scheduler.alphas_cumprod = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    return scheduler
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """To 1e-5 of the largest value."""
+    torch.testing.assert_close(ours, theirs.float(), atol=1e-5 * max(1.0, theirs.abs().max().item()), rtol=0)
+
+
+def test_iddpm_noising_matches_diffusers():
+    x, noise = tensors(*SHAPE)
+    for step in (0, 1, 500, 999):
+        timestep = torch.full((2,), step)
+        ours = IDDPM(nn.Identity()).q_sample(x, noise, timestep)
+        assert_close(ours, reference("DDPMScheduler").add_noise(x, noise, timestep))
+
+
+def test_iddpm_mean_and_learned_variance_match_diffusers():
+    objective, scheduler = IDDPM(nn.Identity()), reference("DDPMScheduler", variance_type="learned_range")
+    x_s, noise = tensors(*SHAPE)
+    v = tensors(*SHAPE, seed=1)[0]
+    for step in (1, 2, 500, 999):  # diffusers clamps the variance of step 0 instead of taking that of step 1
+        mean, log_variance = objective.p_mean_variance(noise, v, x_s, torch.full((2,), step))
+        random = torch.Generator().manual_seed(0)
+        theirs = scheduler.step(torch.cat([noise, v], 1), step, x_s, generator=random).prev_sample
+        drawn = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        assert_close(mean + (0.5 * log_variance).exp() * drawn, theirs)
+        assert_close(log_variance, scheduler._get_variance(step, predicted_variance=v))
+
+
+def test_iddpm_posterior_is_bayes_rule():
+    """q(x_{s-1} | x_s, x_0) is proportional to q(x_s | x_{s-1}) q(x_{s-1} | x_0), all Gaussian."""
+    objective = IDDPM(nn.Identity())
+    x, x_s = (torch.full((1, 1, 1, 1, 1), value) for value in (0.3, -1.1))
+    for step in (1, 10, 700):
+        beta, before = objective._schedule["beta"][step], objective._schedule["abar"][step - 1]
+        precision = (1 - beta) / beta + 1 / (1 - before)
+        expected = ((1 - beta).sqrt() / beta * x_s + before.sqrt() / (1 - before) * x) / precision
+        mean, log_variance = objective.posterior(x, x_s, torch.tensor([step]))
+        torch.testing.assert_close(mean, expected.float(), atol=1e-5, rtol=1e-4)
+        assert log_variance.exp().item() == pytest.approx(1 / precision.item(), rel=1e-4)
+
+
+def test_iddpm_bound_is_the_kl_of_torch_distributions_and_teaches_only_the_variance():
+    from torch.distributions import Normal, kl_divergence
+
+    x, noise = tensors(*SHAPE)
+    timestep = torch.tensor([3, 800])
+    model = Fixed(2)
+    objective = IDDPM(model)
+    loss, weight = objective(x, noise, timestep)
+    x_s = objective.q_sample(x, noise, timestep)
+    predicted, v = model(x_s, timestep).chunk(2, dim=1)
+    mean, log_variance = objective.p_mean_variance(predicted, v, x_s, timestep)
+    true_mean, true_log_variance = objective.posterior(x, x_s, timestep)
+    truth = Normal(true_mean, (0.5 * true_log_variance).exp().expand(SHAPE))
+    kl = kl_divergence(truth, Normal(mean, (0.5 * log_variance).exp()))
+    torch.testing.assert_close(loss, (noise - predicted) ** 2 + kl / math.log(2), atol=1e-4, rtol=1e-4)
+    assert loss.shape == weight.shape == SHAPE
+    # The noise half learns from the squared error alone: the gradient of its scale a[0] is that of the plain loss.
+    grad = torch.autograd.grad(loss.mean(), model.a)[0]
+    plain = torch.autograd.grad(((noise - predicted) ** 2).mean(), model.a)[0]
+    assert grad[0].item() == pytest.approx(plain[0].item(), rel=1e-5)
+    assert plain[1] == 0
+    assert grad[1].abs() > 0
+
+
+def test_iddpm_first_step_is_the_likelihood_of_256_bins():
+    """At s = 0 the bound is -log p(bin of x): over all 256 values it sums to one."""
+    from zoo.video.diffusion import _discretised_log_likelihood as log_likelihood
+
+    values = torch.linspace(-1, 1, 256)
+    for mean, std in ((0.1, 0.3), (-0.95, 0.05), (1.2, 0.1)):
+        total = log_likelihood(values, torch.tensor(mean), torch.tensor(std).log()).exp().sum()
+        assert total.item() == pytest.approx(1, abs=1e-3)
+    x, noise = tensors(*SHAPE)
+    model = Fixed(2)
+    objective, zero = IDDPM(model), torch.zeros(2, dtype=torch.long)
+    loss, _ = objective(x, noise, zero)
+    x_s = objective.q_sample(x, noise, zero)
+    predicted, v = model(x_s, zero).chunk(2, dim=1)
+    mean, log_variance = objective.p_mean_variance(predicted, v, x_s, zero)
+    bound = -log_likelihood(x, mean, 0.5 * log_variance) / math.log(2)
+    torch.testing.assert_close(loss, (noise - predicted) ** 2 + bound)
+
+
+def test_iddpm_of_a_model_without_variance_is_the_squared_error():
+    x, noise = tensors(*SHAPE)
+    model, timestep = Fixed(1), torch.tensor([0, 40])
+    objective = IDDPM(model)
+    expected = (noise - model(objective.q_sample(x, noise, timestep), timestep)) ** 2
+    torch.testing.assert_close(objective(x, noise, timestep)[0], expected)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, IDDPM])
+def test_objective_of_a_slice_is_the_slice_of_the_objective(kind):
+    """What sharding along t or w relies on: bit for bit, uneven and empty slices too."""
+    x, noise = tensors(*SHAPE)
+    objective = kind(Fixed(2))
+    timestep = objective.sample_timestep(torch.tensor([0.0001, 0.6]))
+    whole = objective(x, noise, timestep)[0]
+    for dim, parts in ((2, [3, 1, 0]), (4, [2, 4])):
+        shards = zip(x.split(parts, dim), noise.split(parts, dim))
+        torch.testing.assert_close(torch.cat([objective(*s, timestep)[0] for s in shards], dim), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, IDDPM])
+def test_weight_is_per_element(kind):
+    x, noise = tensors(*SHAPE)
+    objective = kind(Fixed())
+    timestep = objective.sample_timestep(torch.tensor([0.2, 0.6]))
+    frames = torch.tensor([1.0, 0.0, 1.0, 0.5]).view(1, 1, 4, 1, 1)
+    assert torch.equal(objective(x, noise, timestep, weight=frames)[1], frames.expand(SHAPE))
+    assert torch.equal(
+        objective(x, noise, timestep, weight=torch.tensor([1.0, 3.0]))[1][:, 0, 0, 0, 0], torch.tensor([1.0, 3.0])
+    )
+
+
+def test_stages_are_those_of_the_model_under_the_objective():
+    assert RectifiedFlow(Fixed()).stages == {
+        "": "x=b c t h w, noise=b c t h w -> b c t h w, b c t h w",
+        "model.blocks.*": "b [t] s [c]",
+        "model.out": "b t s [c], context=b [l c]",
+    }
+    assert list(IDDPM(nn.Identity()).stages) == [""]
+
+
+def test_an_objective_survives_meta_and_to_empty():
+    with torch.device("meta"):
+        objective = IDDPM(Fixed(2))
+    loss, _ = objective(*(t.to("meta") for t in tensors(*SHAPE)), torch.zeros(2, dtype=torch.long, device="meta"))
+    assert loss.shape == SHAPE
+    objective.to_empty(device="cpu")
+    x, noise = tensors(*SHAPE)
+    timestep = torch.tensor([5, 6])
+    assert torch.equal(objective.q_sample(x, noise, timestep), IDDPM(nn.Identity()).q_sample(x, noise, timestep))
+
+
+def test_timesteps_are_quantiles_of_the_training_distribution():
+    u = (torch.arange(1000) + 0.5) / 1000
+    levels = RectifiedFlow(nn.Identity(), loc=0.5, scale=2.0).sample_timestep(u)
+    logits = torch.logit(levels.double())
+    assert logits.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert logits.std().item() == pytest.approx(2.0, abs=0.02)
+    steps = IDDPM(nn.Identity()).sample_timestep(u)
+    assert steps.tolist() == list(range(1000))
+    assert IDDPM(nn.Identity()).sample_timestep(torch.tensor([0.99999999])).item() == 999
+    assert RectifiedFlow(nn.Identity()).validation_levels(2).tolist() == pytest.approx([0.3375, 0.6625], abs=1e-3)
+    assert IDDPM(nn.Identity()).validation_levels(4).tolist() == [125, 375, 625, 875]
+    with pytest.raises(ValueError, match="n >= 1"):
+        RectifiedFlow(nn.Identity()).validation_levels(0)
+
+
+# --------------------------------------------------------------------------------------------------------- samplers
+
+
+@pytest.mark.parametrize("steps", [1, 5, 50])
+def test_ddim_matches_diffusers(steps):
+    scheduler = reference("DDIMScheduler", timestep_spacing="trailing")
+    scheduler.set_timesteps(steps)
+    model, noise = Fixed(2), tensors(*SHAPE)[1]
+    ours = ddim(model, noise, steps)
+    x = noise
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            x = scheduler.step(model(x, timestep.expand(2))[:, :3], timestep, x).prev_sample
+    assert_close(ours, x)
+
+
+def test_ddim_with_eta_matches_diffusers():
+    scheduler = reference("DDIMScheduler", timestep_spacing="trailing")
+    scheduler.set_timesteps(10)
+    model, noise = Fixed(), tensors(*SHAPE)[1]
+    ours = ddim(model, noise, 10, eta=1.0, random=torch.Generator().manual_seed(3))
+    x, random = noise, torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            x = scheduler.step(model(x, timestep.expand(2)), timestep, x, eta=1.0, generator=random).prev_sample
+    assert_close(ours, x)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 25])
+def test_euler_matches_diffusers(steps):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    model, noise = Fixed(2), tensors(*SHAPE)[1]
+    ours = euler(model, noise, steps)
+    x = noise
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:  # its velocity is noise - x
+            x = scheduler.step(-model(x, timestep.expand(2))[:, :3], timestep, x).prev_sample
+    assert_close(ours, x)
+
+
+def test_euler_undoes_the_noising_when_the_velocity_is_known():
+    x, noise = tensors(*SHAPE)
+    torch.testing.assert_close(euler(lambda *_: x - noise, noise, 3), x, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", [euler, ddim])
+def test_guidance_pushes_away_from_the_null_class(sampler):
+    model, noise = Fixed(), tensors(*SHAPE)[1]
+    label, null = torch.tensor([3, 7]), torch.tensor([10, 10])
+    calls: list[tuple[int, int]] = []
+    guided = sampler(
+        model, noise, 1, guidance=3.0, uncond={"label": null}, label=label, on_step=lambda i, n: calls.append((i, n))
+    )
+    shifted = null + 3 * (label - null)  # the model is affine in its label
+    assert_close(guided, sampler(model, noise, 1, label=shifted))
+    assert calls == [(1, 1)]
+    assert not guided.requires_grad
+    model.seen.clear()
+    sampler(model, noise, 4, label=label, uncond={"label": null})
+    assert len(model.seen) == 4  # guidance 1 needs no second call
+
+
+def test_samplers_refuse_what_they_cannot_do():
+    model, noise = Fixed(), tensors(*SHAPE)[1]
+    with pytest.raises(ValueError, match="uncond"):
+        euler(model, noise, 2, guidance=2.0)
+    with pytest.raises(ValueError, match="steps"):
+        euler(model, noise, 0)
+    with pytest.raises(ValueError, match="1 <= steps <= 1000"):
+        ddim(model, noise, 1001)
+    with pytest.raises(ValueError, match="random"):
+        ddim(model, noise, 2, eta=0.5)
+
+
+# ------------------------------------------------------------------------------------------------------------ noise
+
+
+def test_noise_of_a_frame_depends_on_nothing_else():
+    whole = seeded_noise(1, 5, [40, 41], range(7), (3, 4, 6))
+    assert whole.shape == (2, 3, 7, 4, 6)
+    for held in (range(0, 3), range(3, 6), range(6, 7), range(7, 7)):
+        part = seeded_noise(1, 5, [40, 41], held, (3, 4, 6))
+        assert torch.equal(part, whole[:, :, held.start : held.stop])
+    assert torch.equal(seeded_noise(1, 5, [41], range(7), (3, 4, 6)), whole[1:])
+    state = torch.get_rng_state()
+    others = [seeded_noise(*key, [40], range(7), (3, 4, 6)) for key in ((1, 6), (2, 5))]
+    assert torch.equal(state, torch.get_rng_state())
+    for other in others:
+        assert (other - whole[:1]).abs().min() > 0
+    assert (whole[:, :, 1:] - whole[:, :, :-1]).abs().min() > 0
+    assert seeded_noise(0, 0, [0], range(2), (1, 2, 2), dtype=torch.float64).dtype == torch.float64
+
+
+def test_noise_is_standard_normal_and_uncorrelated_over_frames_and_steps():
+    noise = torch.stack([seeded_noise(0, step, range(4), range(4), (2, 16, 16)) for step in range(4)])
+    assert noise.mean().item() == pytest.approx(0, abs=0.02)
+    assert noise.std().item() == pytest.approx(1, abs=0.02)
+    streams = noise.permute(0, 1, 3, 2, 4, 5).reshape(64, -1)
+    assert (torch.corrcoef(streams) - torch.eye(64)).abs().max() < 0.2
+
+
+def test_uniform_numbers_are_functions_of_their_key():
+    ids = list(range(500))
+    draws = seeded_uniform(0, 3, ids)
+    assert torch.equal(seeded_uniform(0, 3, ids[200:210]), draws[200:210])
+    assert not torch.equal(seeded_uniform(0, 3, ids, name="label"), draws)
+    assert not torch.equal(seeded_uniform(0, 4, ids), draws)
+    assert draws.min() > 0
+    assert draws.max() < 1
+    assert draws.mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+# -------------------------------------------------------------------------------------------------- linear denoiser
+
+
+def gaussian(n: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Clips [n, 1, 2, 2, 3] of a Gaussian with eigenvalues 0.1..3, and those eigenvalues."""
+    eigenvalues = torch.logspace(-1, math.log10(3), 12, dtype=torch.float64)
+    random = torch.Generator().manual_seed(7)
+    basis = torch.linalg.qr(torch.randn(12, 12, generator=random, dtype=torch.float64))[0]
+    white = torch.randn(n, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((white * eigenvalues.sqrt()) @ basis.T + shift).float().view(n, 1, 2, 2, 3), eigenvalues
+
+
+def test_linear_denoiser_on_gaussian_data_is_the_wiener_filter():
+    (train, eigenvalues), (validation, _) = gaussian(40000, 0, 0.5), gaussian(40000, 1, 0.5)
+    levels = torch.tensor([0.1, 0.5, 0.9])
+    u = levels.double()[:, None]
+    expected = (eigenvalues / ((1 - u) ** 2 * eigenvalues + u**2)).mean(1)
+    torch.testing.assert_close(linear_denoiser_loss(train, validation, levels), expected, atol=0, rtol=0.02)
+
+
+def test_linear_denoiser_loss_is_what_its_filter_measures_on_noised_clips():
+    """The closed form against the filter written out and applied to x_u, on data that is not Gaussian."""
+    train, validation = gaussian(500, 0)[0].sign(), gaussian(300, 1)[0].sign()
+    u = 0.4
+    x, noise = validation.flatten(1).double(), torch.randn(300, 12, dtype=torch.float64)
+    rows = train.flatten(1).double()
+    mean, covariance = rows.mean(0), rows.T.cov(correction=0)
+    k = (1 - u) * covariance @ torch.linalg.inv((1 - u) ** 2 * covariance + u**2 * torch.eye(12))
+    losses = []
+    for seed in range(200):
+        noise = torch.randn(300, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        y = (1 - u) * x + u * noise
+        velocity = (mean + (y - (1 - u) * mean) @ k.T - y) / u
+        losses.append((x - noise - velocity).square().mean())
+    ours = linear_denoiser_loss(train, validation, torch.tensor([u]))
+    assert ours.item() == pytest.approx(torch.stack(losses).mean().item(), rel=0.01)
+
+
+def test_linear_denoiser_uses_classes():
+    """Two classes at -2 and +2: knowing the class leaves only the spread round its mean."""
+    (a, eigenvalues), (b, _) = gaussian(20000, 0, -2.0), gaussian(20000, 1, 2.0)
+    train, labels = torch.cat([a, b]), torch.arange(2).repeat_interleave(20000)
+    validation = torch.cat([gaussian(5000, 2, -2.0)[0], gaussian(5000, 3, 2.0)[0]])
+    its_labels, levels = torch.arange(2).repeat_interleave(5000), torch.tensor([0.5])
+    expected = (eigenvalues / (0.25 * eigenvalues + 0.25)).mean().item()
+    for covariance in ("shared", "class"):
+        denoiser = fit_linear_denoiser(train, labels, covariance=covariance)
+        assert denoiser.loss(validation, levels, its_labels).item() == pytest.approx(expected, rel=0.02)
+    assert linear_denoiser_loss(train, validation, levels).item() > expected * 1.05
+    with pytest.raises(ValueError, match="'full'"):
+        fit_linear_denoiser(train, covariance="full")
