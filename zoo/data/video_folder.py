@@ -198,7 +198,9 @@ def _probe(path: Path, verify: bool) -> Video:
     container, stream = _open(path)
     with container:
         tick = float(stream.time_base)
-        times, keyframes, decoded = [], [], []
+        times: list[int] = []
+        keyframes: list[int] = []
+        decoded: list[int] = []
         for packet in container.demux(stream):
             if packet.size and not packet.is_discard:
                 times.append(packet.pts)

@@ -55,12 +55,13 @@ def fit_linear_denoiser(x: Tensor, labels: Tensor | None = None, *, covariance: 
     classes: list[int | None] = [None] if labels is None else list(labels.unique().tolist())
     members = {k: flat if k is None else flat[labels == k] for k in classes}
     means = {k: rows.double().mean(0) for k, rows in members.items()}
-    scatter = {}
+    scatter: dict[int | None, Tensor] = {}
     for k, rows in members.items():
         pooled = k if covariance == "class" else None
         for chunk in rows.split(4096):  # float64 copies of a few rows at a time
             centred = chunk.double() - means[k]
-            scatter[pooled] = scatter.get(pooled, 0) + centred.T @ centred
+            products = centred.T @ centred
+            scatter[pooled] = scatter[pooled] + products if pooled in scatter else products
     counts = {k: len(members[k]) if covariance == "class" else len(flat) for k in classes}
     eigen = {k: torch.linalg.eigh(matrix / (counts[k] if k in counts else len(flat))) for k, matrix in scatter.items()}
     of = {k: eigen[k if covariance == "class" else None] for k in classes}
