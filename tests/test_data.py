@@ -366,20 +366,22 @@ def test_a_folder_without_a_usable_video_is_one_clear_error(tmp_path):
             VideoFolder(tmp_path, frames=2, height=16, width=16, **wrong)
 
 
-def test_damage_in_the_middle_is_found_by_verify_and_raises_otherwise(tmp_path):
-    """A webm cut short keeps its head: the packets that are left decode, but fewer than a clip."""
-    write(tmp_path / "ok.webm", "libvpx", n=12)
-    path = write(tmp_path / "bad.webm", "libvpx", n=40, g="100")
-    data = bytearray(path.read_bytes())
-    middle = slice(len(data) // 2, len(data) // 2 + 400)
-    data[middle] = bytes(b ^ 0x5A for b in data[middle])
+def test_damage_in_the_middle_raises_by_name_and_verify_skips_it(tmp_path):
+    """The scan reads packets, so it sees nothing wrong with a packet full of nonsense; decoding does."""
+    path = write(tmp_path / "bad.mp4", "libx264", n=30, g="8")
+    with av.open(str(path)) as container:
+        packets = sorted((packet.pos, packet.size) for packet in container.demux(video=0) if packet.size)
+    data, (start, size) = bytearray(path.read_bytes()), packets[16]
+    data[start : start + size] = bytes(byte ^ 0x5A for byte in data[start : start + size])
     path.write_bytes(data)
-    checked = VideoFolder(tmp_path, frames=12, height=16, width=16, verify=True)
-    names = [v.path.name for v in checked.videos]
-    if "bad.webm" in names:  # the decoder got over it: then every frame the scan lists can be read
-        for epoch in range(8):
-            checked.clip(names.index("bad.webm"), epoch)
-    assert "ok.webm" in names
+    folder = VideoFolder(tmp_path, frames=30, height=16, width=16)
+    assert folder.clip(0, 0, range(0, 8))["x"].shape == (3, 8, 16, 16)  # before the damage
+    with pytest.raises(VideoError, match=r"bad.mp4 broke while it was decoded .*: remove it, or let verify=True"):
+        folder.clip(0, 0, range(14, 30))
+    write(tmp_path / "good.mp4", "libx264", n=30)
+    folder = VideoFolder(tmp_path, frames=30, height=16, width=16, verify=True)
+    assert [video.path.name for video in folder.videos] == ["good.mp4"]
+    assert [(path.name, reason.split(":")[0]) for path, reason in folder.skipped] == [("bad.mp4", "broken")]
 
 
 def test_a_file_that_changes_after_the_scan_is_named(tmp_path):
