@@ -1,0 +1,181 @@
+"""The configuration: layers, strictness, messages."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from zoo.training import UserError
+from zoo.training import config as cfg
+from zoo.training.video import VideoTask
+
+CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load a configuration from the text of a file and command line arguments."""
+
+    def load(text="", *arguments):
+        (tmp_path / "run.yaml").write_text(text)
+        return cfg.load([str(tmp_path / "run.yaml"), *arguments])
+
+    return load
+
+
+def test_layers_and_types(load):
+    config = load("train: {steps: 7, batch: 2}\noptim:\n  lr: 3e-4\n", "train.steps=9", "optim.betas=[0.8,0.9]")
+    assert (config.train.steps, config.train.batch, config.train.seed) == (9, 2, 0)
+    assert config.optim.lr == 3e-4
+    assert config.optim.betas == [0.8, 0.9]
+    assert isinstance(config.train, cfg.Train)
+    assert config.name == "run"  # the file's
+    assert load("", "name=other").name == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "parts"),
+    [
+        # who is to blame, which key, what is valid
+        ("train: {stpes: 1}", [], ["run.yaml", "train.stpes", "did you mean 'steps'", "batch"]),
+        ("", ["train.stpes=1"], ["command line", "train.stpes", "did you mean 'steps'"]),
+        ("trian: {steps: 1}", [], ["run.yaml", "'trian'", "did you mean 'train'"]),
+        ("train: {steps: many}", [], ["run.yaml", "train.steps", "many", "Integer"]),
+        ("", ["train.steps=1.5"], ["command line", "train.steps", "1.5"]),
+        ("", ["train.steps=true"], ["command line", "train.steps"]),
+        ("", ["train.steps=null"], ["command line", "train.steps", "None"]),
+        ("train: 3", [], ["run.yaml", "'train' is a section"]),
+        ("", ["optim.betas=[a,b]"], ["command line", "optim.betas"]),
+        ("", ["optim.betas=[0.9]"], ["optim.betas", "two numbers"]),
+        ("", ["train.steps="], ["train.steps=", "null"]),
+        ("", ["train.steps 3=4"], ["'train.steps 3' is not a key"]),
+        ("", ["train.steps=[1"], ["command line"]),
+        ("train: [", [], ["run.yaml", "YAML"]),
+        ("- 1", [], ["run.yaml", "top level"]),
+        ("train: {steps: 1}\ntrain: {steps: 2}", [], ["run.yaml", "train"]),
+        ("", ["train.precision=fp16"], ["train.precision=fp16", "fp32, bf16"]),
+        ("", ["train.precision=bf61"], ["did you mean 'bf16'"]),
+        ("", ["train.batch=0"], ["train.batch=0", "at least 1"]),
+        ("", ["objective.label_dropout=2"], ["objective.label_dropout", "at most 1"]),
+        ("", ["data.name=digit"], ["data.name=digit", "did you mean 'digits'", "video_folder"]),
+        ("data: {name: video_folder, digit: 3}", [], ["run.yaml", "data.digit", "path"]),
+        ("", ["data.name=video_folder"], ["data.path"]),
+        ("train: {steps: '${oc.env:HOME}'}", [], ["run.yaml", "oc.env"]),
+        ("train: {steps: '${nothing}'}", [], ["run.yaml", "nothing"]),
+        ("name: ../elsewhere", [], ["name='../elsewhere'"]),
+    ],
+)
+def test_errors_say_where_and_what(load, text, arguments, parts):
+    with pytest.raises(UserError) as error:
+        load(text, *arguments)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_missing_file_and_no_file(tmp_path):
+    (tmp_path / "demo.yaml").write_text("")
+    with pytest.raises(UserError, match=r"dmo\.yaml: no such file: did you mean '.*demo\.yaml'"):
+        cfg.load([str(tmp_path / "dmo.yaml")])
+    with pytest.raises(UserError, match=r"expected one configuration file, got none\nusage"):
+        cfg.load(["train.steps=3"])
+
+
+def test_the_environment_is_not_read(load, monkeypatch):
+    monkeypatch.setenv("STEPS", "5")
+    with pytest.raises(UserError, match=r"Unsupported interpolation type oc\.env"):
+        load("train: {steps: '${oc.env:STEPS}'}")
+    assert load("train: {steps: 5, batch: '${train.steps}'}").train.batch == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "argument"),
+    [
+        ("", "wandb.api_key=0123456789"),
+        ("wandb: {api_key: hunter2hunter2}", None),
+        ("", "wandb.entity=" + "0123456789abcdef" * 2 + "01234567"),
+        ("", "model.overrides.auth_token=hunter2hunter2"),
+        ("model: {overrides: {password: hunter2hunter2}}", None),
+        ("", "name=hf_abcdefghijklmnopqrstuvwxyz"),
+    ],
+)
+def test_secrets_are_refused_and_not_echoed(load, text, argument):
+    with pytest.raises(UserError, match="looks like a secret") as error:
+        load(text, *([argument] if argument else []))
+    assert not re.search("hunter2|0123456789|abcdefghij", str(error.value))
+
+
+def test_words_that_only_resemble_secrets_pass(load):
+    assert load("", "name=tokens-64k").name == "tokens-64k"
+    assert load("model: {overrides: {tokens: 5}}").model.overrides == {"tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "expected"),
+    [
+        ((1, 1, None), 6, (1, 1, 6)),
+        ((1, 2, None), 6, (1, 2, 3)),
+        ((2, 2, 2), 8, (2, 2, 2)),
+        ((1, 2, 4), 6, r"dp_replicate=1 x dp_shard=2 x sp=4 = 8 != world 6"),
+        ((1, 4, None), 6, r"dp_replicate=1 x dp_shard=4 = 4 does not divide world 6"),
+    ],
+)
+def test_mesh_sizes(parallel, world, expected):
+    sizes = cfg.Parallel(*parallel)
+    if isinstance(expected, tuple):
+        assert cfg.mesh_shape(sizes, world) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            cfg.mesh_shape(sizes, world)
+
+
+def test_yaml_reads_back(load, tmp_path):
+    config = load(
+        "model: {overrides: {hidden: 48, patch: [1, 2, 2]}}", "optim.eps=1e-8", "data.speed=[1,2]", "name=a b"
+    )
+    for comments in (False, True):
+        (tmp_path / "saved.yaml").write_text(cfg.to_yaml(config, comments=comments))
+        assert cfg.load([str(tmp_path / "saved.yaml")]) == config
+
+
+def test_every_option_is_explained():
+    text = cfg.help_text(["help=1"])
+    for data in cfg.DATA.values():
+        for key, _, metadata in cfg.leaves(cfg.Config(data=data())):
+            assert metadata["help"], key
+    for key, _, metadata in cfg.leaves(cfg.Config()):
+        line = next(line for line in text.split("\n") if metadata["help"] in line)
+        assert line.strip().startswith(key.split(".")[-1] + ":")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_are_sound(path):
+    """Each loads, is short, and names a model that fits its data."""
+    assert 30 <= len(path.read_text().splitlines()) <= 70
+    config = cfg.load([str(path), "dry_run=true"])
+    task = VideoTask(config)
+    with torch.device("meta"):
+        model = task.model()
+        loss, weight = task.objective(model)(**task.example(model))
+    assert loss.shape == weight.shape == (config.train.batch, *task.shape[:1], task.frames, *task.shape[1:])
+    assert config.eval.clips % (config.parallel.dp_replicate * config.parallel.dp_shard) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.name=transformer3d"], "no model 'transformer3d'; did you mean 'transformer2d'"),
+        (["model.size=3bb"], "no size '3bb'; did you mean '3b'"),
+        (["model.overrides.hiden=48"], "no option 'hiden'; did you mean 'hidden'"),
+        (["model.overrides.hidden=big"], "takes hidden: int, not 'big'"),
+        (["model.overrides.hidden=50"], "hidden=50"),
+        (["model.overrides.in_channels=4"], "the data has 1 channels and the model takes 4"),
+        (["model.overrides.num_classes=7"], "the data has 10 classes and the model 7"),
+        (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a class-conditional"),
+        (["model.overrides.block=stdit", "model.overrides.caption_channels=8"], "needs context"),
+    ],
+)
+def test_a_model_that_does_not_fit(arguments, message):
+    demo = next(str(path) for path in CONFIGS if path.stem == "demo")
+    with pytest.raises(UserError, match=re.escape(message)), torch.device("meta"):
+        VideoTask(cfg.load([demo, *arguments])).model()

@@ -1,0 +1,353 @@
+"""The configuration of a run: typed defaults < a YAML file < the command line.
+
+`load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error says which of them is
+wrong. Nothing is looser than it seems: an unknown key is an error with a suggestion, a wrong type is an error, nothing
+is read from the environment and no name is ever imported. `data` has the keys of the data set it names and
+`model.overrides` those of the model it names.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zoo.training import UserError
+
+USAGE = """usage: train.py CONFIG.yaml [key=value ...]
+
+    torchrun --nproc-per-node 2 train.py configs/demo.yaml
+    train.py configs/demo.yaml train.steps=100 parallel.sp=1
+    train.py configs/demo.yaml help=1          every key, its meaning and its value
+    train.py configs/demo.yaml dry_run=true    the plan, memory and bytes a rank; nothing is allocated"""
+
+
+def option(default: Any, help: str, **checks: Any) -> Any:
+    """A field with its comment. `choices=`, `least=` and `most=` are checked after every layer is merged."""
+    return field(default_factory=lambda: copy(default), metadata={"help": help, **checks})
+
+
+@dataclass
+class Model:
+    name: str = option("transformer2d", "a model of the zoo")
+    size: str | None = option(None, "a named size of it; null for the model's default")
+    overrides: dict[str, Any] = option({}, "fields of the model's own config: hidden, depth, heads, ...")
+
+
+@dataclass
+class Digits:
+    channels: ClassVar[int] = 1
+    classes: ClassVar[int | None] = 10
+    name: str = option("digits", "moving handwritten digits, made from real digit images")
+    frames: int = option(8, "frames a clip", least=1)
+    height: int = option(16, "rows of pixels", least=1)
+    width: int = option(16, "columns of pixels", least=1)
+    digit: float = option(12.0, "side of the digit, in pixels")
+    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame")
+
+
+@dataclass
+class VideoFolder:
+    channels: ClassVar[int] = 3
+    classes: ClassVar[int | None] = None
+    name: str = option("video_folder", "mp4, webm and GIF files under one folder")
+    path: str | None = option(None, "the folder; required")
+    frames: int = option(16, "frames a clip", least=1)
+    height: int = option(256, "rows of pixels", least=1)
+    width: int = option(256, "columns of pixels", least=1)
+    stride: int = option(1, "take every n-th frame of a video", least=1)
+    fps: float | None = option(None, "or take frames at this rate; null for the video's own", least=0)
+    validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
+    verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
+
+
+DATA = {"digits": Digits, "video_folder": VideoFolder}
+
+
+@dataclass
+class Objective:
+    name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
+    label_dropout: float = option(0.1, "share of samples trained without their class, for guidance", least=0, most=1)
+
+
+@dataclass
+class Parallel:
+    dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
+    dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
+    sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
+
+
+@dataclass
+class Optim:
+    lr: float = option(1e-4, "peak learning rate (AdamW)", least=0)
+    betas: list[float] = option([0.9, 0.99], "decay of the two moments")
+    eps: float = option(1e-8, "AdamW's epsilon", least=0)
+    weight_decay: float = option(0.0, "decay of matrices; vectors are not decayed", least=0)
+    warmup: int = option(100, "steps of linear warm-up", least=0)
+    final: float = option(0.0, "where the cosine ends, as a share of lr", least=0)
+
+
+@dataclass
+class Train:
+    steps: int = option(1000, "optimizer steps", least=1)
+    batch: int = option(1, "samples a data-parallel group takes at once", least=1)
+    accumulation: int = option(1, "such batches a step", least=1)
+    precision: str = option("fp32", "of the computation; weights, sums and moments stay fp32", choices=("fp32", "bf16"))
+    clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
+    seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
+    checkpoint_activations: bool = option(False, "recompute a stage in backward instead of keeping its inside")
+    compile: bool = option(False, "torch.compile the inside of every stage")
+
+
+@dataclass
+class Eval:
+    every: int = option(500, "steps between validations; 0 for none", least=0)
+    clips: int = option(16, "validation samples, the same at every validation", least=1)
+    levels: int = option(8, "fixed noise levels each is judged at", least=1)
+    linear_floor: bool = option(
+        False, "also fit the best linear denoiser to the data, for comparison (small clips only)"
+    )
+
+
+@dataclass
+class Sample:
+    every: int = option(0, "steps between sampled clips; 0 for none", least=0)
+    clips: int = option(4, "clips sampled, from the same noise every time", least=1)
+    steps: int = option(25, "sampling steps a clip", least=1)
+    guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
+
+
+@dataclass
+class Log:
+    every: int = option(10, "steps between log lines and records", least=1)
+
+
+@dataclass
+class Checkpoint:
+    every: int = option(1000, "steps between checkpoints; 0 for the last step alone", least=0)
+    keep: int = option(2, "checkpoints kept", least=1)
+
+
+@dataclass
+class Wandb:
+    mode: str = option("offline", "online needs WANDB_API_KEY", choices=("offline", "online", "disabled"))
+    project: str = option("dsp", "wandb project")
+    entity: str | None = option(None, "wandb team; null for your default")
+
+
+@dataclass
+class Config:
+    name: str | None = option(None, "name of the run; null for the name of the file")
+    runs_dir: str = option("runs", "the run's files go to <runs_dir>/<name>/")
+    resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
+    dry_run: bool = option(False, "print the plan, memory and bytes a rank, then stop; nothing is allocated")
+    model: Model = field(default_factory=Model)
+    data: Any = field(default_factory=Digits)
+    objective: Objective = field(default_factory=Objective)
+    parallel: Parallel = field(default_factory=Parallel)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    sample: Sample = field(default_factory=Sample)
+    log: Log = field(default_factory=Log)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    wandb: Wandb = field(default_factory=Wandb)
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def load(arguments: Sequence[str]) -> Config:
+    """The configuration that a command line asks for; a UserError names the layer, the key and what would be right."""
+    overrides = [a for a in arguments if "=" in a]
+    files = [a for a in arguments if "=" not in a]
+    if len(files) != 1:
+        raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
+    OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
+    layers = {files[0]: _read(files[0]), "command line": _parse(overrides)}
+
+    schema = OmegaConf.structured(Config)
+    data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
+    if data not in DATA:
+        raise UserError(f"data.name={data}: no such data set{_suggest(str(data), DATA)}")
+    schema.data = OmegaConf.structured(DATA[data])
+    merged = schema
+    for source, layer in layers.items():
+        _check_keys(schema, layer, source)
+        merged = _merge(merged, layer, source)
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    _check_values(config)
+    config.name = config.name or Path(files[0]).stem
+    if Path(config.name).name != config.name:
+        raise UserError(f"name={config.name!r} must be a plain folder name, without slashes")
+    return config
+
+
+def _read(path: str) -> DictConfig:
+    try:
+        layer = OmegaConf.load(path)
+    except FileNotFoundError:
+        beside = sorted(str(p) for p in Path(path).parent.glob("*.yaml")) if Path(path).parent.is_dir() else []
+        raise UserError(f"{path}: no such file{_suggest(path, beside)}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: not a readable YAML file: {error}") from None
+    if not isinstance(layer, DictConfig):
+        raise UserError(f"{path}: expected keys and values at the top level")
+    for key in [k for k in layer if OmegaConf.is_missing(layer, k) or layer._get_node(k)._is_none()]:  # type: ignore
+        if is_dataclass(getattr(Config(), str(key), None)):
+            del layer[key]  # a section whose every line is commented out
+    return layer
+
+
+def _parse(overrides: Sequence[str]) -> DictConfig:
+    for override in overrides:
+        key, value = override.split("=", 1)
+        if not re.fullmatch(r"\w+(\.\w+)*", key):
+            raise UserError(f"command line: {key!r} is not a key; expected key=value, for example train.steps=10")
+        _refuse_secret(key, value, "command line")
+        if value == "":
+            raise UserError(f"command line: {key}= has no value; write {key}=null for none")
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"command line: {' '.join(str(error).split())}") from None
+
+
+def _get(layer: DictConfig, section: str, key: str) -> Any:
+    node = layer.get(section)
+    return node.get(key) if isinstance(node, DictConfig) else None
+
+
+def _merge(base: DictConfig, layer: DictConfig, source: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, layer)
+        OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        message = str(error).split("\n")[0]
+        raise UserError(f"{source}: {error.full_key or 'wrong shape'}: {message}") from None
+    except TypeError as error:
+        raise UserError(f"{source}: {error}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _check_keys(schema: DictConfig, layer: DictConfig, source: str, prefix: str = "") -> None:
+    for key in layer:
+        key = str(key)
+        name = f"{prefix}{key}"
+        node, given = schema.get(key), layer._get_node(key)
+        _refuse_secret(name, str(given), source)
+        if key not in schema:
+            where = f"'{prefix[:-1]}'" if prefix else "the top level"
+            raise UserError(f"{source}: unknown key '{name}'{_suggest(key, [str(k) for k in schema])} in {where}")
+        if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+            if not isinstance(given, DictConfig):
+                raise UserError(f"{source}: '{name}' is a section: expected keys under it, got {given}")
+            _check_keys(node, given, source, f"{name}.")
+        elif isinstance(given, DictConfig):
+            for inner in given:
+                _refuse_secret(f"{name}.{inner!s}", str(given._get_node(inner)), source)
+
+
+def _check_values(config: Config) -> None:
+    for key, value, metadata in leaves(config):
+        if value is None:
+            continue
+        if value not in metadata.get("choices", (value,)):
+            raise UserError(f"{key}={value}{_suggest(str(value), metadata['choices'])}")
+        if "least" in metadata and not value >= metadata["least"]:
+            raise UserError(f"{key}={value}: must be at least {metadata['least']}")
+        if "most" in metadata and not value <= metadata["most"]:
+            raise UserError(f"{key}={value}: must be at most {metadata['most']}")
+    if len(config.optim.betas) != 2 or not all(0 <= b < 1 for b in config.optim.betas):
+        raise UserError(f"optim.betas={config.optim.betas}: expected two numbers in [0, 1)")
+    if isinstance(config.data, VideoFolder) and config.data.path is None and not config.dry_run:
+        raise UserError("data.path is not set: it names the folder with your videos (data.path=/path/to/videos)")
+
+
+def _suggest(wrong: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.5)
+    hint = f": did you mean '{close[0]}'?" if close else ""
+    return f"{hint} (valid: {', '.join(valid)})" if valid else hint
+
+
+_SECRET_KEY = re.compile(r"api_?key|secret|passw|credential|private_?key|access_?key|(^|[._])(auth_?)?token$", re.I)
+_SECRET_VALUE = re.compile(r"\b([0-9a-f]{40}|(sk|hf|ghp|gho|wandb_v1)[-_]\w{16,}|AKIA[0-9A-Z]{16})\b")
+
+
+def _refuse_secret(key: str, value: str, source: str) -> None:
+    """A configuration is saved, logged and uploaded: whatever looks like a secret is refused, and never echoed."""
+    if _SECRET_KEY.search(key) or _SECRET_VALUE.search(value):
+        advice = "keep it in the environment (WANDB_API_KEY) or in ~/.netrc"
+        raise UserError(f"{source}: '{key}' looks like a secret, and a configuration is saved and logged: {advice}")
+
+
+# ------------------------------------------------------------------------------------------------- showing, deriving
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Every option as (dotted key, value, its metadata), in the order of declaration."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", value, f.metadata
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def to_yaml(config: Config, *, comments: bool = False) -> str:
+    """The configuration as YAML that `load` reads back; with the meaning of every key beside it if asked for."""
+    lines: list[tuple[str, str]] = []
+    section = ""
+    for key, value, metadata in leaves(config):
+        *outer, name = key.split(".")
+        if ".".join(outer) != section:
+            section = ".".join(outer)
+            lines += [("", ""), (f"{section}:", "")]
+        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+        text = f"{name}: {text.removesuffix('...' + chr(10)).rstrip()}"
+        choices = f" ({', '.join(metadata['choices'])})" if "choices" in metadata else ""
+        lines.append(("  " * len(outer) + text, metadata["help"] + choices))
+    if not comments:
+        return "\n".join(text for text, _ in lines) + "\n"
+    column = max(len(text) for text, _ in lines) + 2
+    return "\n".join(f"{text:<{column}}# {note}" if note else text for text, note in lines) + "\n"
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    return any(a in ("-h", "--help", "help", "help=1", "help=true") for a in arguments)
+
+
+def help_text(arguments: Sequence[str]) -> str:
+    """Every key with its comment and its value, as YAML; the defaults if no file is named."""
+    rest = [a for a in arguments if not wants_help([a])]
+    config = load(rest) if any("=" not in a for a in rest) else Config()
+    usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
+    return f"{usage}\n{to_yaml(config, comments=True)}"
+
+
+def mesh_shape(parallel: Parallel, world: int) -> tuple[int, int, int]:
+    """The sizes (dp_replicate, dp_shard, sp) of the mesh over `world` ranks."""
+    dp = parallel.dp_replicate * parallel.dp_shard
+    each = f"dp_replicate={parallel.dp_replicate} x dp_shard={parallel.dp_shard}"
+    if parallel.sp is None and world % dp:
+        raise UserError(f"parallel: {each} = {dp} does not divide world {world}, so no sp fits")
+    sp = parallel.sp or world // dp
+    if dp * sp != world:
+        raise UserError(
+            f"parallel: {each} x sp={sp} = {dp * sp} != world {world}; start {dp * sp} ranks "
+            f"(torchrun --nproc-per-node {dp * sp}) or change the sizes"
+        )
+    return parallel.dp_replicate, parallel.dp_shard, sp
