@@ -3,5 +3,11 @@
 from dsp.count import count_comm
 from dsp.notation import NotationError
 from dsp.ops import gather, mean, split, start_switch, switch
+from dsp.parallel import parallelize
+from dsp.plan import Plan, plan
+from dsp.rules import GlueError
 
-__all__ = ["NotationError", "count_comm", "gather", "mean", "split", "start_switch", "switch"]
+__all__ = [
+    "GlueError", "NotationError", "Plan", "count_comm", "gather", "mean", "parallelize", "plan", "split", "start_switch",
+    "switch",
+]  # fmt: skip

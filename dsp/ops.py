@@ -80,8 +80,11 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
     """Bring a sharded tensor together on every rank: ``Shard(i) -> whole``, one all-gather of (N-1)/N of M per rank.
 
     On a DTensor of one mesh axis the result is a plain tensor; with several (see `axis`) a DTensor that is replicated
-    along the gathered one. The backward is a reduce-scatter.
+    along the gathered one. A plain tensor is whole already and returned as it is, so that code also runs on one rank.
+    The backward is a reduce-scatter.
     """
+    if isinstance(x, Tensor) and not isinstance(x, DTensor):
+        return x
     sp, index, cut, shape = sp_view(x, axis, "gather")
     out = ExitGuard.apply(gather_local(connected_local(x), cut, shape, sp))
     if x.device_mesh.ndim == 1:

@@ -1,0 +1,299 @@
+"""Glue: the operations of a model's own forward between stages, run on local parts while the model sees whole shapes.
+
+A `Run` follows one forward. Between stages its `Glue` mode sees every torch function: tensors that are sharded appear as
+DTensors of global shape ("shells"), and each operation runs on the local tensors by the rules of `dsp.rules`. DTensor
+itself computes nothing here, so it cannot communicate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from dsp.layout import Axis, Cut, connected_local, cut_of
+from dsp.ops import gather_local, switch_local
+from dsp.plan import Script
+from dsp.rules import (
+    RULES, Frame, GlueError, Operand, localize_source, tensor_args, with_operands, without_operands,
+)  # fmt: skip
+from dsp.stages import map_tensors, tensors_in
+from dsp.trace import ATTRIBUTE_OPS, METADATA, checkpoint_frame, in_place, op_name
+
+
+class Shell(NamedTuple):
+    """What a DTensor in glue stands for."""
+
+    local: Tensor  # this rank's part, connected by autograd
+    cut: Cut
+    shape: tuple[int, ...]
+    node: Any  # the DTensor's own grad_fn when it was made: if it changed, somebody else's function came between
+    copies: dict[Any, Tensor]  # the same tensor in other layouts, made at a use
+
+
+class Run:
+    """One forward of a parallelized model on this rank: where it is in its script."""
+
+    def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int]) -> None:
+        self.axis, self.script, self.root_sizes = axis, script, root_sizes
+        self.stage_index = self.glue_index = 0
+        self.in_stage: Any = None
+        self.mode = Glue(self)
+
+    # --- shells ---
+
+    def wrap(self, local: Tensor, cut: Cut, shape: tuple[int, ...], copies: dict[Any, Tensor] | None = None) -> DTensor:
+        shell = self.axis.wrap(local, cut, shape)
+        with torch._C.DisableTorchFunction():
+            node = shell.grad_fn
+        shell._dsp_shell = Shell(local, cut, tuple(shape), node, {} if copies is None else copies)  # type: ignore[attr-defined]
+        return shell
+
+    def open(self, t: Any) -> Shell | None:
+        """What a tensor in glue stands for; None for a plain one."""
+        if not isinstance(t, DTensor):
+            return None
+        with torch._C.DisableTorchFunction():
+            node = t.grad_fn
+            shell = t.__dict__.get("_dsp_shell")
+            if shell is not None and shell.node is node:
+                return shell
+            mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
+        cut = cut_of(placements[0]) if len(placements) == 1 else None
+        if mesh != self.axis.mesh or cut is None:
+            raise GlueError(
+                f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs must "
+                "be whole tensors or DTensors sharded over the sequence-parallel mesh"
+            )
+        return Shell(connected_local(t), cut, shape, node, {})
+
+    def move(self, shell: Shell, cut: Cut | None) -> Tensor:
+        """This rank's part under another cut (None: whole), remembered for further uses."""
+        if cut == shell.cut:
+            return shell.local
+        key = (cut, shell.shape)
+        if key not in shell.copies:
+            shell.copies[key] = (
+                gather_local(shell.local, shell.cut, shell.shape, self.axis)
+                if cut is None
+                else switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+            )
+        return shell.copies[key]
+
+    # --- activation checkpointing ---
+
+    def note_checkpoint(self) -> None:
+        """Inside a checkpointed region: let its recomputation in backward run under this run again, from here."""
+        frame = checkpoint_frame()
+        if frame is None or getattr(frame, "_dsp_noted", False):
+            return
+        frame._dsp_noted = True
+        original, script, sizes = frame.recompute_fn, self.script, self.root_sizes
+        stage_index, glue_index, axis = self.stage_index, self.glue_index, self.axis
+        runtime = ACTIVE.get()
+
+        def recompute(*args: Any) -> Any:
+            again = Run(axis, script, sizes)
+            again.stage_index, again.glue_index = stage_index, glue_index
+            assert runtime is not None
+            with active(runtime[0], again):
+                return original(*args)
+
+        frame.recompute_fn = recompute
+
+
+ACTIVE: ContextVar[tuple[Any, Run] | None] = ContextVar("dsp_active", default=None)
+
+
+@contextmanager
+def active(runtime: Any, run: Run) -> Iterator[None]:
+    """Make `run` the one that hooks and glue of `runtime` serve."""
+    token = ACTIVE.set((runtime, run))
+    try:
+        with run.mode:
+            yield
+    finally:
+        ACTIVE.reset(token)
+
+
+RANDOM = frozenset("""
+dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
+""".split())
+
+
+class Glue(TorchFunctionMode):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.asleep = self.popped = False
+
+    def suspend(self) -> None:
+        """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
+        if _get_current_function_mode() is self:
+            _pop_mode()
+            self.popped = True
+        self.asleep = True
+
+    def resume(self) -> None:
+        if self.popped:
+            _push_mode(self)
+        self.asleep = self.popped = False
+
+    def __exit__(self, *exc: Any) -> None:
+        if not self.popped:  # an exception that no hook saw may have left a stage open
+            super().__exit__(*exc)
+        self.asleep = self.popped = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.asleep:
+            return func(*args, **kwargs)
+        name, attribute = op_name(func)
+        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+            return self.metadata(name, func, args, kwargs)
+        run = self.run
+        run.note_checkpoint()
+        index = run.glue_index
+        run.glue_index += 1
+        tensors = tensor_args(args, kwargs)
+        shells = [run.open(t) for t in tensors]
+        step = run.script.glue.get(index) if run.script else None
+        if step is not None and step.name != name:
+            step = None
+        if not any(s is not None for s in shells):
+            if step is not None and step.source is not None:
+                return self.source(step.source, func, name, args, kwargs, tensors)
+            return func(*args, **kwargs)
+
+        locals_: list[Tensor] = []
+        operands: list[Operand] = []
+        for i, (t, s) in enumerate(zip(tensors, shells)):
+            if s is None:
+                locals_.append(t)
+                operands.append(Operand(tuple(t.shape)))
+                continue
+            cut = s.cut if step is None or step.cuts is None else step.cuts[i]
+            locals_.append(run.move(s, cut))
+            operands.append(Operand(s.shape, cut))
+        if all(o.cut is None for o in operands):
+            return func(*_rebuild(args, kwargs, locals_)[0], **_rebuild(args, kwargs, locals_)[1])
+        stream = iter(operands)
+        frame = Frame(
+            name,
+            tuple(with_operands(a, stream) for a in args),
+            {k: with_operands(v, stream) for k, v in kwargs.items()},
+            run.axis.size,
+            run.axis.rank,
+        )
+        rule = RULES.get(name)
+        if rule is None or "out" in kwargs:
+            raise frame.refuse("it has no rule for a sharded tensor")
+        changing = in_place(func)
+        if changing and shells[0] is None:
+            raise frame.refuse("it writes a sharded tensor into a whole one")
+        outcome = rule(frame)
+        table = {
+            id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
+            for i, (o, t) in enumerate(zip(operands, locals_))
+        }
+        call_args = without_operands(frame.args if outcome.args is None else outcome.args, table)
+        call_kwargs = {
+            k: without_operands(v, table)
+            for k, v in (frame.kwargs if outcome.kwargs is None else outcome.kwargs).items()
+        }
+        if name in RANDOM:
+            with forked(run.axis):
+                out = func(*call_args, **call_kwargs)
+        elif outcome.reduce is not None:
+            if name == "mean":
+                func, call_kwargs = torch.Tensor.sum, dict(call_kwargs)
+            out = torch.ops.dsp.all_reduce(func(*call_args, **call_kwargs), run.axis.group)
+            return out / outcome.reduce if outcome.reduce != 1.0 else out
+        else:
+            out = func(*call_args, **call_kwargs)
+        if outcome.cut is None:
+            return out
+        copies = shells[0].copies if outcome.view and shells[0] is not None else None
+        wrapped = []
+        push = step.push if step is not None else []
+        for k, t in enumerate(tensors_in(out)):
+            shape = list(t.shape)
+            shape[outcome.cut.dim] = outcome.size
+            cut = outcome.cut
+            if k < len(push) and push[k] is not None and push[k] != cut:
+                t, cut = switch_local(t, cut, push[k], shape, run.axis), push[k]
+            wrapped.append(run.wrap(t, cut, tuple(shape), copies))
+        if changing:
+            args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)
+        return map_tensors(out, wrapped)
+
+    def source(self, cut: Cut, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        run = self.run
+        operands = [Operand(tuple(t.shape)) for t in tensors]
+        stream = iter(operands)
+        frame = Frame(
+            name, tuple(with_operands(a, stream) for a in args), dict(kwargs), run.axis.size, run.axis.rank
+        )
+        call_args, call_kwargs, size = localize_source(frame, cut)
+        table = {id(o): t for o, t in zip(operands, tensors)}
+        out = func(*without_operands(call_args, table), **call_kwargs)
+        shape = list(out.shape)
+        shape[cut.dim] = size
+        return run.wrap(out, cut, tuple(shape))
+
+    def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if args and isinstance(args[0], DTensor):
+            if name == "register_hook":
+                shell = self.run.open(args[0])
+                assert shell is not None
+                return shell.local.register_hook(*args[1:], **kwargs)
+            if name.startswith("new_"):
+                shell = self.run.open(args[0])
+                assert shell is not None
+                return func(shell.local, *args[1:], **kwargs)
+            if name == "backward":
+                raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
+        return func(*args, **kwargs)
+
+
+def _rebuild(args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+    stream: Any = iter(tensors)
+    return tuple(with_operands(a, stream) for a in args), {k: with_operands(v, stream) for k, v in kwargs.items()}
+
+
+@contextmanager
+def forked(axis: Axis) -> Iterator[None]:
+    """Random numbers of this rank's own: a stream forked from the default one, which moves on alike on every rank."""
+    token = fork(axis)
+    try:
+        yield
+    finally:
+        join(token)
+
+
+def fork(axis: Axis) -> Any:
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    cuda = axis.mesh.device_type == "cuda"
+    state = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    own = (seed + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63
+    torch.default_generator.manual_seed(own)
+    if cuda:
+        torch.cuda.manual_seed(own)
+    return state
+
+
+def join(state: Any) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
+def numel(shape: Any) -> int:
+    return math.prod(shape)

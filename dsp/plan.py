@@ -1,0 +1,303 @@
+"""The plan: a layout for every stage, the moves between them, what they cost, and the script a run follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsp.layout import Cut
+from dsp.notation import NotationError, StagePattern, parse
+from dsp.planner import Move, Problem, Solution, chunk_sizes, solve
+from dsp.rules import GlueError
+from dsp.stages import Stage, find_stages
+from dsp.trace import Trace, trace
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage call of a plan. Bytes are those the busiest rank sends before this stage; peak is bytes held a rank."""
+
+    name: str
+    pattern: str
+    computes: tuple[str, ...]
+    layout: str | None  # the sharded dim; None: run whole on every rank
+    switch: str  # "t → s", "gather s", or ""
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One move of a tensor between layouts: kind is "switch" or "gather"; bytes are those the busiest rank sends."""
+
+    kind: str
+    tensor: str
+    src: str | None
+    dst: str | None
+    before: str
+    bytes: int
+
+
+@dataclass
+class StageStep:
+    name: str
+    option: str | None
+    push: list[Cut | None]
+    random: bool
+
+
+@dataclass
+class GlueStep:
+    name: str
+    cuts: list[Cut | None] | None = None  # what each tensor operand must be; None: as they come
+    push: list[Cut | None] = field(default_factory=list)
+    source: Cut | None = None
+
+
+@dataclass
+class Script:
+    """What a run does where: the planner's decisions by order of stage calls and glue operations."""
+
+    inputs: dict[str, Cut | None]
+    stages: list[StageStep]
+    glue: dict[int, GlueStep]
+    random_glue: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on `size` ranks; ``print(plan)`` is a table.
+
+    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
+    one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
+    checkpointing). peak: an estimate of the most bytes a rank holds in forward: parameters whole (`resident`),
+    activations saved for backward, copies and work of the running stage. `exact` is False when the search was cut.
+    """
+
+    size: int
+    stages: list[StageRow]
+    switches: list[Switch]
+    bytes: dict[str, int]
+    peak: int
+    resident: int
+    exact: bool
+    script: Script = field(repr=False)
+
+    @property
+    def calls(self) -> int:
+        return len(self.switches)
+
+    def __str__(self) -> str:
+        head = ("stage", "computes", "sharded", "move", "sends", "peak")
+        rows = [
+            (
+                f"{r.name}{f'  ×{count}' if count > 1 else ''}",
+                " ".join(r.computes) or "-",
+                r.layout or "whole",
+                r.switch or "-",
+                human(r.bytes) if r.bytes else "-",
+                human(r.peak),
+            )
+            for r, count in _folded(self.stages)
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        line = "  ".join("─" * w for w in widths)
+        text = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [head, *rows]]
+        moves = [s.kind for s in self.switches]
+        kinds = ", ".join(f"{moves.count(k)} {k}{'es' * (k == 'switch') or 's'}" for k in dict.fromkeys(moves)) or "none"
+        total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
+        foot = [
+            f"{self.size} ranks; moves forward: {kinds}",
+            f"bytes a rank sends: {total}",
+            f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
+        ]
+        whole = [r for r in self.stages if r.layout is None and r.pattern]
+        if whole:
+            foot.append(
+                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank, for no dim is left to shard: "
+                + ", ".join(dict.fromkeys(_generic(r.name) for r in whole))
+            )
+        if not self.exact:
+            foot.append("the search was cut: this plan is good, not proven cheapest")
+        return "\n".join([text[0], line, *text[1:], line, *foot])
+
+
+def human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
+    """Repeated groups of rows shown once, with how often; the peak shown is the group's last."""
+
+    def key(r: StageRow) -> Any:
+        return (_generic(r.name), r.computes, r.layout, r.switch, r.bytes)
+
+    shown: list[tuple[StageRow, int]] = []
+    i = 0
+    while i < len(rows):
+        best = (1, 1)
+        for period in range(1, 9):
+            group = [key(r) for r in rows[i : i + period]]
+            times = 1
+            while [key(r) for r in rows[i + times * period : i + (times + 1) * period]] == group:
+                times += 1
+            if times > 1 and times * period > best[0] * best[1]:
+                best = (period, times)
+        period, times = best
+        last = rows[i + (times - 1) * period : i + times * period]
+        for r in last:
+            name = _generic(r.name) if times > 1 else r.name
+            shown.append((StageRow(name, r.pattern, r.computes, r.layout, r.switch, r.bytes, r.peak), times))
+        i += period * times
+    return shown
+
+
+def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None) -> Plan:
+    problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
+    solution = solve(problem)
+    needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
+    gives = [op.choices[c].gives for op, c in zip(t.ops, solution.choices)]
+    producer = {v: (i, k) for i, op in enumerate(t.ops) for k, v in enumerate(op.outputs)}
+    used: dict[int, set[str | None]] = {}
+    for op, need in zip(t.ops, needs):
+        for v, layout in zip(op.inputs, need):
+            used.setdefault(v, set()).add(layout)
+    moves: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        moves.setdefault(m.value, []).append(m)
+
+    # a tensor that no use needs as its producer gave it is switched there: the earliest place, and in the producer's
+    # own dtype; all other moves happen at the use
+    push: dict[int, str | None] = {}
+    for v, first in ((v, ms[0]) for v, ms in moves.items()):
+        if v in producer and first.kind != "gather":
+            i, k = producer[v]
+            at_home = gives[i][k]
+            if at_home not in used.get(v, set()) and all(m.src != at_home for m in moves[v][1:]):
+                push[v] = first.dst
+
+    script = Script({}, [], {}, t.random_glue)
+    for param, v in t.inputs.items():
+        layouts = used.get(v, set())
+        only = next(iter(layouts)) if len(layouts) == 1 else None
+        script.inputs[param] = t.cuts[v][only] if only is not None else None
+    moved_at = {m.before for m in solution.moves if push.get(m.value, "") != m.dst}
+    for i, (op, event, choice) in enumerate(zip(t.ops, t.events, solution.choices)):
+        pushes = [t.cuts[v][k] if (k := push.get(v)) is not None else None for v in op.outputs]
+        if event.kind == "stage":
+            script.stages.append(StageStep(event.name, event.options[choice].name, pushes, event.random))
+        elif event.kind == "source":
+            if event.source[choice] is not None:
+                script.glue[event.index] = GlueStep(event.name, source=event.source[choice])
+        elif event.kind == "glue" and (i in moved_at or any(pushes)):
+            layout = dict(zip(op.inputs, needs[i]))
+            cuts = [s.cuts[k] if s and (k := layout[s.value]) is not None else None for s in event.operands]
+            script.glue[event.index] = GlueStep(event.name, cuts, pushes)
+
+    def recomputed(m: Move) -> bool:
+        at = m.after if push.get(m.value, "") == m.dst else m.before
+        if at < 0 or t.events[at].region is None:
+            return False
+        later = range(at + 1, len(t.events)) if at == m.after else range(at, len(t.events))
+        return any(t.events[j].region == t.events[at].region and t.events[j].kind == "stage" for j in later)
+
+    inside = [op.choices[c].bytes for op, c in zip(t.ops, solution.choices)]
+    total = {"forward": solution.bytes, "backward": 0, "recompute": 0}
+    for m in solution.moves:
+        if t.grads[m.value]:
+            total["backward"] += m.bytes
+        if recomputed(m):
+            total["recompute"] += m.bytes
+    for event, sent in zip(t.events, inside):
+        total["backward"] += sent * event.grad
+    for v in t.inputs.values():
+        if t.grads[v] and t.values[v].home == (None,):  # an input that asks for its gradient gets it whole
+            total["backward"] += t.values[v].nbytes * (n - 1) // n
+
+    return Plan(
+        n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script
+    )
+
+
+def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> tuple[list[StageRow], list[Switch]]:
+    rows, switches = [], []
+    before: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        if m.kind != "split":
+            before.setdefault(m.before, []).append(m)
+            switches.append(
+                Switch(m.kind, t.values[m.value].name, m.src, m.dst, t.ops[m.before].name, m.bytes)
+            )
+    saved = 0
+    for i, (op, event, c) in enumerate(zip(t.ops, t.events, solution.choices)):
+        choice = op.choices[c]
+        saved += choice.saved
+        own = before.get(i, [])
+        text = ", ".join(f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {m.dst}" for m in own)
+        sent = sum(m.bytes for m in own) + choice.bytes
+        if choice.bytes:
+            text = f"{text}, all-reduce" if text else "all-reduce"
+        held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
+        held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
+        peak = t.resident + saved + held + choice.work
+        if event.kind == "stage":
+            pattern = stages[event.name].pattern
+            order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
+            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak))
+        elif own or choice.bytes:
+            whole = choice.needs[0] if choice.needs else None
+            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak))
+    return rows, switches
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    size: int,
+    stages: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    gather_output: bool = False,
+) -> Plan:
+    """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
+
+    args, kwargs: what its forward takes (meta tensors will do); stages: as for `parallelize`, by default
+    ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
+    by default that of the model; gather_output: count the gather of the outputs, too. Raises ValueError on a stage
+    that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    """
+    if size < 1:
+        raise ValueError(f"size is the number of ranks, got {size}")
+    found, root = stages_of(model, stages)
+    t = trace(model, found, root, tuple(args), kwargs or {}, size, gather_output=gather_output, dtype=dtype)
+    return make_plan(t, {s.name: s for s in found}, size, memory)
+
+
+def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
+    if stages is None:
+        stages = getattr(model, "stages", None)
+        if stages is None:
+            raise NotationError(
+                f"{type(model).__name__} has no stages attribute; pass stages={{...}}, for example "
+                '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
+            )
+    found, root = find_stages(model, stages)
+    return found, parse(root, root=True) if root is not None else None
+
+
+__all__ = ["GlueError", "Plan", "chunk_sizes", "make_plan", "plan", "stages_of"]

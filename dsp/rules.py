@@ -1,0 +1,746 @@
+"""What each operation between stages ("glue") does to a sharded dim.
+
+A rule reads an operation's arguments, tensors replaced by `Operand`s (global shape and cut), and says how the same
+operation runs on local parts: which whole operands to narrow, which size arguments to localize, and where the result is
+cut. It touches no data, so the planner and the run share one table. An operation without a rule is refused by name: it
+may be exact, but nobody has shown it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsp.layout import Cut, chunk_sizes, fold_fits
+
+
+class GlueError(RuntimeError):
+    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers."""
+
+
+@dataclass(eq=False)
+class Operand:
+    """A tensor argument: global shape, and where it is cut (None: whole on every rank)."""
+
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass
+class Outcome:
+    """How an operation runs on local parts.
+
+    cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
+    narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
+    view: the result is the same data; reduce: the local results still have to be summed over ranks, and divided.
+    """
+
+    cut: Cut | None
+    size: int = 0
+    narrow: dict[int, Cut] = field(default_factory=dict)
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    view: bool = False
+    reduce: float | None = None
+    outputs: Callable[[int], Cut | None] | None = None
+
+
+@dataclass
+class Frame:
+    """One operation: its name, arguments with Operands for tensors, and the number of ranks."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    n: int
+    rank: int = 0
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def operands(self) -> list[Operand]:
+        found: list[Operand] = []
+
+        def visit(value: Any) -> None:
+            if isinstance(value, Operand):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                for v in value:
+                    visit(v)
+
+        visit(self.args)
+        visit(tuple(self.kwargs.values()))
+        return found
+
+    def refuse(self, reason: str, advice: str = "") -> GlueError:
+        shapes = ", ".join(
+            f"{list(o.shape)}" + (f" sharded along dim {o.cut.dim}" if o.cut else "") for o in self.operands()
+        )
+        return GlueError(
+            f"{self.name}({shapes}) between stages: {reason}. "
+            + (advice or "Move it into a stage (a submodule with a pattern), where tensors are local")
+        )
+
+    def local_size(self, size: int, outer: int) -> int:
+        return outer * chunk_sizes(size // outer, self.n)[self.rank]
+
+    def normal(self, dim: int, ndim: int) -> int:
+        if not -ndim <= dim < ndim:
+            raise self.refuse(f"dim {dim} is out of range")
+        return dim % ndim
+
+
+def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif type(a) in (list, tuple):
+            found.extend(tensor_args(a, {}))
+    return found
+
+
+def with_operands(value: Any, operands: Iterator[Operand]) -> Any:
+    """The same arguments with the tensors replaced, in order."""
+    if isinstance(value, torch.Tensor):
+        return next(operands)
+    if type(value) in (list, tuple):
+        return type(value)(with_operands(v, operands) for v in value)
+    return value
+
+
+def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, Operand):
+        return tensors[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(without_operands(v, tensors) for v in value)
+    return value
+
+
+Rule = Callable[[Frame], Outcome]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(f: Rule) -> Rule:
+        for group in names:
+            for name in group.split():
+                RULES[name] = f
+        return f
+
+    return register
+
+
+def only(f: Frame) -> tuple[Operand, Cut]:
+    """The one sharded operand."""
+    cut = [o for o in f.operands() if o.cut is not None]
+    if len(cut) != 1:
+        raise f.refuse("more than one sharded tensor")
+    assert cut[0].cut is not None
+    return cut[0], cut[0].cut
+
+
+def first(f: Frame) -> tuple[Operand, Cut]:
+    """The first argument, which must be the sharded one, alone."""
+    x, cut = only(f)
+    if not f.args or f.args[0] is not x:
+        raise f.refuse("only the first argument may be sharded")
+    return x, cut
+
+
+def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Outcome]:
+    """Broadcasting from the right: the shared position of the cut (negative), and an Outcome with whole operands narrowed.
+
+    The last `skip` dims do not broadcast (matrices). The caller fills in the cut's dim for its output rank.
+    """
+    sharded = [(o, o.cut) for o in operands if o.cut is not None]
+    o, cut = sharded[0]
+    position, size = cut.dim - o.ndim, o.shape[cut.dim]
+    for other, c in sharded[1:]:
+        if (c.dim - other.ndim, c.outer, other.shape[c.dim]) != (position, cut.outer, size):
+            raise f.refuse(
+                "its tensors are sharded along different dims",
+                "Compute them in stages that can share a layout, or give the module a pattern of its own",
+            )
+    outcome = Outcome(Cut(position, cut.outer), size)
+    for i, other in enumerate(f.operands()):
+        if not any(other is x for x in operands) or other.cut is not None or other.ndim < -position:
+            continue
+        if skip and -position <= skip:
+            continue
+        have = other.shape[position]
+        if have == size and size != 1:
+            outcome.narrow[i] = Cut(other.ndim + position, cut.outer)
+        elif have != 1 and size != 1 or have > 1:
+            raise f.refuse(f"a tensor has {have} where the sharded dim has {size}")
+    return position, outcome
+
+
+ELEMENTWISE = """
+abs absolute add sub subtract rsub mul multiply div divide true_divide rtruediv rdiv rmul radd floor_divide rfloordiv
+remainder fmod pow rpow neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos
+tan tanh sinh cosh asin acos atan arctan atan2 asinh acosh atanh sigmoid logit erf erfc erfinv lgamma digamma sinc
+relu relu6 gelu silu elu selu celu mish hardswish hardtanh hardsigmoid leaky_relu softplus softsign tanhshrink
+hardshrink softshrink threshold logsigmoid clamp clip clamp_min clamp_max where lerp addcmul addcdiv maximum minimum
+fmax fmin eq ne lt le gt ge not_equal less greater greater_equal less_equal isnan isinf isfinite logical_and logical_or
+logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and or xor invert rand ror sign sgn floor ceil
+round trunc frac nan_to_num masked_fill heaviside hypot copysign xlogy logaddexp logaddexp2 float half bfloat16 double
+int long short char byte bool cfloat contiguous clone detach dropout alpha_dropout bernoulli zeros_like ones_like
+full_like empty_like rand_like randn_like requires_grad_ real imag conj deg2rad rad2deg polar complex alias
+zero fill copy iadd isub imul itruediv ipow data
+""".split()
+
+
+@rule(*ELEMENTWISE)
+def elementwise(f: Frame) -> Outcome:
+    operands = f.operands()
+    position, outcome = align(f, operands)
+    assert outcome.cut is not None
+    if f.name in ("rand_like", "rand") and f.name == "rand":
+        pass
+    ndim = max(o.ndim for o in operands)
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
+    return outcome
+
+
+@rule("to type_as type")
+def cast(f: Frame) -> Outcome:
+    x = f.args[0]
+    if x.cut is None:
+        return Outcome(None)
+    return Outcome(x.cut, x.shape[x.cut.dim])
+
+
+@rule("feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout")
+def feature_dropout(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim > 1:
+        raise f.refuse("one mask is shared along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")
+def loss(f: Frame) -> Outcome:
+    operands = f.operands()
+    position, outcome = align(f, operands)
+    assert outcome.cut is not None
+    ndim = max(o.ndim for o in operands)
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
+    how = f.kwargs.get("reduction", "mean")
+    if any(isinstance(a, (bool, str)) for a in f.args):
+        raise f.refuse("pass reduction= by name")
+    if how == "none":
+        return outcome
+    outcome.kwargs = {**f.kwargs, "reduction": "sum"}
+    shape = [max(o.shape[o.ndim - 1 - d] if d < o.ndim else 1 for o in operands) for d in range(ndim)]
+    outcome.reduce = float(math.prod(shape)) if how == "mean" else 1.0
+    outcome.cut = None
+    return outcome
+
+
+# --- the same data under other dims -------------------------------------------------------------------------------------
+
+
+def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
+    """Where the sharded dim goes in a reshape: it must stay one factor of one axis, on the same chunk boundaries."""
+    extent = x.shape[cut.dim] // cut.outer
+    before = math.prod(x.shape[: cut.dim]) * cut.outer
+    after = math.prod(x.shape[cut.dim + 1 :])
+    mine = [c * after for c in chunk_sizes(extent, f.n)]
+    best: Cut | None = None
+    lead = 1
+    for d, size in enumerate(new):
+        if lead and before % lead == 0:
+            outer = before // lead
+            if outer and size % outer == 0:
+                part, suffix = size // outer, math.prod(new[d + 1 :])
+                if part * suffix == extent * after and [c * suffix for c in chunk_sizes(part, f.n)] == mine:
+                    if part == extent and suffix == after:
+                        return Cut(d, outer)
+                    best = best or Cut(d, outer)
+        lead *= size
+    if best is None:
+        raise f.refuse(
+            f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) so that chunks over {f.n} ranks no longer line up",
+            "Let the stage pattern open and close the fold, or make the sharded dim the last of its fold",
+        )
+    return best
+
+
+def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
+    x, cut = first(f)
+    total = math.prod(x.shape)
+    new = [int(s) for s in new]
+    if -1 in new:
+        known = -math.prod(new)
+        if known <= 0 or total % known:
+            raise f.refuse(f"shape {new} does not fit {total} elements")
+        new[new.index(-1)] = total // known
+    if math.prod(new) != total:
+        raise f.refuse(f"shape {new} does not fit {total} elements")
+    out = reshaped(f, x, cut, new)
+    local = list(new)
+    local[out.dim] = f.local_size(new[out.dim], out.outer)
+    return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, view=True)
+
+
+@rule("view reshape")
+def view(f: Frame) -> Outcome:
+    sizes = f.kwargs.get("shape", f.kwargs.get("size", f.args[1:]))
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
+        sizes = sizes[0]
+    if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+        raise f.refuse("it reinterprets the bytes of a sharded tensor")
+    return reshape_to(f, sizes)
+
+
+@rule("view_as reshape_as")
+def view_as(f: Frame) -> Outcome:
+    x, other = f.args[0], f.args[1]
+    shape = other.shape
+    outcome = reshape_to(Frame(f.name, (x, shape), {}, f.n, f.rank), shape)
+    return outcome
+
+
+@rule("flatten ravel")
+def flatten(f: Frame) -> Outcome:
+    x, _ = first(f)
+    start = f.normal(f.get(1, "start_dim", 0), x.ndim)
+    end = f.normal(f.get(2, "end_dim", -1), x.ndim)
+    return reshape_to(f, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+@rule("unflatten")
+def unflatten(f: Frame) -> Outcome:
+    x, _ = first(f)
+    dim, sizes = f.normal(f.get(1, "dim"), x.ndim), list(f.get(2, "sizes"))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = x.shape[dim] // -math.prod(sizes)
+    return reshape_to(f, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
+
+
+@rule("unsqueeze")
+def unsqueeze(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dim = f.normal(f.get(1, "dim"), x.ndim + 1)
+    return Outcome(Cut(cut.dim + (dim <= cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("squeeze")
+def squeeze(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dims = f.get(1, "dim")
+    if dims is None:
+        gone = [d for d, s in enumerate(x.shape) if s == 1]
+    else:
+        gone = [f.normal(d, x.ndim) for d in ([dims] if isinstance(dims, int) else dims)]
+        gone = [d for d in gone if x.shape[d] == 1]
+    if cut.dim in gone:
+        raise f.refuse("it drops the sharded dim")
+    # name the dims: a local part may have size 1 where the whole has more
+    out = Cut(cut.dim - sum(d < cut.dim for d in gone), cut.outer)
+    return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
+
+
+@rule("permute")
+def permute(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dims = f.kwargs.get("dims", f.args[1:])
+    if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+        dims = dims[0]
+    order = [f.normal(d, x.ndim) for d in dims]
+    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("transpose swapaxes swapdims")
+def transpose(f: Frame) -> Outcome:
+    x, cut = first(f)
+    a = f.normal(f.get(1, "dim0", f.kwargs.get("axis0")), x.ndim)
+    b = f.normal(f.get(2, "dim1", f.kwargs.get("axis1")), x.ndim)
+    return Outcome(Cut({a: b, b: a}.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("t T mT H mH adjoint")
+def matrix_transpose(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name in ("t", "T", "H") and x.ndim > 2:
+        raise f.refuse("use transpose or permute on more than two dims")
+    if x.ndim < 2:
+        return Outcome(cut, x.shape[cut.dim], view=True)
+    swap = {x.ndim - 1: x.ndim - 2, x.ndim - 2: x.ndim - 1}
+    return Outcome(Cut(swap.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("movedim moveaxis")
+def movedim(f: Frame) -> Outcome:
+    x, cut = first(f)
+    src, dst = f.get(1, "source"), f.get(2, "destination")
+    probe = torch.empty([1] * x.ndim, device="meta").as_strided([1] * x.ndim, list(range(x.ndim)))
+    order = probe.movedim(src, dst).stride()
+    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("expand broadcast_to expand_as")
+def expand(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name == "expand_as":
+        sizes = list(f.args[1].shape)
+    else:
+        given = f.kwargs.get("size", f.args[1:])
+        sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    lead = len(sizes) - x.ndim
+    at = cut.dim + lead
+    if sizes[at] not in (-1, x.shape[cut.dim]):
+        raise f.refuse("it stretches the sharded dim")
+    sizes[at] = -1
+    return Outcome(Cut(at, cut.outer), x.shape[cut.dim], args=(x, tuple(sizes)), kwargs={})
+
+
+@rule("repeat tile")
+def repeat(f: Frame) -> Outcome:
+    x, cut = first(f)
+    given = f.kwargs.get("repeats", f.kwargs.get("dims", f.args[1:]))
+    reps = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    lead = max(len(reps) - x.ndim, 0)
+    reps = [1] * (x.ndim - len(reps)) + reps
+    at = cut.dim + lead
+    return Outcome(Cut(at, cut.outer * reps[at]), x.shape[cut.dim] * reps[at])
+
+
+@rule("repeat_interleave")
+def repeat_interleave(f: Frame) -> Outcome:
+    x, cut = first(f)
+    times, dim = f.get(1, "repeats"), f.get(2, "dim")
+    if not isinstance(times, int) or dim is None:
+        raise f.refuse("repeats must be a number and dim given")
+    kwargs = {k: v for k, v in f.kwargs.items() if k != "output_size"}
+    dim = f.normal(dim, x.ndim)
+    size = x.shape[cut.dim]
+    if dim == cut.dim:
+        if not fold_fits(size // cut.outer, times, f.n):
+            raise f.refuse(f"{size // cut.outer} repeated {times} times does not divide over {f.n} ranks")
+        size *= times
+    return Outcome(cut, size, kwargs=kwargs)
+
+
+# --- along a dim that must be whole -------------------------------------------------------------------------------------
+
+
+def dims_of(f: Frame, x: Operand, value: Any) -> list[int]:
+    return [f.normal(d, x.ndim) for d in ([value] if isinstance(value, int) else value)]
+
+
+@rule("softmax log_softmax softmin cumsum cumprod logcumsumexp flip roll sort argsort topk normalize glu")
+def along(f: Frame) -> Outcome:
+    x, cut = first(f)
+    name = {"flip": "dims", "roll": "dims"}.get(f.name, "dim")
+    default = {"normalize": 1}.get(f.name, -1)
+    position = {"topk": 2, "roll": 2, "normalize": 2}.get(f.name, 1)
+    if f.name == "flip" and len(f.args) > 2:
+        dims: Any = f.args[1:]
+    else:
+        dims = f.get(position, name, default)
+        if isinstance(dims, bool) or dims is None:
+            dims = f.kwargs.get(name, default)
+    if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
+        raise f.refuse("it rolls the flattened tensor")
+    if cut.dim in dims_of(f, x, dims):
+        raise f.refuse("it works along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("sum mean amax amin max min argmax argmin any all prod norm vector_norm logsumexp var std nansum nanmean median count_nonzero std_mean var_mean")
+def reduction(f: Frame) -> Outcome:
+    x = f.args[0] if f.args else f.kwargs.get("input")
+    others = [o for o in f.operands() if o is not x]
+    if f.name in ("max", "min") and others:
+        return elementwise(f)
+    x, cut = first(f)
+    position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
+    dims = f.get(position, "dim")
+    if f.name in ("sum", "mean") and len(f.args) > 2 and isinstance(f.args[1], int) and isinstance(f.args[2], int) and not isinstance(f.args[2], bool):
+        raise f.refuse("pass dim as a tuple")
+    if dims is None and "axis" in f.kwargs:
+        dims = f.kwargs["axis"]
+    if isinstance(dims, bool):
+        dims = f.kwargs.get("dim")
+    keep = bool(f.get(position + 1, "keepdim", False))
+    everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
+    gone = list(range(x.ndim)) if everything else dims_of(f, x, dims)
+    if cut.dim not in gone:
+        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
+        return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
+    if f.name not in ("sum", "mean"):
+        raise f.refuse(
+            "it reduces over the sharded dim",
+            "sum and mean are taken over all ranks; put other reductions in a stage that computes over the dim",
+        )
+    if f.name == "sum":
+        return Outcome(None, reduce=1.0)
+    count = math.prod(x.shape[d] for d in gone)
+    return Outcome(None, reduce=float(count))
+
+
+@rule("layer_norm rms_norm")
+def trailing_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    shape = f.get(1, "normalized_shape")
+    if cut.dim >= x.ndim - (1 if isinstance(shape, int) else len(shape)):
+        raise f.refuse("it normalizes over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("group_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate",
+      "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
+      "adaptive_avg_pool3d pixel_shuffle pixel_unshuffle unfold fold")  # fmt: skip
+def per_sample(f: Frame) -> Outcome:
+    x, cut = first(f)
+    spatial = next((int(c) for c in f.name if c.isdigit()), 0)
+    if f.name == "unfold" and not isinstance(f.get(1, "kernel_size"), (int, tuple)):
+        raise f.refuse("it has no rule for a sharded tensor")
+    if spatial and x.ndim != spatial + 2:
+        raise f.refuse("its input has no batch dim")
+    if cut.dim != 0:
+        raise f.refuse(f"it mixes dim {cut.dim} or normalizes over it")
+    return Outcome(cut, x.shape[0])
+
+
+@rule("batch_norm")
+def batch_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.get(5, "training", False) or cut.dim == 1:
+        raise f.refuse("batch statistics run over the sharded dim", "Use a norm that acts on each sample alone")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+# --- products ----------------------------------------------------------------------------------------------------------
+
+
+@rule("linear")
+def linear(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim == x.ndim - 1:
+        raise f.refuse("it sums over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("matmul bmm mm rmatmul")
+def matmul(f: Frame) -> Outcome:
+    a, b = f.args[:2]
+    if f.name == "rmatmul":
+        a, b = b, a
+    if a.ndim < 2 or b.ndim < 2:
+        raise f.refuse("a vector product with a sharded tensor")
+    ndim = max(a.ndim, b.ndim)
+    for x, y, keeps, sums in ((a, b, -2, -1), (b, a, -1, -2)):
+        if x.cut is None:
+            continue
+        position = x.cut.dim - x.ndim
+        if position == sums:
+            raise f.refuse("it sums over the sharded dim")
+        if position == keeps:
+            if y.cut is not None:
+                raise f.refuse("its tensors are sharded along different dims")
+            return Outcome(Cut(ndim + position, x.cut.outer), x.shape[x.cut.dim])
+    position, outcome = align(f, [a, b])
+    assert outcome.cut is not None
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
+    return outcome
+
+
+@rule("einsum")
+def einsum(f: Frame) -> Outcome:
+    equation = f.args[0]
+    operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        raise f.refuse("write the equation with '->' and without '...'")
+    inputs, output = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}
+    if len(letters) > 1:
+        raise f.refuse("its tensors are sharded along different dims")
+    ((letter, outer),) = letters
+    if letter not in output:
+        raise f.refuse(f"it sums over the sharded dim {letter!r}")
+    outcome = Outcome(Cut(output.index(letter), outer))
+    for i, (term, o) in enumerate(zip(terms, operands)):
+        if term.count(letter) > 1:
+            raise f.refuse(f"it takes a diagonal of the sharded dim {letter!r}")
+        if letter in term:
+            outcome.size = o.shape[term.index(letter)]
+            if o.cut is None:
+                outcome.narrow[i] = Cut(term.index(letter), outer)
+    return outcome
+
+
+@rule("scaled_dot_product_attention")
+def attention(f: Frame) -> Outcome:
+    q, k, v = f.args[:3] if len(f.args) >= 3 else (f.get(0, "query"), f.get(1, "key"), f.get(2, "value"))
+    mask = f.get(3, "attn_mask")
+    operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
+    if q.cut is not None and q.cut.dim == q.ndim - 2 and k.cut is None and v.cut is None:
+        if f.get(5, "is_causal", False):
+            raise f.refuse("a causal mask counts local positions")
+        outcome = Outcome(q.cut, q.shape[q.cut.dim])
+        if isinstance(mask, Operand) and mask.shape[-2] != 1:
+            outcome.narrow[f.operands().index(mask)] = Cut(mask.ndim - 2, q.cut.outer)
+        return outcome
+    if any(o.cut is not None and o.cut.dim >= o.ndim - 2 for o in operands):
+        raise f.refuse("it computes over the sharded dim")
+    position, outcome = align(f, operands)
+    assert outcome.cut is not None
+    outcome.cut = Cut(q.ndim + position, outcome.cut.outer)
+    return outcome
+
+
+@rule("embedding one_hot")
+def embedding(f: Frame) -> Outcome:
+    x, cut = first(f)
+    return Outcome(cut, x.shape[cut.dim])
+
+
+# --- joining and taking apart -------------------------------------------------------------------------------------------
+
+
+@rule("cat concat concatenate stack")
+def cat(f: Frame) -> Outcome:
+    tensors = list(f.get(0, "tensors"))
+    reference = next(t for t in tensors if t.cut is not None)
+    cut = reference.cut
+    assert cut is not None
+    stacked = f.name == "stack"
+    dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
+    if dim == cut.dim and not stacked:
+        raise f.refuse("it joins along the sharded dim")
+    outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])
+    everything = f.operands()
+    for t in tensors:
+        if t.ndim != reference.ndim or t.shape[cut.dim] != reference.shape[cut.dim]:
+            raise f.refuse("its tensors differ along the sharded dim")
+        if t.cut is None:
+            outcome.narrow[next(i for i, o in enumerate(everything) if o is t)] = cut
+        elif t.cut != cut:
+            raise f.refuse("its tensors are sharded along different dims")
+    return outcome
+
+
+@rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select")
+def take(f: Frame) -> Outcome:
+    x, cut = first(f)
+    position, default = {"narrow": (1, None), "index_select": (1, None)}.get(f.name, (2, 0))
+    dim = f.normal(f.get(position, "dim", default), x.ndim)
+    if dim == cut.dim:
+        raise f.refuse("it takes parts of the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("unbind select iter")
+def drop(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dim = f.normal(f.get(1, "dim", 0), x.ndim)
+    if dim == cut.dim:
+        raise f.refuse("it takes parts of the sharded dim")
+    return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
+
+
+@rule("getitem")
+def getitem(f: Frame) -> Outcome:
+    x, cut = first(f)
+    index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
+    if any(isinstance(i, (Operand, list, bool)) for i in index):
+        raise f.refuse("indexing with a tensor or a list has no rule for a sharded tensor", "Use index_select")
+    real = sum(i is not None and i is not Ellipsis for i in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    dim = out = 0
+    for i in index:
+        if i is None:
+            out += 1
+            continue
+        if i is Ellipsis:
+            step = x.ndim - real
+            if dim <= cut.dim < dim + step:
+                return Outcome(Cut(out + cut.dim - dim, cut.outer), x.shape[cut.dim])
+            dim, out = dim + step, out + step
+            continue
+        if dim == cut.dim:
+            size = x.shape[dim]
+            if not isinstance(i, slice) or i.indices(size) != (0, size, 1):
+                raise f.refuse("it takes parts of the sharded dim")
+            # an explicit end such as x[:, :7] is local, too
+            position = f_index(index, i)
+            whole = (*index[:position], slice(None), *index[position + 1 :])
+            return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
+        dim += 1
+        out += not isinstance(i, int)
+    raise f.refuse("too many indices")
+
+
+def f_index(index: tuple[Any, ...], item: Any) -> int:
+    return next(k for k, v in enumerate(index) if v is item)
+
+
+@rule("pad")
+def pad(f: Frame) -> Outcome:
+    x, cut = first(f)
+    amounts = list(f.get(1, "pad"))
+    k = x.ndim - 1 - cut.dim
+    if any(amounts[2 * k : 2 * k + 2]):
+        raise f.refuse("it pads the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+# --- whole tensors stretched in glue: produce only this rank's part -------------------------------------------------------
+
+SOURCES = ("repeat_interleave", "expand", "broadcast_to", "repeat", "tile")
+
+
+def source_cuts(f: Frame) -> list[Cut]:
+    """Where the result of stretching a whole tensor may be cut at its source, so that it is never whole."""
+    x = f.args[0]
+    if not isinstance(x, Operand) or x.cut is not None:
+        return []
+    if f.name == "repeat_interleave":
+        times, dim = f.get(1, "repeats"), f.get(2, "dim")
+        if not isinstance(times, int) or times < 2 or (dim is None and x.ndim != 1):
+            return []
+        dim = f.normal(0 if dim is None else dim, x.ndim)
+        return [Cut(dim, x.shape[dim])]
+    sizes = f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:]))
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
+        sizes = sizes[0]
+    lead = len(sizes) - x.ndim
+    cuts = []
+    for d, s in enumerate(sizes):
+        have = x.shape[d - lead] if d >= lead else 1
+        if isinstance(s, int) and s > 1 and have == 1:
+            cuts.append(Cut(d))
+    return cuts
+
+
+def localize_source(f: Frame, cut: Cut) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """The same stretch for one rank: (args, kwargs, global size of the cut dim)."""
+    x = f.args[0]
+    if f.name == "repeat_interleave":
+        times = f.get(1, "repeats")
+        size = x.shape[cut.dim] * times
+        own = f.local_size(times, 1)
+        return (x, own), {"dim": cut.dim}, size
+    sizes = f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:]))
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
+        sizes = sizes[0]
+    sizes = list(sizes)
+    size = sizes[cut.dim]
+    sizes[cut.dim] = f.local_size(size, 1)
+    return (x, *sizes), {}, size

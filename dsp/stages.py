@@ -1,0 +1,251 @@
+"""Stages of a model: patterns matched to submodules, and one call's tensors bound to a pattern."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dsp.layout import Cut, fold_fits
+from dsp.notation import BATCH_NAMES, NotationError, StagePattern, TensorPattern, parse, solve_sizes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
+
+    param: str
+    index: int | str | None  # inside *args or **kwargs
+    tensor: Tensor
+    pattern: TensorPattern | None
+
+
+class Signature:
+    """Binds the tensors of a call to a pattern by the parameter names of the module's own forward."""
+
+    def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
+        self.where, self.pattern = where, pattern
+        while "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        self.signature = inspect.signature(type(module).forward)
+        parameters = list(self.signature.parameters.values())[1:]
+        self.signature = self.signature.replace(parameters=parameters)
+        self.names = [p.name for p in parameters]
+        self.open_args = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        self.open_kwargs = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        for p in pattern.inputs:
+            if p.param and p.param not in self.names and not self.open_kwargs:
+                close = difflib.get_close_matches(p.param, self.names, 1)
+                raise NotationError(
+                    f"{where}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
+                    f"{', '.join(self.names)}" + (f". Did you mean {close[0]!r}?" if close else "")
+                )
+        self.named = {p.param: p for p in pattern.inputs if p.param}
+        self.bare = [p for p in pattern.inputs if not p.param]
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[inspect.BoundArguments, list[Bound]]:
+        """The tensors of one call in order of the signature."""
+        call = self.signature.bind_partial(*args, **kwargs)
+        bare = iter(self.bare)
+        bound: list[Bound] = []
+
+        def visit(param: str, index: int | str | None, value: Any) -> None:
+            key = index if isinstance(index, str) else param
+            if isinstance(value, Tensor):
+                pattern = self.named[key] if key in self.named else next(bare, None)
+                bound.append(Bound(param, index, value, pattern))
+            elif value is not None and key in self.named:
+                raise NotationError(
+                    f"{self.where}: the pattern names {key!r}, but it is a {type(value).__name__}, not a tensor"
+                )
+
+        for name, value in call.arguments.items():
+            if name == self.open_args:
+                for i, v in enumerate(value):
+                    visit(name, i, v)
+            elif name == self.open_kwargs:
+                for k, v in value.items():
+                    visit(name, k, v)
+            else:
+                visit(name, None, value)
+        missing = next(bare, None)
+        if missing is not None and missing is self.bare[0]:
+            raise NotationError(f"{self.where}: the pattern '{missing}' found no tensor argument to bind to")
+        return call, bound
+
+
+def replace(call: inspect.BoundArguments, bound: Bound, tensor: Any) -> None:
+    if bound.index is None:
+        call.arguments[bound.param] = tensor
+    elif isinstance(bound.index, int):
+        values = list(call.arguments[bound.param])
+        values[bound.index] = tensor
+        call.arguments[bound.param] = tuple(values)
+    else:
+        call.arguments[bound.param] = {**call.arguments[bound.param], bound.index: tensor}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One dim a call may be sharded along: the cut it needs of every bound tensor (None: whole)."""
+
+    name: str | None
+    cuts: tuple[Cut | None, ...]
+    size: int
+    last_resort: bool = False
+
+
+class Stage:
+    """A submodule and its pattern."""
+
+    def __init__(self, name: str, module: nn.Module, text: str) -> None:
+        self.name, self.module = name, module
+        self.where = f"stage {name!r}"
+        try:
+            self.pattern = parse(text)
+        except NotationError as error:
+            raise NotationError(f"{self.where}: {error}") from None
+        self.signature = Signature(module, self.pattern, self.where)
+
+    def sizes(self, bound: Iterable[Bound], root: Mapping[str, int]) -> dict[str, int]:
+        tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
+        return solve_sizes(tensors, root, where=self.where)
+
+    def options(self, bound: list[Bound], sizes: Mapping[str, int], n: int) -> list[Option]:
+        """Every way to shard this call over n ranks, batch last; run whole if there is none."""
+        found = []
+        for name in self.pattern.free:
+            if sizes.get(name, 1) < 2:
+                continue
+            cuts: list[Cut | None] = []
+            fits = True
+            for b in bound:
+                cut = cut_for(b.pattern, b.tensor.shape, name, sizes) if b.pattern else None
+                cuts.append(cut)
+                fits = fits and (cut is None or fits_fold(b.pattern, name, sizes, n))
+            if fits and any(c is not None for c in cuts):
+                found.append(Option(name, tuple(cuts), sizes[name], name in BATCH_NAMES))
+        return found or [Option(None, (None,) * len(bound), 1)]
+
+    def outputs(self, tensors: list[Tensor]) -> list[TensorPattern]:
+        """The pattern of each output tensor. Raises if they do not fit in number or rank."""
+        patterns = self.pattern.outputs
+        if len(tensors) != len(patterns):
+            raise NotationError(
+                f"{self.where} returns {len(tensors)} tensors, but its pattern '{self.pattern.text}' describes "
+                f"{len(patterns)}; write one pattern for each after '->'"
+            )
+        for pattern, t in zip(patterns, tensors):
+            if t.ndim != len(pattern.axes):
+                how = "" if self.pattern.explicit_output else " (without '->' it is laid out like the first input)"
+                raise NotationError(
+                    f"{self.where} returned shape {tuple(t.shape)}, but its output pattern is '{pattern}'{how}"
+                )
+        return list(patterns)
+
+
+def cut_for(pattern: TensorPattern | None, shape: Any, name: str, sizes: Mapping[str, int]) -> Cut | None:
+    """Where the dim `name` lies in a tensor; None if the tensor lacks it or broadcasts along it."""
+    if pattern is None or name not in pattern.names:
+        return None
+    axis = pattern.axis_of(name)
+    names = pattern.axes[axis]
+    product = 1
+    for n in names:
+        product *= sizes[n]
+    if shape[axis] != product:
+        return None
+    outer = 1
+    for n in names[: names.index(name)]:
+        outer *= sizes[n]
+    return Cut(axis, outer)
+
+
+def fits_fold(pattern: TensorPattern | None, name: str, sizes: Mapping[str, int], n: int) -> bool:
+    if pattern is None or name not in pattern.names:
+        return True
+    names = pattern.axes[pattern.axis_of(name)]
+    inner = 1
+    for other in names[names.index(name) + 1 :]:
+        inner *= sizes[other]
+    return fold_fits(sizes[name], inner, n)
+
+
+def clean(name: str) -> str:
+    """A module path as the user wrote the model: without the wrappers' `_orig_mod`, `_checkpoint_wrapped_module`."""
+    skip = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+    return ".".join(part for part in name.split(".") if part not in skip)
+
+
+def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage], str | None]:
+    """Match patterns (`*` is one path component) to submodules; and the root pattern, the one under the key ""."""
+    if not isinstance(stages, Mapping) or not stages:
+        raise NotationError(
+            f"stages must be a dict of submodule pattern to stage string, got {type(stages).__name__}; for example "
+            '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
+        )
+    root = stages.get("")
+    # a wrapped module and its wrapper share one clean path: the outer one is what the model calls
+    modules: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        modules.setdefault(clean(path), module)
+    found: dict[int, Stage] = {}
+    for pattern, text in stages.items():
+        if pattern == "":
+            continue
+        parts = pattern.split(".")
+        matches = [name for name in modules if name and _matches(name.split("."), parts)]
+        if not matches:
+            raise NotationError(_unmatched(pattern, list(modules), type(model).__name__))
+        for name in matches:
+            module = modules[name]
+            if id(module) in found:
+                other = found[id(module)]
+                if other.pattern.text != text:
+                    raise NotationError(
+                        f"submodule {name!r} is matched twice, as {other.pattern.text!r} and as {text!r}; "
+                        "give it one pattern"
+                    )
+                continue
+            found[id(module)] = Stage(name, module, text)
+    stages_found = list(found.values())
+    for stage in stages_found:
+        inside = {id(m) for m in stage.module.modules() if m is not stage.module}
+        for other in stages_found:
+            if id(other.module) in inside:
+                raise NotationError(
+                    f"stage {other.name!r} lies inside stage {stage.name!r}; a stage sees local tensors only, so make "
+                    "one of the two a stage"
+                )
+    return stages_found, root
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(p == "*" or p == n for n, p in zip(name, pattern))
+
+
+def _unmatched(pattern: str, names: list[str], model: str) -> str:
+    generic = sorted({".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names if n})
+    close = difflib.get_close_matches(pattern, generic, 3, 0.5) or generic[:8]
+    return (
+        f"stage pattern {pattern!r} matches no submodule of {model}; '*' stands for one component of a path. "
+        f"Some that exist: {', '.join(close)}"
+    )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a forward's output, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def map_tensors(value: Any, new: Iterable[Any]) -> Any:
+    """The same output with its tensors replaced in order."""
+    it = iter(new)
+    return pytree.tree_map(lambda v: next(it) if isinstance(v, Tensor) else v, value)

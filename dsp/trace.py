@@ -1,0 +1,533 @@
+"""A forward without data: which stages run, what glue joins them, what they cost; the problem the planner solves.
+
+The model's forward runs once on fake tensors at full size. Every tensor that may be sharded is tracked as a value of
+the planner, with every cut it could have; the rules that will run on shards (`dsp.rules`) tell how each cut passes
+through glue. What comes out is a `Trace`: the planner's problem, and where each of its decisions applies in a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsp.layout import Cut, chunk_sizes
+from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
+from dsp.planner import Choice, Op, Value
+from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, source_cuts, tensor_args, with_operands
+from dsp.stages import Option, Signature, Stage, cut_for, fits_fold, tensors_in
+
+METADATA = frozenset("""
+size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
+element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
+promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
+data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
+has_names names is_conj is_neg is_quantized is_sparse is_mkldnn
+""".split())
+
+
+def op_name(func: Any) -> tuple[str, bool]:
+    """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "?"), True
+    return name.strip("_"), False
+
+
+def in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDER
+
+
+_INPLACE_DUNDER = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"})
+ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+
+
+@dataclass
+class Sym:
+    """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor."""
+
+    value: int
+    cuts: dict[str, Cut]
+
+
+@dataclass
+class Event:
+    """Where a planner op happens in a run: a stage call, a glue op, or the model's output."""
+
+    kind: str  # "stage", "glue", "source", "output"
+    index: int  # the how-many-th stage call, glue op or output
+    name: str
+    options: list[Option] = field(default_factory=list)  # per choice, for a stage
+    operands: list[Sym | None] = field(default_factory=list)  # tracked tensor arguments, in order
+    source: list[Cut | None] = field(default_factory=list)  # per choice, for a source
+    sizes: dict[str, int] = field(default_factory=dict)
+    region: int | None = None  # the activation checkpoint it runs in
+    grad: bool = False  # whether its outputs take part in backward
+    memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
+    random: bool = False
+
+
+@dataclass
+class Trace:
+    """The planner's ops and values, with the event of each op and what else the run needs to know."""
+
+    values: list[Value]
+    grads: list[bool]
+    cuts: list[dict[str, Cut]]  # per value: where each layout cuts the tensor that its producer returned
+    shapes: list[tuple[int, ...]]
+    ops: list[Op]
+    events: list[Event]
+    inputs: dict[str, int]  # model parameter -> value
+    outputs: int
+    random_glue: bool
+    resident: int
+    given: dict[str, str] = field(default_factory=dict)
+
+
+def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
+    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run."""
+    if id(module) in memo:
+        return memo[id(module)]
+    inner = module._modules.get("_orig_mod")
+    if inner is not None:
+        memo[id(module)] = skeleton(inner, fake, memo)
+        return memo[id(module)]
+    clone = object.__new__(type(module))
+    memo[id(module)] = clone
+    state = dict(module.__dict__)
+    state.pop("forward", None)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        kept = OrderedDict((k, h) for k, h in state[name].items() if not _foreign(h))
+        state[name] = kept
+    for name in ("_backward_hooks", "_backward_pre_hooks"):
+        state[name] = OrderedDict()
+    state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
+    state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
+    clone.__dict__.update(state)
+    clone.__dict__["_modules"] = {
+        k: None if m is None else skeleton(m, fake, memo) for k, m in module._modules.items()
+    }
+    return clone
+
+
+def _foreign(hook: Any) -> bool:
+    """Hooks that act on a distributed run, not on the function the model computes."""
+    target = getattr(hook, "func", hook)
+    owner = getattr(target, "__self__", None)
+    origin = type(owner).__module__ if owner is not None else getattr(target, "__module__", "") or ""
+    return origin.startswith(("torch.distributed", "dsp."))
+
+
+class Watch(TorchDispatchMode):
+    """Peak bytes of the tensors a block of code makes, and whether it draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.random = False
+
+    def restart(self) -> None:
+        self.live = self.peak = 0
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random = True
+        if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
+            return out
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                size = t.numel() * t.element_size()
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(t, self._freed, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def checkpoint_frame() -> Any:
+    """The activation checkpoint (non-reentrant) that the current code runs in, if any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if not hooks:
+        return None
+    pack = hooks[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if "frame" in names and getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        return pack.__closure__[names.index("frame")].cell_contents
+    return None
+
+
+class Tracer(TorchFunctionMode):
+    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.n, self.root_sizes = n, dict(root_sizes)
+        self.values: list[Value] = []
+        self.grads: list[bool] = []
+        self.cuts: list[dict[str, Cut]] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.whole: list[bool] = []  # whether a value may be whole without a gather
+        self.ops: list[Op] = []
+        self.events: list[Event] = []
+        self.in_stage = 0
+        self.glue_ops = self.stage_calls = 0
+        self.random_glue = False
+        self.frames: list[Any] = []
+        self.watch = Watch()
+
+    # --- values ---
+
+    def value(self, t: Tensor, name: str, sizes: dict[str, int], cuts: dict[str, Cut], whole: bool) -> int:
+        """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded."""
+        rest = math.prod(t.shape) // max(math.prod(sizes[k] for k in cuts), 1)
+        dims = tuple((k, sizes[k]) for k in cuts) + (("", max(rest, 1)),)
+        self.values.append(Value(name, dims, t.element_size()))
+        self.grads.append(t.requires_grad)
+        self.cuts.append(dict(cuts))
+        self.shapes.append(tuple(t.shape))
+        self.whole.append(whole)
+        index = len(self.values) - 1
+        t._dsp_sym = Sym(index, dict(cuts))  # type: ignore[attr-defined]
+        return index
+
+    def region(self) -> int | None:
+        frame = checkpoint_frame()
+        if frame is None:
+            return None
+        if not any(f is frame for f in self.frames):
+            self.frames.append(frame)
+        return next(i for i, f in enumerate(self.frames) if f is frame)
+
+    # --- glue ---
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.in_stage:
+            return func(*args, **kwargs)
+        name, attribute = op_name(func)
+        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+            return func(*args, **kwargs)
+        index = self.glue_ops
+        self.glue_ops += 1
+        self.watch.restart()
+        out = func(*args, **kwargs)
+        self.random_glue |= self.watch.random
+        tracked = tensor_args(args, kwargs)
+        syms = [getattr(t, "_dsp_sym", None) for t in tracked]
+        if any(s is not None for s in syms):
+            self.glue(index, name, args, kwargs, tracked, syms, out)
+        elif name in SOURCES and tracked and isinstance(out, Tensor):
+            self.source(index, name, args, kwargs, out)
+        return out
+
+    def source(self, index: int, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        frame = self.frame(name, args, kwargs, {})
+        cuts = {f"dim{i}": c for i, c in enumerate(source_cuts(frame))}
+        if not cuts:
+            return
+        sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
+        value = self.value(out, f"{name} {list(out.shape)}", sizes, cuts, whole=True)
+        choices = [Choice((), (k,)) for k in cuts] + [Choice((), (None,))]
+        self.add(
+            Op(name, (), (value,), tuple(choices)), Event("source", index, name, source=[*cuts.values(), None])
+        )
+
+    def frame(self, name: str, args: Any, kwargs: Any, cuts: Mapping[int, Cut | None]) -> Frame:
+        """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
+        operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(tensor_args(args, kwargs))])
+        converted = tuple(with_operands(a, operands) for a in args)
+        return Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, self.n)
+
+    def glue(
+        self, index: int, name: str, args: Any, kwargs: Any, tracked: list[Tensor], syms: list[Sym | None], out: Any
+    ) -> None:
+        outputs = tensors_in(out)
+        if not outputs:
+            if out is None or name in ("__setattr__", "set"):
+                return
+            raise GlueError(
+                f"{name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
+                "whole inputs"
+            )
+        values = list(dict.fromkeys(s.value for s in syms if s is not None))
+        keys: list[list[str | None]] = []
+        for v in values:
+            own = [s for s in syms if s is not None and s.value == v]
+            shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
+            keys.append([*shared, *([None] if self.whole[v] else [])])
+        refusal: GlueError | None = None
+        rule = RULES.get(name)
+        choices: list[Choice] = []
+        out_cuts: dict[str, Cut] = {}
+        out_sizes: dict[str, int] = {}
+        is_view, dropped = True, False
+        combos = itertools.product(*keys)
+        if len(values) > 3:
+            every = set(keys[0]).intersection(*keys[1:])
+            combos = iter([(k,) * len(values) for k in keys[0] if k in every])  # type: ignore[assignment]
+        for combo in combos:
+            layout = dict(zip(values, combo))
+            if all(k is None for k in combo):
+                choices.append(Choice(combo, (None,) * len(outputs)))
+                continue
+            cuts = {i: s.cuts[k] for i, s in enumerate(syms) if s is not None and (k := layout[s.value]) is not None}
+            frame = self.frame(name, args, kwargs, cuts)
+            try:
+                if rule is None:
+                    raise frame.refuse("it has no rule for a sharded tensor")
+                outcome = rule(frame)
+            except GlueError as error:
+                refusal = refusal or error
+                dropped = True
+                continue
+            if outcome.cut is None:
+                size = sum(t.numel() * t.element_size() for t in outputs)
+                sent = 2 * size * (self.n - 1) // self.n
+                choices.append(Choice(combo, (None,) * len(outputs), bytes=sent, calls=1))
+                is_view = False
+                continue
+            is_view &= outcome.view and len(values) == 1
+            first = next(k for k in combo if k is not None)
+            key = next((k for k, c in out_cuts.items() if c == outcome.cut), None)
+            if key is None:
+                key = first
+                while key in out_cuts:
+                    key += "'"
+                out_cuts[key] = outcome.cut
+                out_sizes[key] = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
+            rank = int(key in BATCH_NAMES)
+            choices.append(Choice(combo, (key,) * len(outputs), rank=rank))
+        if not choices:
+            assert refusal is not None
+            raise refusal
+        if is_view and not dropped and len(outputs) == 1:
+            sym = next(s for s in syms if s is not None)
+            mapped = {c.needs[0]: out_cuts[c.gives[0]] for c in choices if c.needs[0] is not None and c.gives[0]}
+            outputs[0]._dsp_sym = Sym(sym.value, mapped)  # type: ignore[attr-defined]
+            return
+        if not out_cuts:
+            if not any(c.bytes for c in choices):
+                return  # whole in, whole out
+            produced: list[int] = []
+            if any(None not in c.gives for c in choices):
+                raise AssertionError
+            for t in outputs:
+                if hasattr(t, "_dsp_sym"):
+                    del t._dsp_sym
+            choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
+        else:
+            whole = any(c.gives[0] is None for c in choices)
+            produced = [self.value(t, f"{name} {list(t.shape)}", out_sizes, out_cuts, whole) for t in outputs]
+        self.add(
+            Op(name, tuple(values), tuple(produced), tuple(choices)),
+            Event("glue", index, name, operands=syms, grad=outputs[0].requires_grad),
+        )
+
+    def add(self, op: Op, event: Event) -> None:
+        event.region = self.region()
+        self.ops.append(op)
+        self.events.append(event)
+
+    # --- stages ---
+
+    def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+        _, bound = stage.signature.bind(args, kwargs)
+        sizes = stage.sizes(bound, self.root_sizes)
+        options = stage.options(bound, sizes, self.n)
+        self.pending = (stage, bound, sizes, options)
+        self.in_stage = 1
+        self.watch.restart()
+        self.saved: dict[int, int] = {}
+        self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
+        self.saved_hooks.__enter__()
+
+    def _save(self, t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            self.saved[id(t.untyped_storage())] = t.numel() * t.element_size()
+        return t
+
+    def leave_stage(self, output: Any) -> None:
+        stage, bound, sizes, options = self.pending
+        self.in_stage = 0
+        self.saved_hooks.__exit__(None, None, None)
+        index = self.stage_calls
+        self.stage_calls += 1
+        tensors = tensors_in(output)
+        patterns = stage.outputs(tensors)
+        syms = [getattr(b.tensor, "_dsp_sym", None) for b in bound]
+        values = list(dict.fromkeys(s.value for s in syms if s is not None))
+        region = self.region()
+        work, saved = self.watch.peak, 0 if region is not None else sum(self.saved.values())
+        out_sizes = [dict(sizes) for _ in tensors]
+        for s, p, t in zip(out_sizes, patterns, tensors):
+            for name in [n for n in p.names if n in stage.pattern.computed]:
+                if len(p.axes[p.axis_of(name)]) == 1:
+                    s[name] = t.shape[p.axis_of(name)]
+            for name, value in solve_sizes([(p, tuple(t.shape))], {**self.root_sizes, **s}, where=stage.where).items():
+                if name in stage.pattern.free and value != sizes.get(name, value):
+                    raise NotationError(
+                        f"{stage.where} returned {tuple(t.shape)}: dim {name!r} is {value} where its input has "
+                        f"{sizes[name]}; a dim outside brackets keeps its size"
+                    )
+                s[name] = value
+        out_cuts = []
+        for s, p, t in zip(out_sizes, patterns, tensors):
+            cuts = {}
+            for name in p.names:
+                cut = cut_for(p, t.shape, name, s)
+                if cut is not None and s[name] > 1 and fits_fold(p, name, s, self.n):
+                    cuts[name] = cut
+            out_cuts.append(cuts)
+        choices = []
+        for option in options:
+            needs = []
+            for v in values:
+                need: set[str | None] = set()
+                for b_sym, cut in zip(syms, option.cuts):
+                    if b_sym is None or b_sym.value != v:
+                        continue
+                    need.add(next((k for k, c in b_sym.cuts.items() if c == cut), None) if cut else None)
+                # one value in two arguments that need it differently: gathered, then cut for each
+                needs.append(need.pop() if len(need) == 1 else None)
+            share = 1.0 if option.name is None else chunk_sizes(option.size, self.n)[0] / option.size
+            choices.append(
+                Choice(
+                    tuple(needs),
+                    tuple(option.name if option.name in c else None for c in out_cuts),
+                    work=int(work * share),
+                    saved=int(saved * share),
+                    rank=int(option.last_resort),
+                )
+            )
+        produced = [
+            self.value(t, f"{stage.name}[{index}]", s, c, whole=options[0].name is None)
+            for t, s, c in zip(tensors, out_sizes, out_cuts)
+        ]
+        event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
+        event.memory, event.random = (work, saved), self.watch.random
+        event.grad = any(t.requires_grad for t in tensors)
+        self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
+
+    # --- the model's own inputs and outputs ---
+
+    def root_input(self, param: str, t: Tensor, cuts: dict[str, Cut], sizes: dict[str, int], given: str | None) -> int:
+        index = self.value(t, param, sizes, cuts, whole=given is None)
+        v = self.values[index]
+        self.values[index] = Value(v.name, v.sizes, v.itemsize, home=(given,))
+        return index
+
+    def root_output(self, position: int, t: Tensor, gather: bool) -> None:
+        sym = getattr(t, "_dsp_sym", None)
+        if sym is None:
+            return
+        choices = [Choice((None,), ())]
+        if not gather:
+            choices = [Choice((k,), (), rank=int(k in BATCH_NAMES)) for k in sym.cuts] or choices
+        self.add(
+            Op("output", (sym.value,), (), tuple(choices)),
+            Event("output", position, "output", operands=[sym], grad=t.requires_grad),
+        )
+
+
+def trace(
+    model: nn.Module,
+    stages: list[Stage],
+    root: StagePattern | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    n: int,
+    *,
+    gather_output: bool,
+    dtype: torch.dtype | None = None,
+    given: Mapping[str, Cut] | None = None,
+) -> Trace:
+    """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
+
+    `given` maps parameters that arrive already sharded to their cut.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(t: Tensor) -> Tensor:
+        if isinstance(t, torch.Tensor) and getattr(t, "fake_mode", None) is fake_mode:
+            return t
+        device = "cpu" if t.device.type == "meta" else t.device
+        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        with fake_mode:
+            new = torch.empty(tuple(t.shape), dtype=kind, device=device)
+        if isinstance(t, nn.Parameter):
+            return nn.Parameter(new, requires_grad=t.requires_grad)
+        return new.requires_grad_(t.requires_grad) if t.requires_grad else new
+
+    cache: dict[int, Tensor] = {}
+
+    def shared(t: Tensor) -> Tensor:
+        return cache.setdefault(id(t), fake(t))
+
+    memo: dict[int, nn.Module] = {}
+    clone = skeleton(model, shared, memo)
+    for stage in stages:  # a stage that the model reaches by another road than its tree
+        memo.setdefault(id(stage.module), stage.module)
+    args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
+
+    root_sizes: dict[str, int] = {}
+    bound = []
+    if root is not None:
+        signature = Signature(model, root, "the model")
+        _, bound = signature.bind(args, kwargs)
+        root_sizes = solve_sizes([(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern], {}, where="the model")
+    tracer = Tracer(n, root_sizes)
+    inputs: dict[str, int] = {}
+    given_names: dict[str, str] = {}
+    for b in bound:
+        if b.pattern is None:
+            continue
+        cuts = {}
+        for name in b.pattern.names:
+            cut = cut_for(b.pattern, b.tensor.shape, name, root_sizes)
+            if cut is not None and root_sizes[name] > 1 and fits_fold(b.pattern, name, root_sizes, n):
+                cuts[name] = cut
+        key = b.index if isinstance(b.index, str) else b.param
+        home = None
+        if given and key in given:
+            home = next((k for k, c in cuts.items() if c == given[key]), None)
+            if home is None:
+                raise NotationError(f"input {key!r} arrives sharded as {given[key]}, which '{b.pattern}' cannot name")
+            given_names[key] = home
+        inputs[key] = tracer.root_input(key, b.tensor, cuts, root_sizes, home)
+
+    handles = []
+    for stage in stages:
+        module = memo[id(stage.module)]
+        handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
+        handles.append(module.register_forward_hook(lambda m, a, out: tracer.leave_stage(out)))
+    try:
+        with fake_mode, tracer.watch, tracer:
+            output = clone(*args, **kwargs)
+            for i, t in enumerate(tensors_in(output)):
+                tracer.root_output(i, t, gather_output)
+    finally:
+        for handle in handles:
+            handle.remove()
+    resident = sum(t.numel() * t.element_size() for t in cache.values())
+    return Trace(
+        tracer.values, tracer.grads, tracer.cuts, tracer.shapes, tracer.ops, tracer.events, inputs,
+        len(tensors_in(output)), tracer.random_glue, resident, given_names,
+    )  # fmt: skip
+
+
+def _enter(tracer: Tracer, stage: Stage) -> Any:
+    return lambda module, args, kwargs: tracer.enter_stage(stage, args, kwargs)

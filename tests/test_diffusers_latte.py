@@ -1,0 +1,94 @@
+"""The acceptance model: diffusers' LatteTransformer3DModel, unmodified, text with mask, made parallel by one dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dsp
+
+STAGES = {
+    "": "hidden_states=b c t h w, encoder_attention_mask=(b t) 1 l -> b c t h w",
+    "pos_embed": "(b t) [c h w] -> (b t) [s d]",
+    "transformer_blocks.*": "(b t) [s d], encoder_hidden_states=(b t) [l d], "
+    "encoder_attention_mask=(b t) 1 [l], timestep=(b t) [e]",
+    "temporal_transformer_blocks.*": "(b s) [t d], timestep=(b s) [e]",
+}
+
+
+def build(frames: int, side: int, layers: int = 2, seed: int = 0, heads: int = 2, dtype=torch.float64) -> Any:
+    from diffusers import LatteTransformer3DModel
+
+    torch.manual_seed(seed)
+    model = LatteTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=layers,
+        cross_attention_dim=8 * heads, attention_bias=True, sample_size=side, patch_size=2, caption_channels=12,
+        activation_fn="gelu-approximate", norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
+        video_length=frames,
+    )  # fmt: skip
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model.to(dtype)
+
+
+def inputs(batch: int, frames: int, side: int, dtype=torch.float64, text: int = 6) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    mask = torch.zeros(batch * frames, 1, text, dtype=dtype)
+    mask[: batch * frames // 2, :, 4:] = -10000.0
+    return {
+        "hidden_states": torch.randn(batch, 4, frames, side, side, generator=g, dtype=dtype),
+        "timestep": torch.tensor([3, 500, 70])[:batch],
+        "encoder_hidden_states": torch.randn(batch, text, 12, generator=g, dtype=dtype),
+        "encoder_attention_mask": mask,
+    }
+
+
+def run(model: Any, kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+    x = kwargs["hidden_states"].clone().requires_grad_()
+    out = model(**{**kwargs, "hidden_states": x}).sample
+    weight = torch.linspace(0.5, 2, out.shape[2], dtype=out.dtype)[:, None, None].expand(out.shape)
+    loss = dsp.mean(out.square(), weight) if isinstance(out, dsp.ops.DTensor) else (out.square() * weight).sum() / weight.sum()
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return out, loss, grads, x.grad
+
+
+def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gather: bool) -> None:
+    kwargs = inputs(batch, frames, side)
+    single = build(frames, side).train()
+    expect, expect_loss, expect_grads, expect_x = run(single, kwargs)
+    model = build(frames, side).train()
+    if ckpt:
+        model.enable_gradient_checkpointing()
+    dsp.parallelize(model, mesh, STAGES, gather_output=gather)
+    for _ in range(2):
+        model.zero_grad()
+        out, loss, grads, gx = run(model, kwargs)
+        whole = out if gather else dsp.gather(out)
+        torch.testing.assert_close(whole, expect)
+        torch.testing.assert_close(loss, expect_loss)
+        torch.testing.assert_close(gx, expect_x)
+        for name, g in expect_grads.items():
+            if g is None:
+                assert grads[name] is None or not grads[name].any(), name
+                continue
+            mine = torch.ops.dsp.all_reduce(grads[name], mesh.get_group().group_name) / mesh.size()
+            torch.testing.assert_close(mine, g, msg=lambda m, name=name: f"{name}: {m}")
+    with torch.no_grad():
+        out = model(**kwargs).sample
+        torch.testing.assert_close(out if gather else dsp.gather(out), expect)
+    if not ckpt:
+        with torch.inference_mode():
+            torch.testing.assert_close(dsp.gather(model(**kwargs, return_dict=False)[0]) if not gather else model(**kwargs).sample, expect)
+
+
+@pytest.mark.parametrize("ckpt", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_outputs_and_every_gradient(ranks, n: int, ckpt: bool) -> None:
+    ranks(parity, n, 2, 7, 6, ckpt, n != 3)
+    ranks(parity, n, 1, 5, 4, ckpt, n == 3)
