@@ -64,17 +64,17 @@ def saved_for_backward(
 
 
 def memory_table(
-    model: nn.Module, blocks: Sequence[nn.Module], *, shards: int, accumulation: int, width: int, activations: int
+    model: nn.Module, stages: Sequence[nn.Module], *, shards: int, accumulation: int, width: int, activations: int
 ) -> list[tuple[str, int, str]]:
     """Bytes a rank as (what, bytes, how it comes about). `width` is bytes a number in the computation."""
     count = sum(p.numel() for p in model.parameters())
-    sizes = sorted((sum(p.numel() for p in block.parameters()) for block in blocks), reverse=True)
+    sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in stages), reverse=True)
     gathered = sum(sizes[:2]) + count - sum(sizes)
     rows = [
         ("parameters", count * 4 // shards, f"{amount(count)} in fp32 over {shards} ranks"),
         ("gradients", count * 4 // shards, f"in fp32 over {shards} ranks"),
         ("AdamW moments", count * 8 // shards, f"two in fp32 over {shards} ranks"),
-        ("gathered weights", gathered * width, "two blocks and what is outside of blocks"),
+        ("gathered weights", gathered * width, "two stages and what is outside of stages"),
         ("activations", activations, "kept for backward"),
     ]
     if accumulation > 1:

@@ -1,0 +1,505 @@
+"""The trainer: in this process, and under torchrun where ranks matter."""
+
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from zoo.training import config as cfg
+from zoo.training import tracking
+from zoo.training.estimate import saved_for_backward
+from zoo.training.video import VideoTask, share
+from zoo.video.gif import save_gif
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+model: {name: transformer2d, size: test, overrides: {in_channels: 1, num_classes: 10}}
+data: {name: digits, frames: 5, height: 6, width: 6, digit: 5}
+optim: {lr: 1e-3, warmup: 2}
+train: {steps: 4, batch: 2}
+eval: {every: 2, clips: 4, levels: 2}
+sample: {every: 4, clips: 2, steps: 2, guidance: 2}
+log: {every: 1}
+checkpoint: {every: 2}
+wandb: {mode: disabled}
+"""
+
+
+@pytest.fixture(scope="session")
+def trainer():
+    sys.path.insert(0, str(ROOT))
+    yield importlib.import_module("train")
+    sys.path.remove(str(ROOT))
+
+
+class Runs:
+    """Starts runs of the tiny configuration in one directory."""
+
+    def __init__(self, trainer, directory):
+        self.trainer, self.directory = trainer, directory
+        self.file = directory / "tiny.yaml"
+        self.file.write_text(TINY)
+
+    def arguments(self, *overrides):
+        return [str(self.file), f"runs_dir={self.directory / 'runs'}", *overrides]
+
+    def __call__(self, *overrides, expect=0):
+        assert self.trainer.main(self.arguments(*overrides)) == expect
+        name = next((o[5:] for o in overrides if o.startswith("name=")), "tiny")
+        return self.directory / "runs" / name
+
+    def start(self, command, overrides, **environment):
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", *command, str(ROOT / "train.py"), *self.arguments(*overrides)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )  # fmt: skip
+
+    def torchrun(self, ranks, *overrides):
+        return self.start(["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)], overrides)
+
+    def bare(self, ranks, *overrides):
+        """The ranks alone, as a scheduler other than torchrun would start them."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        return [
+            self.start([], overrides, **address, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks))
+            for r in range(ranks)
+        ]
+
+
+@pytest.fixture
+def run(trainer, tmp_path):
+    return Runs(trainer, tmp_path)
+
+
+def metrics(directory, *keys):
+    """{step: values of keys} of the training records."""
+    records = tracking.read_metrics(directory / "metrics.jsonl")
+    return {r["step"]: tuple(r[k] for k in keys) for r in records if all(k in r for k in keys)}
+
+
+def stop_at(trainer, monkeypatch, when, where="train_step"):
+    """Send this process a SIGTERM just before step `when`, or before a later function is called then."""
+    original, begun = getattr(trainer, where), []
+
+    def watched(run, *args):
+        begun.append(1)
+        if (args and args[0] == when) or (not args and len(begun) == when):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, *args)
+
+    monkeypatch.setattr(trainer, where, watched)
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_what_a_run_leaves(run, capsys):
+    directory = run("train.accumulation=2")
+    out, err = capsys.readouterr()
+    assert not err
+    assert sorted(p.name for p in directory.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "samples"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+    keys = ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "comm_bytes")
+    train = metrics(directory, *keys)
+    assert list(train) == [1, 2, 3, 4]
+    for loss, norm, _, speed, memory, comm in train.values():
+        assert 0.5 < loss < 5
+        assert norm > 0
+        assert speed > 100
+        assert memory > 1e8
+        assert comm == 0  # one rank
+    assert [lr for _, _, lr, *_ in train.values()] == pytest.approx([5e-4, 1e-3, 7.5e-4, 2.5e-4])
+    validation = metrics(directory, "val_loss", "val_losses")
+    assert list(validation) == [2, 4]
+    for mean, levels in validation.values():
+        assert len(levels) == 2
+        assert mean == pytest.approx(sum(levels) / 2)
+
+    lines = [line for line in out.split("\n") if re.match(r"step \d/4  loss", line)]
+    assert len(lines) == 4
+    assert len({line.index("tokens/s") for line in lines}) == 1  # aligned
+    assert all(word in lines[0] for word in ("grad", "lr", "memory", "comm", "eta"))
+    assert "finished 4 steps" in out
+    assert f"validation loss {validation[4][0]:.4g}" in out
+    with Image.open(directory / "samples" / "step-00000004.gif") as gif:
+        assert gif.n_frames == 5
+    saved = cfg.load([str(directory / "config.yaml")])
+    assert saved == cfg.load([*run.arguments("train.accumulation=2")])
+
+
+def test_accumulation_recompute_and_bf16(run):
+    """Two batches of 2 are a batch of 4; recomputing changes no bit; bf16 is near."""
+    whole = metrics(run("train.batch=4", "name=whole"), "loss", "grad_norm", "lr")
+    parts = metrics(run("train.accumulation=2", "name=parts"), "loss", "grad_norm", "lr")
+    again = metrics(run("train.batch=4", "train.checkpoint_activations=true", "name=again"), "loss", "grad_norm", "lr")
+    half = metrics(run("train.batch=4", "train.precision=bf16", "name=half"), "loss", "grad_norm", "lr")
+    assert again == whole
+    for step, values in whole.items():
+        assert parts[step] == pytest.approx(values, rel=1e-5)
+        assert half[step] == pytest.approx(values, rel=2e-2)
+        assert half[step] != values
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, but not from an error filter
+def test_compile(run, monkeypatch):
+    plain = metrics(run("name=plain", "train.steps=2", "eval.every=0", "sample.every=0"), "loss")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    options = ["train.steps=2", "eval.every=0", "sample.every=0", "train.compile=true"]
+    compiled = metrics(run("name=compiled", "train.checkpoint_activations=true", *options), "loss")
+    for step, loss in plain.items():
+        assert compiled[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_folder_of_videos_with_iddpm(run, tmp_path, capsys):
+    generator = torch.Generator().manual_seed(0)
+    for i in range(3):
+        save_gif(tmp_path / "videos" / f"{i}.gif", torch.rand(1, 3, 7, 8, 8, generator=generator) * 2 - 1)
+    (tmp_path / "videos" / "broken.gif").write_bytes(b"GIF89a nothing")
+    data = [f"data={{name: video_folder, path: {tmp_path / 'videos'}, frames: 5, height: 8, width: 8}}"]
+    run.file.write_text(TINY.replace("data:", "#").replace("1, num_classes: 10", "3, learn_sigma: true"))
+    directory = run(*data, "objective.name=iddpm", "sample.guidance=1", "eval.clips=2")
+    assert "broken.gif" in "".join(capsys.readouterr())
+    assert all(math.isfinite(loss) for (loss,) in metrics(directory, "loss").values())
+    with Image.open(directory / "samples" / "step-00000004.gif") as gif:
+        assert gif.n_frames == 5
+    (tmp_path / "empty").mkdir()
+    run(f"data={{name: video_folder, path: {tmp_path / 'empty'}}}", "sample.guidance=1", "name=empty", expect=2)
+    assert "no videos under" in capsys.readouterr().err
+
+
+def test_the_linear_floor_is_reported(run, capsys, monkeypatch):
+    monkeypatch.setattr("zoo.training.video._FLOOR_CLIPS", 300)
+    directory = run("eval.linear_floor=true", "eval.clips=16")
+    (floor,) = metrics(directory, "linear_floor")[4]
+    assert 0.05 < floor < 1
+    assert f"best linear denoiser on the same data {floor:.4g}" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------- stop, resume
+
+
+def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
+    keys = ("loss", "grad_norm", "lr")
+    whole = run("name=whole", "checkpoint.every=0")
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 3)
+        half = run("name=half", "checkpoint.every=0")
+    assert "stopped by a signal after step 3; resume=true continues" in capsys.readouterr().out
+    assert list(metrics(half, *keys)) == [1, 2, 3]
+    with (half / "metrics.jsonl").open("a") as file:  # a run that went on past its checkpoint, and was cut off
+        file.write('{"step": 4, "loss": 7.0, "grad_norm": 7.0, "lr": 7.0}\n{"step": 5, "lo')
+    run("name=half", "checkpoint.every=0", "resume=true")
+    assert "resumed from step 3" in capsys.readouterr().out
+    assert metrics(half, *keys) == metrics(whole, *keys)
+    assert metrics(half, "val_losses") == metrics(whole, "val_losses")
+    gif = "samples/step-00000004.gif"
+    assert (half / gif).read_bytes() == (whole / gif).read_bytes()
+    assert [len((d / "metrics.jsonl").read_text().splitlines()) for d in (half, whole)] == [6, 6]
+
+
+def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 1, where="evaluate")
+        directory = run()
+    assert "stopped by a signal after step 2" in capsys.readouterr().out
+    assert metrics(directory, "val_loss") == {}
+    run("resume=true")
+    assert list(metrics(directory, "val_loss")) == [2, 4]
+    run("resume=true")  # nothing is left to do
+    assert "finished 4 steps" in capsys.readouterr().out
+    assert list(metrics(directory, "val_loss")) == [2, 4]
+
+
+def test_resume_before_the_first_checkpoint_starts_anew(run, capsys):
+    directory = run("resume=true")
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert list(metrics(directory, "loss")) == [1, 2, 3, 4]
+
+
+def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch):
+    """sp=2, SIGKILL; resumed under torchrun, SIGTERM; resumed on one rank: the curve is that of one quiet rank."""
+    long = ["train.steps=400", "checkpoint.every=5", "eval.every=20", "sample.every=20"]
+
+    def reached(step, processes):
+        deadline = time.time() + 120
+        while time.time() < deadline and all(process.poll() is None for process in processes):
+            found = (run.directory / "runs/tiny/checkpoints").glob("step-????????")
+            if (last := max((int(path.name[5:]) for path in found), default=0)) > step:
+                return last
+            time.sleep(0.05)
+        raise AssertionError([process.communicate() for process in processes])
+
+    first = run.bare(2, *long)
+    killed = reached(0, first)
+    for process in first:
+        process.kill()
+        process.communicate()
+
+    second = run.torchrun(2, *long, "resume=true")
+    reached(killed, [second])
+    second.terminate()
+    out, err = second.communicate(timeout=60)
+    assert re.search(r"resumed from step \d+", out)
+    stopped = int(re.search(r"stopped by a signal after step (\d+); resume=true continues", out)[1])
+    assert not re.search("[A-Za-z]Warning|error: ", err), err
+
+    def finish(*arguments):
+        with monkeypatch.context() as patch:
+            stop_at(trainer, patch, stopped + 3)
+            return run(*long, *arguments)
+
+    resumed, alone = finish("resume=true"), finish("name=alone")
+    curve, reference = (metrics(d, "loss", "grad_norm") for d in (resumed, alone))
+    assert list(curve) == list(reference) == list(range(1, stopped + 4))
+    for step, values in reference.items():
+        assert curve[step] == pytest.approx(values, rel=1e-5), step
+    comm = metrics(resumed, "comm_bytes")
+    assert comm[1] == comm[stopped] > (0,) == comm[stopped + 3]
+
+
+def test_under_torchrun_an_error_is_printed_once(run):
+    run("train.steps=1", "eval.every=0", "sample.every=0")
+    process = run.torchrun(2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert err.count("error: ") == 1
+    assert "already holds a run (to step 1): continue it with resume=true" in err
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_an_occupied_directory_is_refused(run, capsys):
+    directory = run("train.steps=2")
+    before = (directory / "metrics.jsonl").read_bytes()
+    run(expect=2)
+    err = capsys.readouterr().err
+    assert f"{directory} already holds a run (to step 2)" in err
+    assert "resume=true" in err
+    assert "Traceback" not in err
+    assert (directory / "metrics.jsonl").read_bytes() == before
+    run("resume=true", "model.overrides.hidden=24", expect=2)
+    err = capsys.readouterr().err
+    assert "checkpoint of another model" in err
+    assert "config.hidden: 48 in the checkpoint, 24 here" in err
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped(run, capsys):
+    directory = run()
+    shard = directory / "checkpoints/step-00000004/__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    before = metrics(directory, "loss")
+    run("resume=true")
+    out = capsys.readouterr().out
+    assert f"step-00000004 is damaged ({shard} differs from the checksum" in out
+    assert "resumed from step 2" in out
+    assert metrics(directory, "loss") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["parallel.sp=3"], "dp_replicate=1 x dp_shard=1 x sp=3 = 3 != world 1"),
+        (["train.stps=3"], "command line: unknown key 'train.stps': did you mean 'steps'?"),
+        (["model.overrides.hiden=3"], "did you mean 'hidden'"),
+        (["optim.lr=1e30", "optim.warmup=0"], "training diverged"),
+    ],
+)
+def test_errors_are_one_message(run, capsys, arguments, message):
+    run(*arguments, expect=2)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_divergence_writes_no_bad_checkpoint(run, capsys):
+    directory = run("optim.lr=1e30", "optim.warmup=0", "checkpoint.every=1", "eval.every=0", expect=2)
+    step = int(re.search(r"step (\d+): loss", capsys.readouterr().err)[1])
+    saved = [p.name for p in (directory / "checkpoints").iterdir()]
+    assert f"step-{step:08d}" not in saved
+
+
+def test_help(trainer, run, capsys):
+    assert trainer.main(["help=1"]) == 0
+    assert "steps: 1000" in capsys.readouterr().out
+    assert trainer.main([str(run.file), "help=1", "train.steps=3"]) == 0
+    assert re.search(r"  steps: 3 +# optimizer steps", capsys.readouterr().out)
+
+
+# ------------------------------------------------------------------------------------------------------- dry run, wandb
+
+
+@pytest.mark.parametrize("config", ["transformer2d-720m", "latte-xl"])
+def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, capsys, config):
+    monkeypatch.chdir(tmp_path)
+    assert trainer.main([str(ROOT / f"configs/{config}.yaml"), "dry_run=true"]) == 0
+    out = capsys.readouterr().out
+    size = {"transformer2d-720m": "sp=8 = 16 ranks", "latte-xl": "sp=4 = 8 ranks"}[config]
+    assert size in out
+    assert "blocks.0.temporal" in out or "blocks.*.temporal" in out
+    for what in ("parameters", "gradients", "AdamW moments", "activations", "total", "forward", "backward"):
+        assert re.search(rf"^  {what} .*B\b", out, re.M), what
+    assert not re.search(r"^  forward +0B", out, re.M)
+    assert not list(tmp_path.iterdir())  # nothing is written
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed):
+    """Count, in a real forward, the storages that autograd keeps."""
+    config = cfg.load(run.arguments(f"train.checkpoint_activations={checkpointed}"))
+    task = VideoTask(config)
+    stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
+    build = lambda: task.objective(task.model())  # noqa: E731
+    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed)
+
+    objective = build()
+    weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
+    kept, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    inputs = {k: torch.zeros_like(v) for k, v in task.example(objective).items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        objective(**inputs)
+    if checkpointed:  # four stages keep their input alone, and one is open
+        assert 0.25 < estimate / sum(kept.values()) < 0.6
+    else:
+        assert estimate == pytest.approx(sum(kept.values()), rel=0.02)
+
+
+def test_wandb_offline_holds_the_same(run):
+    directory = run("wandb.mode=offline", "train.steps=2", "sample.every=2")
+    run("wandb.mode=offline", "train.steps=3", "sample.every=2", "resume=true")
+    logs = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 2
+    assert logs[0].name == logs[1].name  # the id is kept in the checkpoint
+    records = []
+    for log in logs:
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        records += [json.loads(line) for line in out.splitlines()]
+    config = next(r["run"]["config"]["update"] for r in records if r["type"] == "run")
+    assert config["train"]["batch"] == 2
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    losses = {item["train/step"]: item["train/loss"] for item in history if "train/loss" in item}
+    assert losses == {step: loss for step, (loss,) in metrics(directory, "loss").items()}
+    assert any("val/loss" in item for item in history)
+    assert any(key.startswith("samples") for item in history for key in item)
+    assert any(key.startswith("plan") for item in history for key in item)
+    assert list(directory.glob("wandb/*/files/media/videos/*.gif"))
+    table = json.loads(next(directory.glob("wandb/*/files/media/table/plan*.json")).read_text())
+    assert table["columns"]
+    assert table["data"]
+
+
+def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
+    """A key that nothing reads would be a promise that nothing keeps."""
+    save_gif(tmp_path / "videos" / "0.gif", torch.rand(1, 3, 7, 8, 8) * 2 - 1)
+    seen, real = set(), cfg.load
+    sections = [*cfg.DATA.values(), *(type(v) for v in vars(cfg.Config()).values() if hasattr(v, "__dict__"))]
+
+    def load(arguments):
+        config = real(arguments)
+        for section in {cfg.Config, *sections}:
+            plain = section.__getattribute__
+
+            def watched(self, name, plain=plain):
+                seen.add((type(self), name))
+                return plain(self, name)
+
+            monkeypatch.setattr(section, "__getattribute__", watched)
+        return config
+
+    monkeypatch.setattr(trainer.cfg, "load", load)
+    monkeypatch.setattr(tracking, "to_dict", lambda config: {})
+    monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
+    monkeypatch.setattr("zoo.training.video._FLOOR_CLIPS", 30)
+    run("wandb.mode=offline", "eval.linear_floor=true")
+    run.file.write_text(TINY.replace("data:", "#").replace("1, num_classes: 10", "3"))
+    data = f"data={{name: video_folder, path: {tmp_path / 'videos'}, frames: 5, height: 8, width: 8}}"
+    run(data, "sample.guidance=1", "train.steps=1", "name=folder")
+    names = {section: section for section in sections}
+    for section in names:
+        for f in cfg.fields(section):
+            assert (section, f.name) in seen or f.name == "name", f"{section.__name__}.{f.name} is never read"
+    for f in cfg.fields(cfg.Config):
+        assert (cfg.Config, f.name) in seen, f"{f.name} is never read"
+
+
+# ---------------------------------------------------------------------------------------------------------- small parts
+
+
+def test_learning_rate(trainer):
+    options = cfg.Optim(lr=1.0, warmup=4, final=0.1)
+    rates = [trainer.learning_rate(options, step, 20) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a > b for a, b in itertools.pairwise(rates[3:]))
+    assert 0.1 < rates[-1] < 0.12
+    assert trainer.learning_rate(cfg.Optim(lr=1.0, warmup=0), 1, 1) == pytest.approx(0.5)
+    assert trainer.learning_rate(cfg.Optim(lr=1.0, warmup=50), 20, 20) == 0.4
+
+
+@pytest.mark.parametrize(("length", "size"), [(7, 4), (5, 4), (8, 2), (1, 3), (5, 1)])
+def test_shares_are_those_of_chunk(length, size):
+    chunks = [c.tolist() for c in torch.arange(length).chunk(size)]
+    chunks += [[]] * (size - len(chunks))
+    assert [list(share(length, rank, size)) for rank in range(size)] == chunks
+
+
+def test_parts_of_a_batch_are_those_of_the_whole(run):
+    """Ranks of one group see parts of the same samples, groups see others, whatever the number of groups."""
+    config = cfg.load(run.arguments("train.batch=2", "train.accumulation=2"))
+    whole = VideoTask(config)
+    whole.open()
+    with torch.device("meta"):
+        model = whole.model()
+    objective = whole.objective(model)
+    parts = [VideoTask(config, rank, 3) for rank in range(3)]
+    for part in parts:
+        part.open()
+        part.num_classes = whole.num_classes
+    batch = whole.batch(objective, 3, 1, 0, 1)
+    pieces = [part.batch(objective, 3, 1, 0, 1) for part in parts]
+    for name in ("x", "noise"):
+        assert torch.equal(torch.cat([p[name].local for p in pieces], 2), batch[name].local)
+        assert [p[name].local.shape[2] for p in pieces] == [2, 2, 1]
+    for name in ("timestep", "label"):
+        assert all(torch.equal(p[name], batch[name]) for p in pieces)
+    # two micro-batches of one group are one micro-batch of two groups
+    config.train.accumulation = 1
+    other = whole.batch(objective, 3, 0, 1, 2)
+    assert torch.equal(other["x"].local, batch["x"].local)
+    assert torch.equal(other["noise"].local, batch["noise"].local)
+    assert not torch.equal(whole.batch(objective, 3, 0, 0, 2)["x"].local, batch["x"].local)
+
+
+def test_amounts():
+    assert [tracking.amount(v) for v in (0, 7, 999.9, 1208, 45_300_000, 2e12)] == [
+        "0", "7", "1k", "1.21k", "45.3M", "2T",
+    ]  # fmt: skip
+    assert [tracking.duration(v) for v in (7, 754, 12000)] == ["0:07", "12:34", "3:20:00"]

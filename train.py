@@ -1,0 +1,391 @@
+"""Train a model of the zoo with Dynamic Sequence Parallelism.
+
+    torchrun --nproc-per-node 2 train.py configs/demo.yaml [key=value ...]
+    python train.py configs/demo.yaml help=1
+
+One file for every architecture, read from top to bottom: config, mesh, data, model, dsp, fsdp, optimizer, loop.
+"""
+
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint as recompute
+
+import dsp
+from zoo.data.sampling import hash_seed
+from zoo.training import UserError, checkpoint, ranks
+from zoo.training import config as cfg
+from zoo.training.estimate import memory_table, saved_for_backward
+from zoo.training.tracking import Tracker, amount, duration, log_line, open_run
+from zoo.training.video import Inputs, Part, VideoTask, user_error
+
+
+@dataclass
+class Run:
+    """A run on one rank, ready to go on from step `start`."""
+
+    config: cfg.Config
+    device: torch.device
+    stop: ranks.StopSignal
+    task: VideoTask
+    mesh: DeviceMesh
+    model: Any  # an nn.Module that fully_shard gave more methods
+    objective: Any
+    optimizer: torch.optim.Optimizer
+    directory: Path
+    plan: dsp.Plan
+    start: int = 0
+    tracker: Tracker | None = None  # on rank 0
+
+
+def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> Run:
+    # mesh: sp innermost, within a node. Every rank holds a share of the weights: FSDP spans dp_shard x sp
+    replicate, shard, sp = cfg.mesh_shape(config.parallel, dist.get_world_size())
+    mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    fsdp_mesh = init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard"))
+
+    # data: every rank makes its own frames of its group's samples
+    task = VideoTask(config, rank=mesh["sp"].get_local_rank(), size=sp)
+    task.open()
+    if config.eval.clips % (replicate * shard):
+        raise UserError(f"eval.clips={config.eval.clips} is not a multiple of {replicate * shard} data-parallel groups")
+
+    # model: shapes alone, weights come last
+    with torch.device("meta"):
+        model = task.model()
+        objective = task.objective(model)
+        plan = make_plan(config, task, objective, sp)
+    directory = ranks.on_first_rank(lambda: open_run(config))
+
+    # dsp: the objective for training, where the loss is taken on shards; the model alone for sampling
+    user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
+    user_error(dsp.parallelize, model, mesh["sp"])
+
+    # compile and recompute the inside of a stage, so that neither sees a switch
+    stages = repeated_stages(model)
+    for stage in stages:
+        if config.train.compile:
+            stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
+        if config.train.checkpoint_activations:
+            stage.forward = partial(recompute, stage.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+    # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient
+    weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
+    policy = MixedPrecisionPolicy(compute_dtype(config), torch.float32, cast_forward_inputs=False)
+    for stage in stages:
+        fully_shard(stage, mesh=weights_over, mp_policy=replace(policy, cast_forward_inputs=True))
+    fully_shard(model, mesh=weights_over, mp_policy=policy)
+    # it warns of outputs that are views, which only in-place operations on them would break: nothing here has any
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    initialize(model, task, device)
+
+    # optimizer: vectors (biases, scales) are not decayed
+    options = config.optim
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (options.betas[0], options.betas[1])
+    optimizer = torch.optim.AdamW(groups, options.lr, betas, options.eps, options.weight_decay)
+
+    return Run(config, device, stop, task, mesh, model, objective, optimizer, directory, plan)
+
+
+def resume(run: Run) -> None:
+    """Continue from the latest checkpoint, if that is wanted, and open the records."""
+    config, directory, wandb_id = run.config, run.directory / "checkpoints", None
+    if config.resume:
+        state = checkpoint.load(directory, run.model, run.optimizer, identity=run.task.identity, report=ranks.say)
+        if state:
+            run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
+        ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
+    if dist.get_rank() == 0:
+        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plan))
+
+
+def loop(run: Run) -> None:
+    config, steps = run.config, run.config.train.steps
+    group, groups = data_parallel(run)
+    tokens = run.task.tokens * config.train.batch * config.train.accumulation * groups
+    wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
+    batches = ahead(lambda step, micro: user_error(run.task.batch, run.objective, step, micro, group, groups), wanted)
+    step = saved = run.start
+    began, busy, logged = time.perf_counter(), 0.0, run.start
+    try:
+        assess(run, step)
+        for step in range(run.start + 1, steps + 1):
+            clock = time.perf_counter()
+            values, stopping = train_step(run, step, batches)
+            busy += time.perf_counter() - clock
+            if step % config.log.every == 0 or step in (run.start + 1, steps):
+                values["tokens_per_s"] = tokens * (step - logged) / busy
+                values["memory_bytes"] = int(ranks.greatest(ranks.peak_memory(run.device)))
+                values["comm_bytes"] = sum(run.plan.bytes.values()) * config.train.accumulation
+                eta = (time.perf_counter() - began) / (step - run.start) * (steps - step)
+                ranks.say(log_line(step, steps, values, eta))
+                if run.tracker:
+                    run.tracker.log(step, **values)
+                busy, logged = 0.0, step
+            if stopping or due(config.checkpoint.every, step, steps) or step == steps:
+                save(run, step)
+                saved = step
+            if stopping:
+                raise ranks.Interrupted
+            assess(run, step)
+    except ranks.Interrupted:
+        if saved != step:
+            save(run, step)
+        ranks.say(f"stopped by a signal after step {step}; resume=true continues")
+        return
+    finally:
+        batches.close()
+    summarize(run, time.perf_counter() - began)
+
+
+def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str, float], bool]:
+    """One update of the weights. Returns what to log, and whether any rank was asked to stop."""
+    options, accumulation = run.config.train, run.config.train.accumulation
+    lr = learning_rate(run.config.optim, step, options.steps)
+    for param_group in run.optimizer.param_groups:
+        param_group["lr"] = lr
+    torch.manual_seed(hash_seed("dropout", options.seed, step, data_parallel(run)[0]))  # a resumed run draws the same
+    loss = torch.zeros((), device=run.device)
+    for micro in range(accumulation):
+        run.model.set_requires_gradient_sync(micro == accumulation - 1)
+        error, weight = run.objective(**place(next(batches), run.mesh["sp"], run.device))
+        part = dsp.mean(error, weight) / accumulation
+        part.backward()
+        loss += part.detach()
+    norm: Any = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf)
+    norm = norm.full_tensor().item()
+    mean, stopping = ranks.total(loss.item() / dist.get_world_size(), run.stop.requested)
+    if not math.isfinite(mean + norm):  # the same numbers on every rank
+        raise UserError(
+            f"step {step}: loss {mean}, gradient norm {norm}: training diverged, and this step was not taken. "
+            f"Checkpoints are in {run.directory / 'checkpoints'}; a lower optim.lr or a longer optim.warmup may help"
+        )
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return {"loss": mean, "grad_norm": norm, "lr": lr}, bool(stopping)
+
+
+# ------------------------------------------------------------------------------------- validation, samples, checkpoints
+
+
+def assess(run: Run, step: int) -> None:
+    """Validate and sample after `step`, if that is due and not done yet: a resumed run may have been stopped before."""
+    config, records = run.config, run.tracker.records if run.tracker else []
+    judged = any("val_loss" in record and record["step"] == step for record in records)
+    if due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
+        losses = evaluate(run)
+        mean = sum(losses) / len(losses)
+        ranks.say(f"step {step}: validation loss {mean:.4g}")
+        if run.tracker:
+            run.tracker.log(step, val_loss=mean, val_losses=losses)
+    path = run.directory / "samples" / f"step-{step:08d}.gif"
+    if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
+        samples = run.task.sample(run.model, run.device, run.stop.poll)
+        if run.tracker:
+            run.task.show(samples, path)
+            run.tracker.video(step, path)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> list[float]:
+    """Mean loss over the validation clips at each fixed noise level."""
+    group, groups = data_parallel(run)
+    sums = [0.0] * run.config.eval.levels
+    for level, count, inputs in run.task.validation_batches(run.objective, group, groups):
+        run.stop.poll()
+        error, weight = run.objective(**place(inputs, run.mesh["sp"], run.device))
+        sums[level] += dsp.mean(error, weight).item() * count
+    scale = run.config.eval.clips * run.mesh["sp"].size()  # every rank of an sp group adds the same mean
+    return [value / scale for value in ranks.total(*sums)]
+
+
+def save(run: Run, step: int) -> None:
+    wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
+    path = checkpoint.save(
+        run.directory / "checkpoints", step, run.model, run.optimizer,
+        identity=run.task.identity, extra={"wandb_id": wandb_id}, keep=run.config.checkpoint.keep,
+    )  # fmt: skip
+    ranks.say(f"step {step}: checkpoint {path}")
+
+
+def summarize(run: Run, seconds: float) -> None:
+    """The last lines of a finished run."""
+    if not run.tracker:
+        return
+    records = run.tracker.records
+    validation = [record["val_loss"] for record in records if "val_loss" in record]
+    ranks.say(f"finished {run.config.train.steps} steps in {duration(seconds)}; everything is in {run.directory}")
+    if validation:
+        ranks.say(f"validation loss {validation[-1]:.4g}")
+    if validation and run.config.eval.linear_floor:
+        floor = run.task.linear_floor(run.objective)
+        run.tracker.log(run.config.train.steps, linear_floor=floor)
+        ranks.say(f"best linear denoiser on the same data {floor:.4g}")
+    if gifs := sorted((run.directory / "samples").glob("*.gif")):
+        ranks.say(f"samples {gifs[-1]}")
+
+
+# --------------------------------------------------------------------------------------------------------- the dry run
+
+
+def dry_run(config: cfg.Config) -> None:
+    """Print the plan, memory and bytes a rank, for the mesh that is configured, on one process and without memory."""
+    parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
+    world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
+    replicate, shard, sp = cfg.mesh_shape(parallel, world)
+    task = VideoTask(config)
+    with torch.device("meta"):
+        model = task.model()
+        plan = make_plan(config, task, task.objective(model), sp)
+    dtype = compute_dtype(config)
+    activations = saved_for_backward(
+        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
+        dtype=dtype, checkpointed=config.train.checkpoint_activations,
+    )  # fmt: skip
+    rows = memory_table(
+        model, repeated_stages(model), shards=shard * sp, accumulation=config.train.accumulation,
+        width=dtype.itemsize, activations=activations // sp,
+    )  # fmt: skip
+    clip = f"{config.train.batch} x {task.frames} frames of {task.height} x {task.width}"
+    print(f"model {config.model.name}, {amount(sum(p.numel() for p in model.parameters()))} parameters, batch {clip}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}\n\nmemory a rank")
+    for what, size, note in rows:
+        print(f"  {what:<24}{amount(size, 'B'):>10}  {note}".rstrip())
+    print("\nsequence parallelism sends, a rank and step")
+    for phase, size in plan.bytes.items():
+        print(f"  {phase:<24}{amount(size * config.train.accumulation, 'B'):>10}")
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def make_plan(config: cfg.Config, task: VideoTask, objective: nn.Module, sp: int) -> dsp.Plan:
+    return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+
+
+def plan_rows(plan: dsp.Plan) -> list[dict[str, Any]]:
+    """The plan as a table for the records."""
+    rows = [asdict(row) for row in plan.stages]
+    return [{key: " ".join(v) if isinstance(v, tuple) else v for key, v in row.items()} for row in rows]
+
+
+def compute_dtype(config: cfg.Config) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+
+
+def repeated_stages(model: Any) -> list[nn.Module]:
+    """The blocks of a model: the stages whose pattern has a `*`."""
+    patterns = [pattern for pattern in model.stages if "*" in pattern]
+    return [module for name, module in model.named_modules() if any(fnmatchcase(name, p) for p in patterns)]
+
+
+def initialize(model: nn.Module, task: VideoTask, device: torch.device) -> None:
+    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
+    model.to_empty(device=device)
+    torch.manual_seed(task.config.train.seed)
+    source = task.model() if dist.get_rank() == 0 else None
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, source.state_dict() if source else {}, options=everywhere)
+    for name, buffer in model.named_buffers():  # those that a state dict leaves out too
+        if source:
+            buffer.copy_(source.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def data_parallel(run: Run) -> tuple[int, int]:
+    """Which data-parallel group this rank belongs to, and how many there are."""
+    sp = run.mesh["sp"].size()
+    return dist.get_rank() // sp, dist.get_world_size() // sp
+
+
+def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+    """Inputs as the objective takes them: a part of a tensor becomes a DTensor over the ranks that hold the others."""
+    placed = {}
+    for name, value in inputs.items():
+        if not isinstance(value, Part):
+            placed[name] = value.to(device)
+        elif mesh.size() == 1:
+            placed[name] = value.local.to(device)
+        else:
+            shape = list(value.local.shape)
+            shape[value.dim] = value.length
+            whole = torch.empty(shape, device="meta")
+            placed[name] = DTensor.from_local(
+                value.local.to(device), mesh, [Shard(value.dim)],
+                run_check=False, shape=whole.shape, stride=whole.stride(),
+            )  # fmt: skip
+    return placed
+
+
+def ahead(make: Callable[..., Inputs], wanted: Iterable[tuple[int, int]]) -> Any:
+    """Yield `make(*args)` for every args wanted, each made in a thread while the one before it is used."""
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[Inputs] | None = None
+        for args in wanted:
+            following = pool.submit(make, *args)
+            if pending:
+                yield pending.result()
+            pending = following
+        if pending:
+            yield pending.result()
+
+
+def learning_rate(options: cfg.Optim, step: int, steps: int) -> float:
+    """Linear warm-up to `lr`, then a cosine down to `final` x `lr` after the last step; `step` counts from 1."""
+    if step <= options.warmup:
+        return options.lr * step / options.warmup
+    done = (step - options.warmup) / (steps - options.warmup + 1)
+    return options.lr * (options.final + (1 - options.final) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def due(every: int, step: int, steps: int) -> bool:
+    return every > 0 and step > 0 and (step % every == 0 or step == steps)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if cfg.wants_help(arguments):
+            print(cfg.help_text(arguments), end="")
+            return 0
+        config = cfg.load(arguments)
+        if config.dry_run:
+            if int(os.environ.get("RANK", 0)) == 0:
+                dry_run(config)
+            return 0
+        with ranks.process_group() as device, ranks.StopSignal() as stop:
+            run = setup(config, device, stop)
+            try:
+                resume(run)
+                loop(run)
+            finally:
+                if run.tracker:
+                    run.tracker.finish()
+        return 0
+    except UserError as error:
+        ranks.complain(error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)(sys.argv[1:]))
