@@ -79,6 +79,14 @@ class Signature:
         return call, bound
 
 
+def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:
+    """The dim sizes that the root pattern fixes for one call."""
+    if root is None:
+        return {}
+    _, bound = Signature(model, root, "the model").bind(args, kwargs)
+    return solve_sizes([(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern], {}, where="the model")
+
+
 def replace(call: inspect.BoundArguments, bound: Bound, tensor: Any) -> None:
     if bound.index is None:
         call.arguments[bound.param] = tensor

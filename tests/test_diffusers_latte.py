@@ -92,3 +92,84 @@ def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gat
 def test_outputs_and_every_gradient(ranks, n: int, ckpt: bool) -> None:
     ranks(parity, n, 2, 7, 6, ckpt, n != 3)
     ranks(parity, n, 1, 5, 4, ckpt, n == 3)
+
+
+def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
+    batch, frames, side, layers = 2, 8, 8, 3
+    model = build(frames, side, layers).train()
+    if ckpt:
+        model.enable_gradient_checkpointing()
+    kwargs = inputs(batch, frames, side)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=STAGES, gather_output=gather)
+    dsp.parallelize(model, mesh, STAGES, gather_output=gather)
+    with dsp.count_comm() as comm:
+        out = model(**kwargs).sample
+        (dsp.mean(out) if not gather else out.mean()).backward()
+    return comm.by_collective(), plan.bytes
+
+
+@pytest.mark.parametrize("ckpt", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None:
+    # M = B·T·S·D elements of 8 bytes; 3 layers of two blocks; patch 2; 8 channels come out
+    m = 2 * 8 * 16 * 16 * 8
+    switches = 2 * 3 - 1  # after the last block nothing computes over s: the output stays sharded along its rows
+    each = (n - 1) * m // n**2
+    out = 2 * 8 * 8 * 8 * 8 * 8
+    for gather in (True, False):
+        for counts, planned in ranks(moved, n, ckpt, gather):
+            assert counts["forward"]["switch"] == {"calls": switches, "bytes": switches * each}
+            assert counts["backward"]["switch"] == {"calls": switches, "bytes": switches * each}
+            assert counts["recompute"] == {}
+            extra = (n - 1) * out // n if gather else 0
+            if gather:
+                assert counts["forward"]["gather"] == {"calls": 1, "bytes": extra}
+                assert counts["backward"]["reduce_scatter"] == {"calls": 1, "bytes": extra}
+            assert set(counts["forward"]) <= {"switch", "gather", "all_reduce"}
+            total = switches * each + extra
+            assert planned == {"forward": total, "backward": total, "recompute": 0}
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of every tensor an op makes, above a floor that parameters and conditioning stay below."""
+
+    def __init__(self, floor: int) -> None:
+        super().__init__()
+        self.floor, self.total, self.largest = floor, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return out  # a view of what was counted
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and type(t) is Tensor and t.numel() > self.floor:
+                self.total += t.numel()
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+def held(mesh: DeviceMesh, backward: bool) -> tuple[float, float]:
+    frames, side, text = 16, 16, 32
+    kwargs = inputs(1, frames, side, text=text)
+    found = []
+    for parallel in (False, True):
+        model = build(frames, side, 1, heads=1).train()
+        if parallel:
+            dsp.parallelize(model, mesh, STAGES, gather_output=False)
+            model(**kwargs)
+        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
+            out = model(**kwargs).sample
+            loss = dsp.mean(out)
+            if backward:
+                loss.backward()
+        found.append(sizes)
+    single, sharded = found
+    return sharded.largest / single.largest, sharded.total / single.total
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_rank_holds_more_than_its_share(ranks, n: int, backward: bool) -> None:
+    for largest, total in ranks(held, n, backward):
+        assert largest <= 1.1 / n
+        assert total <= 1.1 / n
