@@ -25,7 +25,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The default process group (of torchrun's ranks, or of this process alone) and this rank's device."""
+    """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -38,7 +38,10 @@ def process_group() -> Iterator[torch.device]:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    if "RANK" in os.environ:
+    borrowed = dist.is_initialized()
+    if borrowed:
+        pass
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -50,7 +53,8 @@ def process_group() -> Iterator[torch.device]:
         yield device
     finally:
         zoo.removeHandler(notes)
-        dist.destroy_process_group()
+        if not borrowed:
+            dist.destroy_process_group()
 
 
 def say(text: str) -> None:

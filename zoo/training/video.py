@@ -26,7 +26,7 @@ from zoo.video.gif import save_gif
 from zoo.video.linear_denoiser import linear_denoiser_loss
 
 _VALIDATION, _SAMPLES = hash_seed("validation"), hash_seed("samples")
-_FLOOR_CLIPS, _FLOOR_SIZE = 6000, 4096
+_FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
 
 
 @dataclass
