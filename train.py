@@ -34,7 +34,7 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
 from zoo.training.estimate import memory_table, saved_for_backward
-from zoo.training.tracking import Tracker, amount, duration, log_line, open_run
+from zoo.training.tracking import Tracker, amount, duration, log_line, open_run, size
 from zoo.training.video import Inputs, Part, VideoTask, user_error
 
 
@@ -137,7 +137,7 @@ def loop(run: Run) -> None:
             if step % config.log.every == 0 or step in (run.start + 1, steps):
                 values["tokens_per_s"] = tokens * (step - logged) / busy
                 values["memory_bytes"] = int(ranks.greatest(ranks.peak_memory(run.device)))
-                values["comm_bytes"] = sum(run.plan.bytes.values()) * config.train.accumulation
+                values["comm_bytes"] = step_bytes(config, run.plan)
                 eta = (time.perf_counter() - began) / (step - run.start) * (steps - step)
                 ranks.say(log_line(step, steps, values, eta))
                 if run.tracker:
@@ -269,12 +269,12 @@ def dry_run(config: cfg.Config) -> None:
     )  # fmt: skip
     clip = f"{config.train.batch} x {task.frames} frames of {task.height} x {task.width}"
     print(f"model {config.model.name}, {amount(sum(p.numel() for p in model.parameters()))} parameters, batch {clip}")
-    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}\n\nmemory a rank")
-    for what, size, note in rows:
-        print(f"  {what:<24}{amount(size, 'B'):>10}  {note}".rstrip())
-    print("\nsequence parallelism sends, a rank and step")
-    for phase, size in plan.bytes.items():
-        print(f"  {phase:<24}{amount(size * config.train.accumulation, 'B'):>10}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
+    again = ", stages recomputed" if config.train.checkpoint_activations else ""
+    print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
+    for what, count, note in rows:
+        print(f"  {what:<24}{size(count):>10}  {note}".rstrip())
+    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -282,6 +282,11 @@ def dry_run(config: cfg.Config) -> None:
 
 def make_plan(config: cfg.Config, task: VideoTask, objective: nn.Module, sp: int) -> dsp.Plan:
     return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+
+
+def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
+    """What sequence parallelism sends in a step. The recomputation of stages is inside the hooks and sends nothing."""
+    return sum(plan.bytes.values()) * config.train.accumulation
 
 
 def plan_rows(plan: dsp.Plan) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def saved_for_backward(
 def memory_table(
     model: nn.Module, stages: Sequence[nn.Module], *, shards: int, accumulation: int, width: int, activations: int
 ) -> list[tuple[str, int, str]]:
-    """Bytes a rank as (what, bytes, how it comes about). `width` is bytes a number in the computation."""
+    """Bytes a rank as (what, bytes, why so many). `width` is bytes a number in the computation."""
     count = sum(p.numel() for p in model.parameters())
     sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in stages), reverse=True)
     gathered = sum(sizes[:2]) + count - sum(sizes)
@@ -75,7 +75,7 @@ def memory_table(
         ("gradients", count * 4 // shards, f"in fp32 over {shards} ranks"),
         ("AdamW moments", count * 8 // shards, f"two in fp32 over {shards} ranks"),
         ("gathered weights", gathered * width, "two stages and what is outside of stages"),
-        ("activations", activations, "kept for backward"),
+        ("activations", activations, "kept for backward, this rank's share"),
     ]
     if accumulation > 1:
         rows.insert(2, ("accumulated gradients", count * 4, "whole, until the last micro-batch"))

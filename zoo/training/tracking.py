@@ -136,16 +136,30 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
 # ----------------------------------------------------------------------------------------------------------- log lines
 
 
-def amount(value: float, unit: str = "") -> str:
-    """A number in four characters or so: 812, 1.21k, 45.3M.
+def amount(value: float) -> str:
+    """A number in four characters or so.
 
-    >>> amount(1208.0), amount(45_300_000, "B"), amount(0, "B")
-    ('1.21k', '45.3MB', '0B')
+    >>> [amount(7.0), amount(1208.0), amount(45_300_000)]
+    ['7', '1.21k', '45.3M']
     """
-    for power, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * power:
-            return f"{value / power:.3g}{prefix}{unit}"
-    return f"{value:.3g}{unit}"
+    return _scaled(value, 1000, "", "kMGTP")
+
+
+def size(count: float) -> str:
+    """A number of bytes, in powers of 1024.
+
+    >>> [size(0), size(1 << 20), size(882 * 2**20 + 2**19)]
+    ['0 B', '1 MiB', '882 MiB']
+    """
+    text = _scaled(count, 1024, " ", "KMGTP")
+    return f"{text} B" if text[-1].isdigit() else f"{text}iB"
+
+
+def _scaled(value: float, base: int, gap: str, prefixes: str) -> str:
+    for i in range(len(prefixes), 0, -1):
+        if value >= base**i * 0.9995:
+            return f"{float(f'{value / base**i:.3g}'):g}{gap}{prefixes[i - 1]}"
+    return f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -157,9 +171,9 @@ def duration(seconds: float) -> str:
 
 def log_line(step: int, steps: int, values: Mapping[str, float], eta: float) -> str:
     """One line for a reader, aligned with the lines before and after it."""
-    speed, memory = amount(values["tokens_per_s"]), amount(values["memory_bytes"], "B")
+    memory, comm = size(values["memory_bytes"]), size(values["comm_bytes"])
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:<8.4g} grad {values['grad_norm']:<7.3g} "
-        f"lr {values['lr']:<8.2e} {speed:>5} tokens/s  memory {memory:>6}  "
-        f"comm {amount(values['comm_bytes'], 'B'):>6}  eta {duration(eta)}"
+        f"lr {values['lr']:<8.2e} {amount(values['tokens_per_s']):>5} tokens/s  "
+        f"memory {memory:>8}  comm {comm:>8}  eta {duration(eta)}"
     )

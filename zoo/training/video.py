@@ -168,7 +168,8 @@ class VideoTask:
         return torch.cat(made)
 
     def show(self, samples: Tensor, path: Path) -> None:
-        save_gif(path, samples)
+        whole_rows = [n for n in range(2, 9) if len(samples) % n == 0]
+        save_gif(path, samples, columns=max(whole_rows, default=None))
 
     def linear_floor(self, objective: Any) -> float:
         """The validation loss of the best linear denoiser, fitted to training clips: what a model has to beat."""
