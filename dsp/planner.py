@@ -28,9 +28,9 @@ Layout = str | None  # the dim that is sharded over the sequence-parallel ranks;
 Copies = frozenset[Layout]  # layouts of one value
 T = TypeVar("T")
 
-ROWS = 100_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
-STATES = 500  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
-RIVALS = 64  # labels, the cheapest first, that a new one is compared with
+ROWS = 20_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
+STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
+RIVALS = 64  # labels, the most promising, that a new one is compared with
 
 
 class Infeasible(ValueError):
@@ -165,16 +165,18 @@ def solve(problem: Problem) -> Solution:
 
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
-    for preferred in (True, False):
-        try:
-            facts = _Facts(problem, preferred)
-            solution = _Elimination(facts).solve() or _Sweep(facts, inf).solve()
-            if problem.capacity is None or solution.peak <= problem.capacity:
-                return solution
-            return _Sweep(facts, problem.capacity).solve()
-        except Infeasible as error:
-            failure = error
-    raise failure
+    try:
+        return _solve(_Facts(problem, preferred=True))
+    except Infeasible:
+        if all(len({choice.rank for choice in op.choices}) == 1 for op in problem.ops):
+            raise
+    return _solve(_Facts(problem))
+
+
+def _solve(facts: _Facts) -> Solution:
+    capacity = facts.problem.capacity
+    solution = _Elimination(facts).solve() or _Sweep(facts, inf).solve()
+    return solution if capacity is None or solution.peak <= capacity else _Sweep(facts, capacity).solve()
 
 
 def _cost(rank: int, nbytes: int, calls: int) -> int:
@@ -199,7 +201,7 @@ class _Shape:
         return max((self.local[a] for a in layouts), default=0)
 
     def replaces(self, a: Layout, b: Layout) -> bool:
-        """Whether a copy in a serves any purpose of one in b that nobody needs: as a source, and to take no more room."""
+        """Whether a copy in a does for one in b that no op needs: as good a source, and no larger."""
         small = self.local[a] <= self.local[b] or not self.price[a, b]
         return small and all(self.price[a, c] <= self.price[b, c] for c in self.layouts if c != b)
 
@@ -319,8 +321,8 @@ class _Facts:
         problem = self.problem
         return Infeasible(
             f"no plan fits in {_human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
-            f"{_human(need)}, of which {_human(problem.resident)} are resident{missed}; more than {problem.size} ranks, "
-            "activation checkpointing or a larger memory would help"
+            f"{_human(need)}, of which {_human(problem.resident)} are resident{missed}; more than {problem.size} "
+            "ranks, activation checkpointing or a larger memory would help"
         )
 
     def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:
@@ -381,8 +383,8 @@ class _Elimination:
     """The cheapest plan where memory is no limit.
 
     Then every copy may stay, so what a value costs follows from where it starts and from the set of all layouts ever
-    asked of it. The whole is a sum of terms, each in the choices of a few ops, and is minimized by eliminating one choice
-    after another. Nothing is lost that way, and a skip across the network costs no more than one to the next op.
+    asked of it. The whole is a sum of terms, each in the choices of a few ops, and eliminating one choice after another
+    minimizes it. Nothing is lost that way, and a skip across the network is no harder than one to the next op.
     """
 
     def __init__(self, facts: _Facts):
@@ -467,11 +469,11 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
     The next variable to go is the one that makes the smallest table. That table holds, for every row of values that its
     neighbours may have, the best value of the variable.
     """
-    values: dict[int, set[Any]] = {}
+    values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
     near: dict[int, set[int]] = {}
     for scope, table in tables:
         for i, variable in enumerate(scope):
-            values.setdefault(variable, set()).update(row[i] for row in table)
+            values.setdefault(variable, {}).update((row[i], None) for row in table)
             near.setdefault(variable, set()).update(scope)
     size = {variable: prod(len(values[other]) for other in near[variable]) for variable in near}
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
@@ -479,9 +481,9 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
     while size:
         variable = min(size, key=size.__getitem__)
         joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
-        for table in tables:
-            if variable in table[0]:
-                joined = _join(joined, table)
+        for term in tables:
+            if variable in term[0]:
+                joined = _join(joined, term)
                 made += len(joined[1])
                 if len(joined[1]) > ROWS:
                     return None, made
@@ -491,7 +493,7 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
             if tuple(row) not in best or cost < best[tuple(row)][0]:
                 best[tuple(row)] = cost, value
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
-        tables = [table for table in tables if variable not in table[0]]
+        tables = [term for term in tables if variable not in term[0]]
         tables.append((scope, {row: cost for row, (cost, _) in best.items()}))
         del size[variable]
         for other in scope:
@@ -532,7 +534,7 @@ class _Label(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """What may become of a value's copies before an op: moves lead to `goal`, `keep` stays, then what is of use `after`."""
+    """What may become of a value's copies: moves lead to `goal`, the op finds `keep`, the next one `after`."""
 
     cost: int
     largest: int
@@ -543,7 +545,7 @@ class _Option(NamedTuple):
 
 
 class _Sweep:
-    """The cheapest plan within a capacity: a dynamic program over the ops, whose state is the copies held of each value.
+    """The cheapest plan within a capacity: a dynamic program over the ops; the state is the copies held of each value.
 
     To hold more is never worse until an op finds no room: only then are copies dropped, and values moved that the op
     does not read. A label is forgotten if another does as well even when it has to make up for what it does not hold.
@@ -647,8 +649,8 @@ class _Sweep:
     def _regret(self, shape: _Shape, mine: Copies, other: Copies, wanted: Copies) -> tuple[int, int]:
         """(cost, largest) of the moves after which my copies of a value are as good as the other ones, at any capacity.
 
-        Those are the moves to the other copies. Or to all that are wanted, if the other ones include one that is not and
-        that takes as much room: a whole copy, as a rule. (A third layout, made of that one, must have no use either.)
+        Those are the moves to the other copies. Or to all that ops want, where these weigh no more than one of the
+        other copies that no op wants: a whole copy, as a rule. (Nor may that one be the source of a useful third.)
         """
         best = shape.spread(mine, other)[:2]
         spare = other - wanted
@@ -659,11 +661,12 @@ class _Sweep:
         return best
 
     def select(self, k: int, labels: list[_Label]) -> list[_Label]:
-        """The labels worth keeping before op k, the cheapest first."""
+        """The labels worth keeping before op k, the most promising first."""
         shapes, wanted, live = self.facts.shapes, self.facts.wanted[k], self.facts.live[k]
 
-        def order(label: _Label) -> tuple[int, ...]:  # last, what it lacks: of two that cost the same, the richer first
-            return *label[:3], sum(shapes[v].spread(held, wanted[v])[0] for v, held in zip(live, label.state))
+        def order(label: _Label) -> tuple[int, int, int]:  # as if half of the copies still missing had to be paid
+            lack = sum(shapes[v].spread(held, wanted[v])[0] for v, held in zip(live, label.state))
+            return 2 * label.cost + lack, label.largest, label.saved
 
         best: list[_Label] = []
         saved: dict[tuple[Copies, ...], int] = {}
@@ -693,7 +696,7 @@ class _Sweep:
         return label.saved + sum(self.facts.shapes[v].weigh(held) for v, held in zip(self.facts.live[k], label.state))
 
     def cut(self, items: list[T], weigh: Callable[[T], int]) -> list[T]:
-        """At most STATES items of a list with the cheapest first: half of them those, half the lightest of the rest."""
+        """At most STATES items: half of them the first, which are the most promising, half the lightest of the rest."""
         if len(items) <= STATES:
             return items
         self.exact = False
@@ -735,7 +738,7 @@ def _check(problem: Problem) -> list[int]:
     """The op that produces each value, -1 for an input. Raises ValueError for a problem that makes no sense."""
     values, producer = problem.values, [-1] * len(problem.values)
     if problem.size < 1:
-        raise ValueError(f"a plan is for 1 rank or more, not {problem.size}")
+        raise ValueError(f"a plan is for at least 1 rank, not {problem.size}")
     for k, op in enumerate(problem.ops):
         if not op.choices:
             raise ValueError(f"op {op.name!r} offers no choice")
@@ -760,7 +763,8 @@ def _check(problem: Problem) -> list[int]:
         for choice in op.choices
         for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives)
     ]
-    for value, layout in layouts + [(value, layout) for value in values for layout in value.home]:
+    layouts += [(value, layout) for value in values for layout in value.home]
+    for value, layout in layouts:
         if layout is not None and layout not in dict(value.sizes):
             dims = " ".join(dim for dim, _ in value.sizes)
             raise ValueError(f"{value.name!r} cannot be sharded along {layout!r}: its dims are '{dims}'")
