@@ -116,6 +116,8 @@ def resume(run: Run) -> None:
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
+    room = checkpoint.expected_size(run.model) * max(1, config.checkpoint.keep + 1 - len(checkpoint.found(directory)))
+    ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
         run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plan))
 
@@ -125,7 +127,8 @@ def loop(run: Run) -> None:
     group, groups = data_parallel(run)
     tokens = run.task.tokens * config.train.batch * config.train.accumulation * groups
     wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
-    batches = ahead(lambda step, micro: user_error(run.task.batch, run.objective, step, micro, group, groups), wanted)
+    batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
+    batches = ahead(batch, wanted)
     step = saved = run.start
     began, busy, logged = time.perf_counter(), 0.0, run.start
     try:
@@ -166,6 +169,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = lr
     torch.manual_seed(hash_seed("dropout", options.seed, step, data_parallel(run)[0]))  # a resumed run draws the same
+    run.objective.train()
     loss = torch.zeros((), device=run.device)
     for micro in range(accumulation):
         run.model.set_requires_gradient_sync(micro == accumulation - 1)
@@ -201,6 +205,7 @@ def assess(run: Run, step: int) -> None:
             run.tracker.log(step, val_loss=mean, val_losses=losses)
     path = run.directory / "samples" / f"step-{step:08d}.gif"
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
+        run.model.eval()
         samples = run.task.sample(run.model, run.device, run.stop.poll)
         if run.tracker:
             run.task.show(samples, path)
@@ -211,6 +216,7 @@ def assess(run: Run, step: int) -> None:
 def evaluate(run: Run) -> list[float]:
     """Mean loss over the validation clips at each fixed noise level."""
     group, groups = data_parallel(run)
+    run.objective.eval()
     sums = [0.0] * run.config.eval.levels
     for level, count, inputs in run.task.validation_batches(run.objective, group, groups):
         run.stop.poll()

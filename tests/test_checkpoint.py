@@ -250,7 +250,7 @@ def test_a_full_disk_is_named_before_anything_is_written(run, monkeypatch):
     directory, _ = run
     model, optimizer = toy()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(UserError, match=r"a checkpoint takes .* GB and 0.00 GB are free"):
+    with pytest.raises(UserError, match=r"checkpoints take .* GB and 0.000 GB are free"):
         checkpoint.save(directory, 3, model, optimizer, identity=IDENTITY)
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000001", "step-00000002"]
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -395,6 +396,13 @@ def test_divergence_writes_no_bad_checkpoint(run, capsys):
     step = int(re.search(r"step (\d+): loss", capsys.readouterr().err)[1])
     saved = [p.name for p in (directory / "checkpoints").iterdir()]
     assert f"step-{step:08d}" not in saved
+
+
+def test_a_full_disk_is_named_at_the_start(run, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    directory = run(expect=2)
+    assert "checkpoints take 0.005 GB and 0.001 GB are free" in capsys.readouterr().err
+    assert not (directory / "metrics.jsonl").exists()
 
 
 def test_help(trainer, run, capsys):

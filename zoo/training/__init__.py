@@ -2,4 +2,9 @@
 
 
 class UserError(ValueError):
-    """Something the user can put right. The trainer prints the message alone and exits with code 2."""
+    """Something the user can put right. The trainer prints the message alone and exits with code 2.
+
+    Every rank raises it, unless it is marked `alone`: then this rank is the only one that knows.
+    """
+
+    alone = False

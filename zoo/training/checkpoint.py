@@ -96,6 +96,7 @@ def save(
             shutil.rmtree(final)
         part.rename(final)
         _sync_directory(directory)
+        # what is newer than this step was damaged, and the run went back behind it
         sound = [path for at, path in found(directory) if at <= step]
         for path in [path for at, path in found(directory) if at > step] + sound[:-keep]:
             shutil.rmtree(path)
@@ -130,12 +131,17 @@ def size_of(tensors: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in _flat(tensors))
 
 
+def expected_size(model: nn.Module) -> int:
+    """Bytes of a checkpoint of `model` with AdamW's two moments."""
+    return sum(3 * p.numel() * p.element_size() for p in model.parameters())
+
+
 def check_space(directory: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold: DCP's own message would be 'unexpected pos'."""
     free = shutil.disk_usage(directory).free
     if free < needed * 1.05 + 2**20:
         raise UserError(
-            f"{directory}: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on this disk; "
+            f"{directory}: checkpoints take {needed / 1e9:.3f} GB and {free / 1e9:.3f} GB are free on this disk; "
             "free some space, set checkpoint.keep=1 or another runs_dir"
         )
 

@@ -30,7 +30,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its comment. `choices=`, `least=` and `most=` are checked after every layer is merged."""
+    """A field with its comment. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged."""
     return field(default_factory=lambda: copy(default), metadata={"help": help, **checks})
 
 
@@ -50,7 +50,7 @@ class Digits:
     height: int = option(16, "rows of pixels", least=1)
     width: int = option(16, "columns of pixels", least=1)
     digit: float = option(12.0, "side of the digit, in pixels")
-    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame")
+    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame", length=2)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Parallel:
 @dataclass
 class Optim:
     lr: float = option(1e-4, "peak learning rate (AdamW)", least=0)
-    betas: list[float] = option([0.9, 0.99], "decay of the two moments")
+    betas: list[float] = option([0.9, 0.99], "decay of the two moments", length=2)
     eps: float = option(1e-8, "AdamW's epsilon", least=0)
     weight_decay: float = option(0.0, "decay of matrices; vectors are not decayed", least=0)
     warmup: int = option(100, "steps of linear warm-up", least=0)
@@ -120,7 +120,7 @@ class Eval:
 class Sample:
     every: int = option(0, "steps between sampled clips; 0 for none", least=0)
     clips: int = option(4, "clips sampled, from the same noise every time", least=1)
-    steps: int = option(25, "sampling steps a clip", least=1)
+    steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
 
 
@@ -267,8 +267,10 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: must be at least {metadata['least']}")
         if "most" in metadata and not value <= metadata["most"]:
             raise UserError(f"{key}={value}: must be at most {metadata['most']}")
-    if len(config.optim.betas) != 2 or not all(0 <= b < 1 for b in config.optim.betas):
-        raise UserError(f"optim.betas={config.optim.betas}: expected two numbers in [0, 1)")
+        if "length" in metadata and len(value) != metadata["length"]:
+            raise UserError(f"{key}={value}: expected {metadata['length']} values")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError(f"optim.betas={config.optim.betas}: expected numbers in [0, 1)")
     if isinstance(config.data, VideoFolder) and config.data.path is None and not config.dry_run:
         raise UserError("data.path is not set: it names the folder with your videos (data.path=/path/to/videos)")
 

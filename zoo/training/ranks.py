@@ -64,9 +64,9 @@ def say(text: str) -> None:
 
 
 def complain(error: UserError) -> None:
-    """Print a user's error once. Rank 0 speaks; another rank does only if rank 0 did not fail too and end the run."""
+    """Print a user's error once. Rank 0 speaks; another rank only if it is alone, or if rank 0 did not end the run."""
     rank = int(os.environ.get("RANK", 0))
-    if rank:
+    if rank and not error.alone:
         time.sleep(3)
     print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
 

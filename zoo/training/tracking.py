@@ -159,7 +159,7 @@ def _scaled(value: float, base: int, gap: str, prefixes: str) -> str:
     for i in range(len(prefixes), 0, -1):
         if value >= base**i * 0.9995:
             return f"{float(f'{value / base**i:.3g}'):g}{gap}{prefixes[i - 1]}"
-    return f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def duration(seconds: float) -> str:

@@ -47,12 +47,14 @@ def share(length: int, rank: int, size: int) -> range:
     return range(min(rank * step, length), min((rank + 1) * step, length))
 
 
-def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
     """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
     try:
         return build(*args, **kwargs)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{prefix}{error}") from error
+    except (ValueError, ImportError) as cause:
+        error = UserError(f"{prefix}{cause}")
+        error.alone = alone
+        raise error from cause
 
 
 class VideoTask:
@@ -67,6 +69,11 @@ class VideoTask:
 
     def open(self) -> None:
         """Find the data: on rank 0, so that all ranks agree on what there is."""
+        flow, size = self.config.objective.name == "rectified_flow", prod(self.shape) * self.frames
+        if self.config.eval.linear_floor and not (flow and size <= _FLOOR_SIZE):
+            raise UserError(
+                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {_FLOOR_SIZE} values"
+            )
         data, seed = self.config.data, self.config.train.seed
         self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, prefix="data: "))
 
@@ -173,10 +180,6 @@ class VideoTask:
 
     def linear_floor(self, objective: Any) -> float:
         """The validation loss of the best linear denoiser, fitted to training clips: what a model has to beat."""
-        if self.config.objective.name != "rectified_flow" or prod(self.shape) * self.frames > _FLOOR_SIZE:
-            raise UserError(
-                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {_FLOOR_SIZE} values"
-            )
         fit = [(i % len(self.train), i // len(self.train)) for i in range(_FLOOR_CLIPS)]
         train = [self.train.clip(index, epoch) for index, epoch in fit]
         validation = [self.validation.clip(index, epoch) for index, epoch in self._validation_clips()]
