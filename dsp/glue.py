@@ -169,7 +169,7 @@ class Glue(TorchFunctionMode):
             step = None
         if not any(s is not None for s in shells):
             if step is not None and step.source is not None:
-                return self.source(step.source, func, name, args, kwargs, tensors)
+                return self.source(step.source, name, args, kwargs, tensors)
             return func(*args, **kwargs)
 
         locals_: list[Tensor] = []
@@ -199,6 +199,7 @@ class Glue(TorchFunctionMode):
         if changing and shells[0] is None:
             raise frame.refuse("it writes a sharded tensor into a whole one")
         outcome = rule(frame)
+        func = outcome.func or func
         table = {
             id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
             for i, (o, t) in enumerate(zip(operands, locals_))
@@ -234,16 +235,16 @@ class Glue(TorchFunctionMode):
             args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)
         return map_tensors(out, wrapped)
 
-    def source(self, cut: Cut, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def source(self, cut: Cut, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         run = self.run
         operands = [Operand(tuple(t.shape)) for t in tensors]
         stream = iter(operands)
         frame = Frame(
             name, tuple(with_operands(a, stream) for a in args), dict(kwargs), run.axis.size, run.axis.rank
         )
-        call_args, call_kwargs, size = localize_source(frame, cut)
+        stretch, call_args, size = localize_source(frame, cut)
         table = {id(o): t for o, t in zip(operands, tensors)}
-        out = func(*without_operands(call_args, table), **call_kwargs)
+        out = stretch(*without_operands(call_args, table))
         shape = list(out.shape)
         shape[cut.dim] = size
         return run.wrap(out, cut, tuple(shape))

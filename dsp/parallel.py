@@ -131,13 +131,13 @@ class Runtime:
                 self.model, self.stages, self.root, args, kwargs, self.axis.size,
                 gather_output=self.gather_output, given=given,
             )  # fmt: skip
-            return make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
         except (NotationError, GlueError):
             raise
         except Exception as error:
             # a forward that needs real data to find its way: stages choose as they come
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
+        return make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
 
     def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[dict[str, int], Any, Any]:
         """Split the declared inputs; give every input whose gradient is asked its true one."""

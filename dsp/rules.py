@@ -40,7 +40,7 @@ class Outcome:
 
     cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
     narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
-    view: the result is the same data; reduce: the local results still have to be summed over ranks, and divided.
+    func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed over ranks, and divided.
     """
 
     cut: Cut | None
@@ -48,9 +48,9 @@ class Outcome:
     narrow: dict[int, Cut] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
+    func: Callable[..., Any] | None = None
     view: bool = False
     reduce: float | None = None
-    outputs: Callable[[int], Cut | None] | None = None
 
 
 @dataclass
@@ -207,8 +207,6 @@ def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
     position, outcome = align(f, operands)
     assert outcome.cut is not None
-    if f.name in ("rand_like", "rand") and f.name == "rand":
-        pass
     ndim = max(o.ndim for o in operands)
     outcome.cut = Cut(ndim + position, outcome.cut.outer)
     return outcome
@@ -292,7 +290,7 @@ def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
     out = reshaped(f, x, cut, new)
     local = list(new)
     local[out.dim] = f.local_size(new[out.dim], out.outer)
-    return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, view=True)
+    return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, func=torch.Tensor.reshape, view=True)
 
 
 @rule("view reshape")
@@ -404,7 +402,7 @@ def expand(f: Frame) -> Outcome:
     if sizes[at] not in (-1, x.shape[cut.dim]):
         raise f.refuse("it stretches the sharded dim")
     sizes[at] = -1
-    return Outcome(Cut(at, cut.outer), x.shape[cut.dim], args=(x, tuple(sizes)), kwargs={})
+    return Outcome(Cut(at, cut.outer), x.shape[cut.dim], args=(x, tuple(sizes)), kwargs={}, func=torch.Tensor.expand)
 
 
 @rule("repeat tile")
@@ -729,18 +727,19 @@ def source_cuts(f: Frame) -> list[Cut]:
     return cuts
 
 
-def localize_source(f: Frame, cut: Cut) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """The same stretch for one rank: (args, kwargs, global size of the cut dim)."""
+def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
+    """The same stretch for one rank: (function, its arguments, global size of the cut dim)."""
     x = f.args[0]
     if f.name == "repeat_interleave":
         times = f.get(1, "repeats")
         size = x.shape[cut.dim] * times
         own = f.local_size(times, 1)
-        return (x, own), {"dim": cut.dim}, size
+        return torch.repeat_interleave, (x, own, cut.dim), size
     sizes = f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:]))
     if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
         sizes = sizes[0]
     sizes = list(sizes)
     size = sizes[cut.dim]
     sizes[cut.dim] = f.local_size(size, 1)
-    return (x, *sizes), {}, size
+    stretch = torch.Tensor.repeat if f.name in ("repeat", "tile") else torch.Tensor.expand
+    return stretch, (x, *sizes), size

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch  # noqa: E402
 
 WORLD = 4
-TIMEOUT = 180
+TIMEOUT = 60
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,118 @@
+"""A parallelized model against the same model on one process: outputs, loss, every gradient, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+
+
+def as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def scalar(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A weighted mean of each output, by `dsp.mean` on shards."""
+    total = torch.zeros((), dtype=torch.float64)
+    for y in outputs:
+        if y.ndim == 0:
+            total = total + y
+            continue
+        weight = torch.linspace(0.5, 2, y.shape[1], dtype=y.dtype).view(-1, *[1] * (y.ndim - 2))
+        square = y * y
+        total = total + dsp.mean(square, weight)
+    return total
+
+
+def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
+    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in kwargs.items()}
+    outputs = as_tuple(model(**leaves))
+    loss = scalar(outputs)
+    loss.backward()
+    return outputs, loss, {k: v.grad for k, v in leaves.items() if v.requires_grad}
+
+
+def averaged(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
+    group = mesh.get_group().group_name
+    return {
+        n: torch.ops.dsp.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad, group) / mesh.size()
+        for n, p in model.named_parameters()
+    }
+
+
+def same(got: dict[str, Tensor], expect: dict[str, Tensor | None]) -> None:
+    for name, g in expect.items():
+        g = torch.zeros_like(got[name]) if g is None else g
+        torch.testing.assert_close(got[name], g, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def wrap_checkpoints(model: nn.Module) -> None:
+    """The model's own activation checkpointing: around whole stage calls, outside the hooks."""
+    for child in model.modules():
+        if isinstance(child, nn.ModuleList):
+            for i, block in enumerate(child):
+                child[i] = Checkpointed(block)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+def parity(mesh: DeviceMesh, name: str, shapes: list[tuple[int, int, int]], gather: bool, ckpt: bool = False) -> None:
+    single, model = toys.make(name), toys.make(name)
+    stages = dict(model.stages)
+    if ckpt:
+        wrap_checkpoints(model)
+        wrap_checkpoints(single)
+        stages = {k.replace(".*", ".*.inner"): v for k, v in stages.items()}
+    dsp.parallelize(model, mesh, stages, gather_output=gather)
+    for shape in [*shapes, shapes[0]]:
+        kwargs = toys.inputs(name, *shape)
+        single.zero_grad()
+        model.zero_grad()
+        expect, expect_loss, expect_inputs = step(single, kwargs)
+        got, loss, inputs = step(model, kwargs)
+        for a, b in zip(got, expect):
+            assert a.shape == b.shape
+            assert isinstance(a, DTensor) == (not gather and mesh.size() > 1 and b.ndim > 0)
+            torch.testing.assert_close(dsp.gather(a) if isinstance(a, DTensor) else a, b)
+        torch.testing.assert_close(loss, expect_loss)
+        same(inputs, expect_inputs)
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+        with torch.no_grad():
+            for a, b in zip(as_tuple(model(**kwargs)), expect):
+                torch.testing.assert_close(dsp.gather(a), b)
+
+
+SHAPES = [(1, 7, 5), (2, 4, 8), (1, 5, 3), (2, 3, 3)]
+
+
+@pytest.mark.parametrize("name", toys.TOYS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_exact(ranks, name: str, n: int) -> None:
+    ranks(parity, n, name, SHAPES, n % 2 == 0)
+
+
+@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube"])
+def test_exact_the_other_way_round(ranks, name: str) -> None:
+    ranks(parity, 2, name, SHAPES[:2], False)
+    ranks(parity, 3, name, SHAPES[:2], True)
+
+
+@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Global"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_exact_under_the_models_own_checkpointing(ranks, name: str, n: int) -> None:
+    ranks(parity, n, name, SHAPES[:2], n == 2, True)

@@ -1,0 +1,293 @@
+"""Small models of every shape that DSP meets, written for one device, each with its stages and inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+C = 4
+
+
+def attend(x: Tensor, dim: int, w: Tensor) -> Tensor:
+    """Attention along one dim of [..., c], whatever the other dims."""
+    q, k, v = (x @ w).movedim(dim, -2).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v).movedim(-2, dim)
+
+
+class Along(nn.Module):
+    """Residual attention along `dim`, with a per-sample modulation."""
+
+    def __init__(self, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.norm = nn.LayerNorm(C)
+        self.w = nn.Parameter(torch.randn(C, 3 * C) / 2)
+        self.out = nn.Linear(C, C)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = self.out(attend(self.norm(x), self.dim, self.w))
+        y = F.dropout(y, self.dropout, self.training)
+        return x + y * (1 if scale is None else scale)
+
+
+class Grid(nn.Module):
+    """Two sequence dims; glue with residuals, a time table, modulation by sample, a norm and an elementwise head."""
+
+    stages = {
+        "": "x=b t s c -> b t s c",
+        "space.*": "b t [s c], scale=b 1 1 [c]",
+        "time.*": "b [t] s [c]",
+    }
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, C))
+        self.embed = nn.Linear(C, C)
+        self.space = nn.ModuleList(Along(2) for _ in range(layers))
+        self.time = nn.ModuleList(Along(1) for _ in range(layers))
+        self.scale = nn.Linear(C, C)
+        self.head = nn.Linear(C, 2 * C)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        scale = self.scale(F.silu(cond))[:, None, None]
+        x = self.embed(x) + self.table[: x.shape[1], None]
+        for space, time in zip(self.space, self.time):
+            x = x + 0.5 * space(x, scale=scale)
+            x = time(x)
+        a, b = self.head(F.layer_norm(x, (C,))).chunk(2, -1)
+        return a * torch.sigmoid(b) + scale
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C), "cond": torch.randn(batch, C)}
+
+
+class Folded(nn.Module):
+    """The same with folds (b t) and (b s) in glue, frame-wise text and an additive mask."""
+
+    stages = {
+        "": "x=b t s c, mask=(b t) 1 l -> b t s c",
+        "space.*": "(b t) [s c], text=(b t) [l c], mask=(b t) 1 [l]",
+        "time.*": "(b s) [t c]",
+    }
+
+    class Space(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = Along(1)
+
+        def forward(self, x: Tensor, text: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.own(x) + F.scaled_dot_product_attention(x, text, text, mask)
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.space = nn.ModuleList(self.Space() for _ in range(layers))
+        self.time = nn.ModuleList(Along(1) for _ in range(layers))
+        self.project = nn.Linear(C, C)
+
+    def forward(self, x: Tensor, text: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, t, s, _ = x.shape
+        text = self.project(text).unsqueeze(1).expand(-1, t, -1, -1).flatten(0, 1)
+        for space, time in zip(self.space, self.time):
+            x = rearrange(x, "b t s c -> (b t) s c")
+            x = space(x, text, mask=mask)
+            x = rearrange(x, "(b t) s c -> (b s) t c", b=b)
+            x = time(x)
+            x = rearrange(x, "(b s) t c -> b t s c", b=b)
+        return x
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        mask = torch.zeros(batch * t, 1, 3)
+        mask[::2, :, -1] = -1e4
+        return {"x": torch.randn(batch, t, s, C), "text": torch.randn(batch, 3, C), "mask": mask}
+
+
+class Cube(nn.Module):
+    """Three sequence dims in turn."""
+
+    stages = {"": "x=b t h w c -> b t h w c", "t.*": "b [t] h w [c]", "h.*": "b t [h] w [c]", "w.*": "b t h [w c]"}
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.t = nn.ModuleList(Along(1) for _ in range(layers))
+        self.h = nn.ModuleList(Along(2) for _ in range(layers))
+        self.w = nn.ModuleList(Along(3) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for t, h, w in zip(self.t, self.h, self.w):
+            x = w(h(t(x)))
+        return x
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, 6, C)}
+
+
+class Pair(nn.Module):
+    """An MSA and a pair tensor: row attention with pair bias, columns, outer product mean, triangles, transitions."""
+
+    stages = {
+        "": "m=b s r c, z=b i j c -> b s r c, b i j c",
+        "row": "b s [r c], z=b [i j c] -> b s [r c]",
+        "column": "b [s] r [c]",
+        "outer": "b [s] i [c], b [s] j [c] -> b i j [c]",
+        "outgoing": "b i [k] c, b j [k] c -> b i j c",
+        "transition": "b i j [c]",
+        "start": "b i [j c], bias=b [i j c]",
+    }
+
+    class Row(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(C, 3 * C) / 2)
+            self.bias = nn.Linear(C, 1)
+
+        def forward(self, m: Tensor, z: Tensor) -> Tensor:
+            q, k, v = (m @ self.w).chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v, self.bias(z)[..., 0].unsqueeze(1))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(C * C, C)
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.out(torch.einsum("bsic,bsjd->bijcd", left, right).flatten(-2) / left.shape[1])
+
+    class Outgoing(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return torch.einsum("bikc,bjkc->bijc", left, right)
+
+    class Start(nn.Module):
+        def forward(self, z: Tensor, bias: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(z, z, z, bias.mean(-1).unsqueeze(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.column, self.outer, self.outgoing = self.Row(), Along(1), self.Outer(), self.Outgoing()
+        self.transition, self.start = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), nn.ReLU(), nn.Linear(C, C)), self.Start()
+        self.left, self.right, self.gate = nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        m = m + self.row(m, z=z)
+        m = m + self.column(m)
+        z = z + self.outer(m, m)
+        left, right = self.left(z), self.right(z)
+        z = z + torch.sigmoid(self.gate(z)) * self.outgoing(left, right)
+        z = z + self.transition(z)
+        z = z + self.start(z, bias=left)
+        return m, z
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"m": torch.randn(batch, t, s, C), "z": torch.randn(batch, s, s, C)}
+
+
+class Branches(nn.Module):
+    """Both layouts of one input (Latte's fourth variant), and a skip over the whole depth."""
+
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]", "time": "b [t] s [c]", "last": "b t [s c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.last = Along(2), Along(1), Along(2)
+        self.join = nn.Linear(2 * C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.tanh(x)
+        x = self.last(x)
+        y = self.join(torch.cat([self.space(x), self.time(x)], -1))
+        return self.last(y) + skip * self.time(x)
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C)}
+
+
+class Global(nn.Module):
+    """A stage with no dim left to shard between two that have one."""
+
+    stages = {"": "x=b t s c -> b t s c", "space.*": "b t [s c]", "mix": "[b t s c]"}
+
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(C, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.w(x).softmax(1).cumsum(2).flip(0) * x.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = nn.ModuleList(Along(2) for _ in range(2))
+        self.mix = self.Mix()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.space[1](self.mix(self.space[0](x)))
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C)}
+
+
+class Loss(nn.Module):
+    """A loss and its weights computed in the model's own forward: means, sums and reductions over the sharded dim."""
+
+    stages = {"": "x=b t s c, target=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Along(2), Along(1)
+        self.w = nn.Parameter(torch.randn(C))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.time(self.space(x)) * self.w
+        per_frame = y.square().mean(dim=(2, 3))
+        pooled = y.mean(dim=(1, 2))
+        return F.mse_loss(y, target) + y.abs().mean() + per_frame.sum() * 0.1 + (pooled * self.w).sum() + y.sum(1).square().mean()
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C), "target": torch.randn(batch, t, s, C)}
+
+
+class Unplanned(nn.Module):
+    """A forward that looks at its data, so that no plan can be made ahead of the run."""
+
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Along(2), Along(1)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        for _ in range(int(steps)):
+            x = self.time(self.space(x))
+        return x.flip(1)
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C), "steps": torch.tensor(2)}
+
+
+TOYS: dict[str, Any] = {
+    t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Unplanned)
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return TOYS[name]().double()
+
+
+def inputs(name: str, batch: int, t: int, s: int) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    return {
+        k: v.double() if v.is_floating_point() else v for k, v in TOYS[name].inputs(batch, t, s).items()
+    }
