@@ -83,6 +83,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     stages = repeated_stages(model)
     for stage in stages:
         if config.train.compile:
+            torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
             stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
         if config.train.checkpoint_activations:
             stage.forward = partial(recompute, stage.forward, use_reentrant=False)  # type: ignore[method-assign]
