@@ -9,6 +9,17 @@ from dsp.plan import Plan, plan
 from dsp.rules import GlueError
 
 __all__ = [
-    "GlueError", "NotationError", "Plan", "Report", "check", "count_comm", "gather", "mean", "parallelize", "plan", "split", "start_switch",
+    "GlueError",
+    "NotationError",
+    "Plan",
+    "Report",
+    "check",
+    "count_comm",
+    "gather",
+    "mean",
+    "parallelize",
+    "plan",
+    "split",
+    "start_switch",
     "switch",
-]  # fmt: skip
+]

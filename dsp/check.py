@@ -44,7 +44,8 @@ class Report:
         return self.ok
 
     def __str__(self) -> str:
-        lines = [f"check over {self.size} ranks in {str(self.dtype).removeprefix('torch.')}: {'ok' if self else 'NOT OK'}"]
+        kind = str(self.dtype).removeprefix("torch.")
+        lines = [f"check over {self.size} ranks in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:
             worst = max(self.slices, key=lambda k: self.slices[k])
             lines.append(
@@ -56,7 +57,8 @@ class Report:
         if self.gradients:
             worst_grad = max(self.gradients, key=lambda k: self.gradients[k])
             lines.append(
-                f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} ({worst_grad})"
+                f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} "
+                f"({worst_grad})"
             )
         return "\n".join(lines + [f"  problem: {p}" for p in self.problems])
 
@@ -127,17 +129,18 @@ def _check(
     if not report.output <= tolerance:
         report.problems.append(f"outputs differ by {report.output:.1e}")
     # a gradient that is zero but for rounding (the bias of attention keys, say) is measured against the others
-    floor = 1e-6 * max((float(g.abs().max()) for g in expected_grads.values() if g is not None and g.numel()), default=0)
+    largest = [float(g.abs().max()) for g in expected_grads.values() if g is not None and g.numel()]
+    floor = 1e-6 * max(largest, default=0.0)
     wrong = []
     for name, g in expected_grads.items():
         mine = grads.get(name)
         if g is None or mine is None:
-            error = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
+            off = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
         else:
-            error = _error(mine, g, floor)
-        report.gradients[name] = error
-        if not error <= 10 * tolerance:
-            wrong.append(f"the gradient of {name} differs by {error:.1e}")
+            off = _error(mine, g, floor)
+        report.gradients[name] = off
+        if not off <= 10 * tolerance:
+            wrong.append(f"the gradient of {name} differs by {off:.1e}")
     report.problems += wrong[:5]
     if len(wrong) > 5:
         report.problems.append(f"and {len(wrong) - 5} more gradients; report.gradients has them all")

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import Tensor
-
-# importing this module registers torch.ops._c10d_functional
-import torch.distributed._functional_collectives  # noqa: F401
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dsp.planner import chunk_sizes
@@ -31,7 +29,7 @@ _lib.define("all_reduce(Tensor x, str group) -> Tensor")
 
 def ranks(group: str) -> tuple[int, int]:
     """(size, rank) of a process group by name."""
-    pg = _resolve_process_group(group)
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
     return dist.get_world_size(pg), dist.get_rank(pg)
 
 
@@ -52,10 +50,10 @@ def _wait(x: Tensor) -> Tensor:
 class SwitchPlan:
     """Sizes and block order of one switch on one rank: pack, exchange, unpack.
 
-    A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest. When
-    `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with `src`
-    leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The order is a
-    function of global sizes alone: strides may differ from rank to rank.
+    A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest.
+    When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
+    `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
+    order is a function of global sizes alone: strides may differ from rank to rank.
     """
 
     def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
@@ -66,7 +64,9 @@ class SwitchPlan:
         self.dst_parts = chunk_sizes(x.shape[dst], n)
         self.own_src, self.own_dst = self.src_parts[rank], self.dst_parts[rank]
         if x.shape[src] != self.own_src:
-            raise RuntimeError(f"rank {rank} holds {x.shape[src]} of dim {src}, not its chunk {self.own_src} of {src_size}")
+            raise RuntimeError(
+                f"rank {rank} holds {x.shape[src]} of dim {src}, not its chunk {self.own_src} of {src_size}"
+            )
         rest = math.prod(s for d, s in enumerate(x.shape) if d not in (src, dst))
         self.in_splits = [self.own_src * d * rest for d in self.dst_parts]
         self.out_splits = [s * self.own_dst * rest for s in self.src_parts]
@@ -220,7 +220,8 @@ torch.library.register_autograd(
 class PendingSwitch:
     """A switch under way. Forward and backward each run in two halves, so both can overlap with computation.
 
-    The two halves are tied by an empty token tensor: uneven buffers may not travel through autograd, which checks shapes.
+    The two halves are tied by an empty token tensor: uneven buffers may not travel through autograd, which checks
+    shapes.
     """
 
     def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:

@@ -1,14 +1,13 @@
 """Glue: the operations of a model's own forward between stages, run on local parts while the model sees whole shapes.
 
-A `Run` follows one forward. Between stages its `Glue` mode sees every torch function: tensors that are sharded appear as
-DTensors of global shape ("shells"), and each operation runs on the local tensors by the rules of `dsp.rules`. DTensor
-itself computes nothing here, so it cannot communicate.
+A `Run` follows one forward. Between stages its `Glue` mode sees every torch function: tensors that are sharded appear
+as DTensors of global shape ("shells"), and each operation runs on the local tensors by the rules of `dsp.rules`.
+DTensor itself computes nothing here, so it cannot communicate.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -22,10 +21,19 @@ from dsp.layout import Axis, Cut, connected_local, cut_of
 from dsp.ops import gather_local, switch_local
 from dsp.plan import Script
 from dsp.rules import (
-    RULES, Frame, GlueError, Operand, localize_source, tensor_args, with_operands, without_operands,
+    RULES,
+    Frame,
+    GlueError,
+    Operand,
+    Outcome,
+    localize_source,
+    no_rule,
+    tensor_args,
+    with_operands,
+    without_operands,
 )  # fmt: skip
 from dsp.stages import map_tensors, tensors_in
-from dsp.trace import ATTRIBUTE_OPS, METADATA, checkpoint_frame, in_place, op_name
+from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, op_name
 
 
 class Shell(NamedTuple):
@@ -45,6 +53,7 @@ class Run:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
         self.stage_index = self.glue_index = 0
         self.in_stage: Any = None
+        self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
     # --- shells ---
@@ -69,8 +78,8 @@ class Run:
         cut = cut_of(placements[0]) if len(placements) == 1 else None
         if mesh != self.axis.mesh or cut is None:
             raise GlueError(
-                f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs must "
-                "be whole tensors or DTensors sharded over the sequence-parallel mesh"
+                f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
+                "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
         return Shell(connected_local(t), cut, shape, node, {})
 
@@ -123,9 +132,11 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
         ACTIVE.reset(token)
 
 
-RANDOM = frozenset("""
+RANDOM = frozenset(
+    """
 dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
-""".split())
+""".split()
+)
 
 
 class Glue(TorchFunctionMode):
@@ -162,6 +173,14 @@ class Glue(TorchFunctionMode):
         run.note_checkpoint()
         index = run.glue_index
         run.glue_index += 1
+        out = self.operate(index, func, name, args, kwargs)
+        if run.recorder is not None:
+            run.recorder.record(index, name, args, kwargs, out)
+        return out
+
+    def operate(self, index: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """One operation of glue, on local parts."""
+        run = self.run
         tensors = tensor_args(args, kwargs)
         shells = [run.open(t) for t in tensors]
         step = run.script.glue.get(index) if run.script else None
@@ -172,37 +191,33 @@ class Glue(TorchFunctionMode):
                 return self.source(step.source, name, args, kwargs, tensors)
             return func(*args, **kwargs)
 
-        locals_: list[Tensor] = []
-        operands: list[Operand] = []
-        for i, (t, s) in enumerate(zip(tensors, shells)):
-            if s is None:
-                locals_.append(t)
-                operands.append(Operand(tuple(t.shape)))
-                continue
-            cut = s.cut if step is None or step.cuts is None else step.cuts[i]
-            locals_.append(run.move(s, cut))
-            operands.append(Operand(s.shape, cut))
-        if all(o.cut is None for o in operands):
-            return func(*_rebuild(args, kwargs, locals_)[0], **_rebuild(args, kwargs, locals_)[1])
-        stream = iter(operands)
-        frame = Frame(
-            name,
-            tuple(with_operands(a, stream) for a in args),
-            {k: with_operands(v, stream) for k, v in kwargs.items()},
-            run.axis.size,
-            run.axis.rank,
-        )
-        rule = RULES.get(name)
-        if rule is None or "out" in kwargs:
-            raise frame.refuse("it has no rule for a sharded tensor")
-        changing = in_place(func)
-        if changing and shells[0] is None:
-            raise frame.refuse("it writes a sharded tensor into a whole one")
-        outcome = rule(frame)
+        # a whole tensor needs no move: the rule narrows it to what the others need
+        asked = step.cuts if step is not None and step.cuts is not None else [s.cut if s else None for s in shells]
+        wanted = [c if s is not None else None for s, c in zip(shells, asked)]
+        if any(c is not None for c in wanted):
+            rule = RULES.get(name, no_rule)
+            frame = self.frame(name, args, kwargs, tensors, wanted)
+            if "out" in kwargs:
+                raise frame.refuse("out= has no rule for a sharded tensor")
+            changing = in_place(func)
+            if changing and shells[0] is None:
+                raise frame.refuse("it writes a sharded tensor into a whole one")
+            try:
+                outcome = rule(frame)
+            except GlueError:
+                if run.script is not None:
+                    raise
+                # without a plan: would another dim do?
+                wanted, frame, outcome = self.detour(rule, name, args, kwargs, tensors, shells)
+        locals_ = [run.move(s, c) if s is not None else t for t, s, c in zip(tensors, shells, wanted)]
+        if not any(c is not None for c in wanted):
+            stream: Any = iter(locals_)
+            args = tuple(with_operands(a, stream) for a in args)
+            return func(*args, **{k: with_operands(v, stream) for k, v in kwargs.items()})
         func = outcome.func or func
         table = {
             id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
-            for i, (o, t) in enumerate(zip(operands, locals_))
+            for i, (o, t) in enumerate(zip(frame.operands(), locals_))
         }
         call_args = without_operands(frame.args if outcome.args is None else outcome.args, table)
         call_kwargs = {
@@ -214,7 +229,7 @@ class Glue(TorchFunctionMode):
                 out = func(*call_args, **call_kwargs)
         elif outcome.reduce is not None:
             if name == "mean":
-                func, call_kwargs = torch.Tensor.sum, dict(call_kwargs)
+                func = torch.Tensor.sum
             out = torch.ops.dsp.all_reduce(func(*call_args, **call_kwargs), run.axis.group)
             return out / outcome.reduce if outcome.reduce != 1.0 else out
         else:
@@ -228,22 +243,42 @@ class Glue(TorchFunctionMode):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
             cut = outcome.cut
-            if k < len(push) and push[k] is not None and push[k] != cut:
-                t, cut = switch_local(t, cut, push[k], shape, run.axis), push[k]
+            target = push[k] if k < len(push) else None
+            if target is not None and target != cut:
+                t, cut = switch_local(t, cut, target, shape, run.axis), target
             wrapped.append(run.wrap(t, cut, tuple(shape), copies))
         if changing:
-            args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)
+            args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)  # type: ignore[attr-defined]
         return map_tensors(out, wrapped)
+
+    def frame(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Frame:
+        shapes = [tuple(t.shape) for t in tensors]
+        stream = iter([Operand(s, c) for s, c in zip(shapes, cuts)])
+        axis = self.run.axis
+        converted = tuple(with_operands(a, stream) for a in args)
+        return Frame(name, converted, {k: with_operands(v, stream) for k, v in kwargs.items()}, axis.size, axis.rank)
+
+    def detour(
+        self, rule: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
+    ) -> tuple[list[Cut | None], Frame, Outcome]:
+        """The first dim along which all sharded operands could be cut for this operation."""
+        for dim in range(max(s.local.ndim for s in shells if s is not None)):
+            cuts = [Cut(dim) if s is not None else None for s in shells]
+            if any(s is not None and (dim >= len(s.shape) or s.shape[dim] < 2) for s in shells):
+                continue
+            frame = self.frame(name, args, kwargs, tensors, cuts)
+            try:
+                return cuts, frame, rule(frame)
+            except GlueError:
+                continue
+        rule(self.frame(name, args, kwargs, tensors, [s.cut if s else None for s in shells]))
+        raise AssertionError("refused before, allowed now")
 
     def source(self, cut: Cut, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         run = self.run
-        operands = [Operand(tuple(t.shape)) for t in tensors]
-        stream = iter(operands)
-        frame = Frame(
-            name, tuple(with_operands(a, stream) for a in args), dict(kwargs), run.axis.size, run.axis.rank
-        )
+        frame = self.frame(name, args, kwargs, tensors, [None] * len(tensors))
         stretch, call_args, size = localize_source(frame, cut)
-        table = {id(o): t for o, t in zip(operands, tensors)}
+        table = {id(o): t for o, t in zip(frame.operands(), tensors)}
         out = stretch(*without_operands(call_args, table))
         shape = list(out.shape)
         shape[cut.dim] = size
@@ -262,11 +297,6 @@ class Glue(TorchFunctionMode):
             if name == "backward":
                 raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         return func(*args, **kwargs)
-
-
-def _rebuild(args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
-    stream: Any = iter(tensors)
-    return tuple(with_operands(a, stream) for a in args), {k: with_operands(v, stream) for k, v in kwargs.items()}
 
 
 @contextmanager
@@ -294,7 +324,3 @@ def join(state: Any) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
-
-
-def numel(shape: Any) -> int:
-    return math.prod(shape)

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
 def cut_of(placement: Placement) -> Cut | None:
     if isinstance(placement, _StridedShard):
-        return Cut(placement.dim, placement.split_factor)
+        return Cut(placement.dim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return Cut(placement.dim)
     return None
@@ -111,7 +111,8 @@ class Axis:
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Dense strides for the global `shape` in the memory order of `local`."""
-    order = sorted(range(len(shape)), key=lambda d: (-local.stride(d), d)) if local.numel() else range(len(shape))
+    stride_of = local.stride()
+    order = sorted(range(len(shape)), key=lambda d: (-stride_of[d], d)) if local.numel() else range(len(shape))
     stride = [1] * len(shape)
     step = 1
     for d in reversed(list(order)):
@@ -166,8 +167,8 @@ class _GuardedWrap(_Wrap):
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(
-        f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss with "
-        "dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it"
+        f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss "
+        "with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it"
     )
 
 

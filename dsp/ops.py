@@ -95,9 +95,9 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
 def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """(Weighted) mean over all elements of a sharded tensor, the same scalar on every rank: a loss on shards.
 
-    x: a DTensor on one mesh axis, or a plain tensor (then this is the ordinary mean). weight: a tensor that broadcasts to
-    x, DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums are taken in fp32 at least, and in fp32 the
-    scalar is returned.
+    x: a DTensor on one mesh axis, or a plain tensor (then this is the ordinary mean). weight: a tensor that broadcasts
+    to x, a DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums are taken, and the scalar returned,
+    in fp32 at least.
     """
     if not isinstance(x, DTensor):
         if isinstance(weight, DTensor):
@@ -120,7 +120,7 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return ExitGuard.apply(mean_local(connected_local(x), w, x.numel(), sp))
 
 
-# --- the same on local tensors, for the runtime ------------------------------------------------------------------------
+# --- the same on local tensors, for the runtime -----------------------------------------------------------------------
 
 
 def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:

@@ -1,4 +1,4 @@
-"""parallelize: hooks on the stages, a wrapped forward on the model, nothing else. No tensor of a stage is ever a DTensor."""
+"""parallelize: hooks on the stages, a wrapped forward on the model. Inside a stage tensors are local and plain."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from dsp.glue import ACTIVE, Run, Shell, active, fork, join
 from dsp.layout import Axis, Cut, ExitGuard, chunk, connected_local, cut_of
-from dsp.notation import NotationError, StagePattern, solve_sizes
+from dsp.notation import NotationError, StagePattern
 from dsp.ops import ScaleGradient, SplitInput, WholeInput, gather_local, switch_local
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
-from dsp.stages import Bound, Option, Signature, Stage, cut_for, map_tensors, replace, tensors_in
-from dsp.trace import trace
+from dsp.stages import Option, Signature, Stage, map_tensors, replace, sizes_of_root, tensors_in
+from dsp.trace import Recorder, Trace, trace
 
 log = logging.getLogger("dsp")
 
@@ -38,11 +38,11 @@ def parallelize(
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
-    mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages: submodule pattern to stage string, by default
-    ``model.stages``; the key ``""`` names the model's own inputs and outputs. The parallel model takes what the bare
-    one takes: whole tensors, the same on every rank, or DTensors sharded over `mesh`; it returns whole tensors, or with
-    ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the ranks of
-    `mesh` (DDP, `fully_shard`) to get the single-process gradient.
+    mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages: submodule pattern to stage string, by
+    default ``model.stages``; the key ``""`` names the model's own inputs and outputs. The parallel model takes what the
+    bare one takes: whole tensors, the same on every rank, or DTensors sharded over `mesh`; it returns whole tensors, or
+    with ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the
+    ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this.
     """
@@ -83,9 +83,9 @@ class Runtime:
         # hooks that came later (fully_shard's) must see local tensors: ours go first in and last out
         for module, pre, post in self.hooks:
             if next(iter(module._forward_pre_hooks)) != pre:
-                module._forward_pre_hooks.move_to_end(pre, last=False)
+                module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
             if next(reversed(module._forward_hooks)) != post:
-                module._forward_hooks.move_to_end(post)
+                module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
 
     # --- the model ---
 
@@ -97,12 +97,20 @@ class Runtime:
         self.agreement.start(args, kwargs, self.last_key, wait=fresh)
         sizes, args, kwargs = self.enter(plan, args, kwargs)
         run = Run(self.axis, plan.script if plan else None, sizes)
+        if plan is None:
+            run.recorder = Recorder(self.axis.size, sizes)
+            if self.signature is not None:
+                run.recorder.root_inputs(self.signature.bind(args, kwargs)[1], self.given(args, kwargs))
         state = None
         if plan is None or plan.script.random_glue:
             state = self.shared_randomness()
         try:
             with active(self, run):
                 output = self.forward(*args, **kwargs)
+            if run.recorder is not None:
+                run.recorder.root_outputs(output, self.gather_output)
+                run.recorder.random_glue = True
+                self.plans[self.last_key] = self.solve(run.recorder.trace())
             return self.leave(run, output)
         finally:
             if state is not None:
@@ -120,12 +128,14 @@ class Runtime:
             self.plans.popitem(last=False)
         return plan, True
 
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Cut]:
+        """The inputs that arrive already sharded."""
+        bound = self.signature.bind(args, kwargs)[1] if self.signature is not None else []
+        cuts = {b.key: cut_of(b.tensor.placements[0]) for b in bound if isinstance(b.tensor, DTensor)}
+        return {k: c for k, c in cuts.items() if c is not None}
+
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        given: dict[str, Cut] = {}
-        if self.signature is not None:
-            for b in self.signature.bind(args, kwargs)[1]:
-                if isinstance(b.tensor, DTensor) and (cut := cut_of(b.tensor.placements[0])):
-                    given[b.index if isinstance(b.index, str) else b.param] = cut
+        given = self.given(args, kwargs)
         try:
             t = trace(
                 self.model, self.stages, self.root, args, kwargs, self.axis.size,
@@ -134,9 +144,12 @@ class Runtime:
         except (NotationError, GlueError):
             raise
         except Exception as error:
-            # a forward that needs real data to find its way: stages choose as they come
+            # a forward that needs real data to find its way: this call chooses as it goes, the next ones by its record
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
+        return self.solve(t)
+
+    def solve(self, t: Trace) -> Plan:
         return make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
 
     def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[dict[str, int], Any, Any]:
@@ -144,13 +157,10 @@ class Runtime:
         sizes: dict[str, int] = {}
         cuts: dict[str, Cut | None] = plan.script.inputs if plan else {}
         if self.signature is not None:
-            assert self.root is not None
             call, bound = self.signature.bind(args, kwargs)
-            patterned = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
-            sizes = solve_sizes(patterned, {}, where="the model")
+            sizes = sizes_of_root(self.model, self.root, args, kwargs)
             for b in bound:
-                key = b.index if isinstance(b.index, str) else b.param
-                cut = cuts.get(key)
+                cut = cuts.get(b.key)
                 if b.pattern is None or cut is None or isinstance(b.tensor, DTensor):
                     continue
                 if b.tensor.requires_grad and torch.is_grad_enabled():
@@ -219,6 +229,8 @@ class Runtime:
             return None
         run.note_checkpoint()
         run.mode.suspend()
+        if run.recorder is not None:
+            run.recorder.enter_stage(stage, args, kwargs)
         axis = self.axis
         call, bound = stage.signature.bind(args, kwargs)
         shells = [run.open(b.tensor) for b in bound]
@@ -269,7 +281,10 @@ class Runtime:
                 join(random)
             if sys.exc_info()[0] is not None and output is None:
                 return None  # the stage raised: only clean up
-            return self.finish_stage(run, stage, output, option, sizes, own, step)
+            output = self.finish_stage(run, stage, output, option, sizes, own, step)
+            if run.recorder is not None:
+                run.recorder.leave_stage(output)
+            return output
         finally:
             run.mode.resume()
 
@@ -311,7 +326,8 @@ class Runtime:
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
                 f"{stage.where}, run on {own} of {option.size} along {option.name!r}, returned {tuple(t.shape)} where "
-                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along {option.name!r}"
+                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along "
+                f"{option.name!r}"
             )
         shape = [*t.shape]
         shape[axis] = outer * option.size * inner
@@ -344,7 +360,7 @@ def _moved(option: Option, shells: list[Shell | None]) -> int:
 
 
 def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, its collectives, its grads."""
+    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
     shape = [*local.shape]
     shape[cut.dim] = cut.outer
     if local.dtype == torch.bool:
@@ -373,7 +389,7 @@ def describe(args: Any, kwargs: Any) -> Any:
 
 
 class Agreement:
-    """Do all ranks hold the same inputs? One small asynchronous all-gather a step, looked at when the next step begins."""
+    """Do all ranks hold the same inputs? One small asynchronous all-gather a step, looked at as the next one begins."""
 
     SLOTS = 15
 
@@ -424,7 +440,7 @@ class Agreement:
             raise RuntimeError(
                 f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
                 f"{', '.join(map(str, odd))} got {what} than rank 0 in the last step. Whole inputs must be the same on "
-                "every rank of the group: seed the data by the data-parallel rank only, or pass DTensors already sharded"
+                "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
             )
 
 
@@ -439,6 +455,3 @@ def checksum(x: Tensor) -> Tensor:
     sums = flat.view(rows, -1).sum(1, dtype=torch.int64)
     weights = torch.arange(1, 2 * rows, 2, device=x.device, dtype=torch.int64)
     return (sums * weights).sum() + flat[-1].to(torch.int64) * 7919
-
-
-__all__ = ["Bound", "parallelize"]

@@ -109,7 +109,9 @@ class Plan:
         line = "  ".join("─" * w for w in widths)
         text = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [head, *rows]]
         moves = [s.kind for s in self.switches]
-        kinds = ", ".join(f"{moves.count(k)} {k}{'es' * (k == 'switch') or 's'}" for k in dict.fromkeys(moves)) or "none"
+        plural = {"switch": "switches", "gather": "gathers"}
+        count = {k: moves.count(k) for k in dict.fromkeys(moves)}
+        kinds = ", ".join(f"{c} {k if c == 1 else plural[k]}" for k, c in count.items()) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
         foot = [
             f"{self.size} ranks; moves forward: {kinds}",
@@ -119,7 +121,7 @@ class Plan:
         whole = [r for r in self.stages if r.layout is None and r.pattern]
         if whole:
             foot.append(
-                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank, for no dim is left to shard: "
+                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank, no dim being left to shard: "
                 + ", ".join(dict.fromkeys(_generic(r.name) for r in whole))
             )
         if not self.exact:
@@ -173,8 +175,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
     producer = {v: (i, k) for i, op in enumerate(t.ops) for k, v in enumerate(op.outputs)}
     used: dict[int, set[str | None]] = {}
     for op, need in zip(t.ops, needs):
-        for v, layout in zip(op.inputs, need):
-            used.setdefault(v, set()).add(layout)
+        for v, key in zip(op.inputs, need):
+            used.setdefault(v, set()).add(key)
     moves: dict[int, list[Move]] = {}
     for m in solution.moves:
         moves.setdefault(m.value, []).append(m)
@@ -184,8 +186,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
     push: dict[int, str | None] = {}
     for v, first in ((v, ms[0]) for v, ms in moves.items()):
         if v in producer and first.kind != "gather":
-            i, k = producer[v]
-            at_home = gives[i][k]
+            op_index, position = producer[v]
+            at_home = gives[op_index][position]
             if at_home not in used.get(v, set()) and all(m.src != at_home for m in moves[v][1:]):
                 push[v] = first.dst
 
@@ -196,7 +198,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         script.inputs[param] = t.cuts[v][only] if only is not None else None
     moved_at = {m.before for m in solution.moves if push.get(m.value, "") != m.dst}
     for i, (op, event, choice) in enumerate(zip(t.ops, t.events, solution.choices)):
-        pushes = [t.cuts[v][k] if (k := push.get(v)) is not None else None for v in op.outputs]
+        pushes = [t.cuts[v][key] if (key := push.get(v)) is not None else None for v in op.outputs]
         if event.kind == "stage":
             script.stages.append(StageStep(event.name, event.options[choice].name, pushes, event.random))
         elif event.kind == "source":
@@ -204,7 +206,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
                 script.glue[event.index] = GlueStep(event.name, source=event.source[choice])
         elif event.kind == "glue" and (i in moved_at or any(pushes)):
             layout = dict(zip(op.inputs, needs[i]))
-            cuts = [s.cuts[k] if s and (k := layout[s.value]) is not None else None for s in event.operands]
+            cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
             script.glue[event.index] = GlueStep(event.name, cuts, pushes)
 
     def recomputed(m: Move) -> bool:
@@ -227,9 +229,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         if t.grads[v] and t.values[v].home == (None,):  # an input that asks for its gradient gets it whole
             total["backward"] += t.values[v].nbytes * (n - 1) // n
 
-    return Plan(
-        n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script
-    )
+    return Plan(n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script)
 
 
 def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> tuple[list[StageRow], list[Switch]]:
@@ -238,9 +238,7 @@ def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> 
     for m in solution.moves:
         if m.kind != "split":
             before.setdefault(m.before, []).append(m)
-            switches.append(
-                Switch(m.kind, t.values[m.value].name, m.src, m.dst, t.ops[m.before].name, m.bytes)
-            )
+            switches.append(Switch(m.kind, t.values[m.value].name, m.src, m.dst, t.ops[m.before].name, m.bytes))
     saved = 0
     for i, (op, event, c) in enumerate(zip(t.ops, t.events, solution.choices)):
         choice = op.choices[c]

@@ -40,7 +40,8 @@ class Outcome:
 
     cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
     narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
-    func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed over ranks, and divided.
+    func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
+    over ranks, and divided by this.
     """
 
     cut: Cut | None
@@ -142,6 +143,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def no_rule(f: Frame) -> Outcome:
+    raise f.refuse("it has no rule for a sharded tensor")
+
+
 def only(f: Frame) -> tuple[Operand, Cut]:
     """The one sharded operand."""
     cut = [o for o in f.operands() if o.cut is not None]
@@ -160,7 +165,7 @@ def first(f: Frame) -> tuple[Operand, Cut]:
 
 
 def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Outcome]:
-    """Broadcasting from the right: the shared position of the cut (negative), and an Outcome with whole operands narrowed.
+    """Broadcasting from the right: the cut's shared position (negative), and an Outcome that narrows whole operands.
 
     The last `skip` dims do not broadcast (matrices). The caller fills in the cut's dim for its output rank.
     """
@@ -182,7 +187,7 @@ def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Ou
         have = other.shape[position]
         if have == size and size != 1:
             outcome.narrow[i] = Cut(other.ndim + position, cut.outer)
-        elif have != 1 and size != 1 or have > 1:
+        elif have > 1:
             raise f.refuse(f"a tensor has {have} where the sharded dim has {size}")
     return position, outcome
 
@@ -197,7 +202,7 @@ fmax fmin eq ne lt le gt ge not_equal less greater greater_equal less_equal isna
 logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and or xor invert rand ror sign sgn floor ceil
 round trunc frac nan_to_num masked_fill heaviside hypot copysign xlogy logaddexp logaddexp2 float half bfloat16 double
 int long short char byte bool cfloat contiguous clone detach dropout alpha_dropout bernoulli zeros_like ones_like
-full_like empty_like rand_like randn_like requires_grad_ real imag conj deg2rad rad2deg polar complex alias
+full_like empty_like rand_like randn_like requires_grad real imag conj deg2rad rad2deg polar complex alias
 zero fill copy iadd isub imul itruediv ipow data
 """.split()
 
@@ -247,7 +252,7 @@ def loss(f: Frame) -> Outcome:
     return outcome
 
 
-# --- the same data under other dims -------------------------------------------------------------------------------------
+# --- the same data under other dims -----------------------------------------------------------------------------------
 
 
 def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
@@ -270,7 +275,7 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         lead *= size
     if best is None:
         raise f.refuse(
-            f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) so that chunks over {f.n} ranks no longer line up",
+            f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) across the chunks of {f.n} ranks",
             "Let the stage pattern open and close the fold, or make the sharded dim the last of its fold",
         )
     return best
@@ -432,7 +437,7 @@ def repeat_interleave(f: Frame) -> Outcome:
     return Outcome(cut, size, kwargs=kwargs)
 
 
-# --- along a dim that must be whole -------------------------------------------------------------------------------------
+# --- along a dim that must be whole -----------------------------------------------------------------------------------
 
 
 def dims_of(f: Frame, x: Operand, value: Any) -> list[int]:
@@ -458,7 +463,10 @@ def along(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-@rule("sum mean amax amin max min argmax argmin any all prod norm vector_norm logsumexp var std nansum nanmean median count_nonzero std_mean var_mean")
+@rule(
+    "sum mean amax amin max min argmax argmin any all prod norm vector_norm logsumexp var std nansum nanmean median",
+    "count_nonzero std_mean var_mean",
+)
 def reduction(f: Frame) -> Outcome:
     x = f.args[0] if f.args else f.kwargs.get("input")
     others = [o for o in f.operands() if o is not x]
@@ -467,8 +475,6 @@ def reduction(f: Frame) -> Outcome:
     x, cut = first(f)
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
     dims = f.get(position, "dim")
-    if f.name in ("sum", "mean") and len(f.args) > 2 and isinstance(f.args[1], int) and isinstance(f.args[2], int) and not isinstance(f.args[2], bool):
-        raise f.refuse("pass dim as a tuple")
     if dims is None and "axis" in f.kwargs:
         dims = f.kwargs["axis"]
     if isinstance(dims, bool):
@@ -522,7 +528,7 @@ def batch_norm(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-# --- products ----------------------------------------------------------------------------------------------------------
+# --- products ---------------------------------------------------------------------------------------------------------
 
 
 @rule("linear")
@@ -608,7 +614,7 @@ def embedding(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-# --- joining and taking apart -------------------------------------------------------------------------------------------
+# --- joining and taking apart -----------------------------------------------------------------------------------------
 
 
 @rule("cat concat concatenate stack")
@@ -699,7 +705,7 @@ def pad(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-# --- whole tensors stretched in glue: produce only this rank's part -------------------------------------------------------
+# --- whole tensors stretched in glue: produce only this rank's part ---------------------------------------------------
 
 SOURCES = ("repeat_interleave", "expand", "broadcast_to", "repeat", "tile")
 

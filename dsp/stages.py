@@ -24,6 +24,11 @@ class Bound:
     tensor: Tensor
     pattern: TensorPattern | None
 
+    @property
+    def key(self) -> str:
+        """The name the user knows the tensor by."""
+        return self.index if isinstance(self.index, str) else self.param
+
 
 class Signature:
     """Binds the tensors of a call to a pattern by the parameter names of the module's own forward."""

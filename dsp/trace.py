@@ -25,16 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsp.layout import Cut, chunk_sizes
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
-from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, source_cuts, tensor_args, with_operands
-from dsp.stages import Option, Signature, Stage, cut_for, fits_fold, tensors_in
+from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, no_rule, source_cuts, tensor_args, with_operands
+from dsp.stages import Bound, Option, Signature, Stage, cut_for, fits_fold, sizes_of_root, tensors_in
 
-METADATA = frozenset("""
+METADATA = frozenset(
+    """
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
 promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
 data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
 has_names names is_conj is_neg is_quantized is_sparse is_mkldnn
-""".split())
+""".split()
+)
 
 
 def op_name(func: Any) -> tuple[str, bool]:
@@ -90,10 +92,8 @@ class Trace:
     ops: list[Op]
     events: list[Event]
     inputs: dict[str, int]  # model parameter -> value
-    outputs: int
     random_glue: bool
     resident: int
-    given: dict[str, str] = field(default_factory=dict)
 
 
 def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
@@ -116,9 +116,7 @@ def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int
     state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
     state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
     clone.__dict__.update(state)
-    clone.__dict__["_modules"] = {
-        k: None if m is None else skeleton(m, fake, memo) for k, m in module._modules.items()
-    }
+    clone.__dict__["_modules"] = {k: None if m is None else skeleton(m, fake, memo) for k, m in module._modules.items()}
     return clone
 
 
@@ -168,11 +166,13 @@ def checkpoint_frame() -> Any:
     pack = hooks[0]
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     if "frame" in names and getattr(pack, "__module__", "") == "torch.utils.checkpoint":
-        return pack.__closure__[names.index("frame")].cell_contents
+        return pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index]
     return None
 
 
-class Tracer(TorchFunctionMode):
+class Recorder:
+    """Collects the planner's problem from a forward as it runs: on fake tensors (`Tracer`), or for real on shards."""
+
     def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
         super().__init__()
         self.n, self.root_sizes = n, dict(root_sizes)
@@ -183,15 +183,14 @@ class Tracer(TorchFunctionMode):
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
-        self.in_stage = 0
-        self.glue_ops = self.stage_calls = 0
+        self.inputs: dict[str, int] = {}
+        self.stage_calls = 0
         self.random_glue = False
         self.frames: list[Any] = []
-        self.watch = Watch()
 
     # --- values ---
 
-    def value(self, t: Tensor, name: str, sizes: dict[str, int], cuts: dict[str, Cut], whole: bool) -> int:
+    def value(self, t: Tensor, name: str, sizes: Mapping[str, int], cuts: dict[str, Cut], whole: bool) -> int:
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded."""
         rest = math.prod(t.shape) // max(math.prod(sizes[k] for k in cuts), 1)
         dims = tuple((k, sizes[k]) for k in cuts) + (("", max(rest, 1)),)
@@ -214,25 +213,14 @@ class Tracer(TorchFunctionMode):
 
     # --- glue ---
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.in_stage:
-            return func(*args, **kwargs)
-        name, attribute = op_name(func)
-        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
-            return func(*args, **kwargs)
-        index = self.glue_ops
-        self.glue_ops += 1
-        self.watch.restart()
-        out = func(*args, **kwargs)
-        self.random_glue |= self.watch.random
+    def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Glue operation number `index`."""
         tracked = tensor_args(args, kwargs)
         syms = [getattr(t, "_dsp_sym", None) for t in tracked]
         if any(s is not None for s in syms):
             self.glue(index, name, args, kwargs, tracked, syms, out)
         elif name in SOURCES and tracked and isinstance(out, Tensor):
             self.source(index, name, args, kwargs, out)
-        return out
 
     def source(self, index: int, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         frame = self.frame(name, args, kwargs, {})
@@ -242,9 +230,7 @@ class Tracer(TorchFunctionMode):
         sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
         value = self.value(out, f"{name} {list(out.shape)}", sizes, cuts, whole=True)
         choices = [Choice((), (k,)) for k in cuts] + [Choice((), (None,))]
-        self.add(
-            Op(name, (), (value,), tuple(choices)), Event("source", index, name, source=[*cuts.values(), None])
-        )
+        self.add(Op(name, (), (value,), tuple(choices)), Event("source", index, name, source=[*cuts.values(), None]))
 
     def frame(self, name: str, args: Any, kwargs: Any, cuts: Mapping[int, Cut | None]) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
@@ -270,7 +256,7 @@ class Tracer(TorchFunctionMode):
             shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
             keys.append([*shared, *([None] if self.whole[v] else [])])
         refusal: GlueError | None = None
-        rule = RULES.get(name)
+        rule = RULES.get(name, no_rule)
         choices: list[Choice] = []
         out_cuts: dict[str, Cut] = {}
         out_sizes: dict[str, int] = {}
@@ -287,8 +273,6 @@ class Tracer(TorchFunctionMode):
             cuts = {i: s.cuts[k] for i, s in enumerate(syms) if s is not None and (k := layout[s.value]) is not None}
             frame = self.frame(name, args, kwargs, cuts)
             try:
-                if rule is None:
-                    raise frame.refuse("it has no rule for a sharded tensor")
                 outcome = rule(frame)
             except GlueError as error:
                 refusal = refusal or error
@@ -347,31 +331,16 @@ class Tracer(TorchFunctionMode):
     def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         _, bound = stage.signature.bind(args, kwargs)
         sizes = stage.sizes(bound, self.root_sizes)
-        options = stage.options(bound, sizes, self.n)
-        self.pending = (stage, bound, sizes, options)
-        self.in_stage = 1
-        self.watch.restart()
-        self.saved: dict[int, int] = {}
-        self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
-        self.saved_hooks.__enter__()
+        self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
 
-    def _save(self, t: Tensor) -> Tensor:
-        if not isinstance(t, nn.Parameter):
-            self.saved[id(t.untyped_storage())] = t.numel() * t.element_size()
-        return t
-
-    def leave_stage(self, output: Any) -> None:
+    def leave_stage(self, output: Any, *, work: int = 0, saved: int = 0, random: bool = True) -> None:
         stage, bound, sizes, options = self.pending
-        self.in_stage = 0
-        self.saved_hooks.__exit__(None, None, None)
         index = self.stage_calls
         self.stage_calls += 1
         tensors = tensors_in(output)
         patterns = stage.outputs(tensors)
         syms = [getattr(b.tensor, "_dsp_sym", None) for b in bound]
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
-        region = self.region()
-        work, saved = self.watch.peak, 0 if region is not None else sum(self.saved.values())
         out_sizes = [dict(sizes) for _ in tensors]
         for s, p, t in zip(out_sizes, patterns, tensors):
             for name in [n for n in p.names if n in stage.pattern.computed]:
@@ -418,17 +387,47 @@ class Tracer(TorchFunctionMode):
             for t, s, c in zip(tensors, out_sizes, out_cuts)
         ]
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
-        event.memory, event.random = (work, saved), self.watch.random
+        event.memory, event.random = (work, saved), random
         event.grad = any(t.requires_grad for t in tensors)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
 
     # --- the model's own inputs and outputs ---
 
-    def root_input(self, param: str, t: Tensor, cuts: dict[str, Cut], sizes: dict[str, int], given: str | None) -> int:
+    def root_inputs(self, bound: list[Bound], given: Mapping[str, Cut]) -> None:
+        for b in bound:
+            if b.pattern is None:
+                continue
+            sizes, cuts = self.root_sizes, {}
+            for name in b.pattern.names:
+                cut = cut_for(b.pattern, b.tensor.shape, name, sizes)
+                if cut is not None and sizes[name] > 1 and fits_fold(b.pattern, name, sizes, self.n):
+                    cuts[name] = cut
+            home = None
+            if b.key in given:
+                home = next((k for k, c in cuts.items() if c == given[b.key]), None)
+                if home is None:
+                    raise NotationError(
+                        f"input {b.key!r} arrives as {given[b.key].placement()}, which '{b.pattern}' cannot name"
+                    )
+            self.inputs[b.key] = self.root_input(b.key, b.tensor, cuts, sizes, home)
+
+    def root_input(
+        self, param: str, t: Tensor, cuts: dict[str, Cut], sizes: Mapping[str, int], given: str | None
+    ) -> int:
         index = self.value(t, param, sizes, cuts, whole=given is None)
         v = self.values[index]
         self.values[index] = Value(v.name, v.sizes, v.itemsize, home=(given,))
         return index
+
+    def root_outputs(self, output: Any, gather: bool) -> None:
+        for i, t in enumerate(tensors_in(output)):
+            self.root_output(i, t, gather)
+
+    def trace(self, resident: int = 0) -> Trace:
+        return Trace(
+            self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
+            resident,
+        )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:
         sym = getattr(t, "_dsp_sym", None)
@@ -441,6 +440,50 @@ class Tracer(TorchFunctionMode):
             Op("output", (sym.value,), (), tuple(choices)),
             Event("output", position, "output", operands=[sym], grad=t.requires_grad),
         )
+
+
+class Tracer(Recorder, TorchFunctionMode):
+    """Records a forward on fake tensors, and measures memory and randomness of its stages on the way."""
+
+    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+        super().__init__(n, root_sizes)
+        self.in_stage = False
+        self.glue_ops = 0
+        self.watch = Watch()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.in_stage:
+            return func(*args, **kwargs)
+        name, attribute = op_name(func)
+        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+            return func(*args, **kwargs)
+        index = self.glue_ops
+        self.glue_ops += 1
+        self.watch.restart()
+        out = func(*args, **kwargs)
+        self.random_glue |= self.watch.random
+        self.record(index, name, args, kwargs, out)
+        return out
+
+    def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+        self.enter_stage(stage, args, kwargs)
+        self.in_stage = True
+        self.watch.restart()
+        self.saved: dict[int, int] = {}
+        self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
+        self.saved_hooks.__enter__()
+
+    def _save(self, t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            self.saved[id(t.untyped_storage())] = t.numel() * t.element_size()
+        return t
+
+    def after_stage(self, output: Any) -> None:
+        self.saved_hooks.__exit__(None, None, None)
+        self.in_stage = False
+        saved = 0 if checkpoint_frame() is not None else sum(self.saved.values())
+        self.leave_stage(output, work=self.watch.peak, saved=saved, random=self.watch.random)
 
 
 def trace(
@@ -462,72 +505,36 @@ def trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: Tensor) -> Tensor:
-        if isinstance(t, torch.Tensor) and getattr(t, "fake_mode", None) is fake_mode:
-            return t
         device = "cpu" if t.device.type == "meta" else t.device
         kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
         with fake_mode:
             new = torch.empty(tuple(t.shape), dtype=kind, device=device)
         if isinstance(t, nn.Parameter):
             return nn.Parameter(new, requires_grad=t.requires_grad)
-        return new.requires_grad_(t.requires_grad) if t.requires_grad else new
+        return new.requires_grad_() if t.requires_grad else new
 
-    cache: dict[int, Tensor] = {}
-
-    def shared(t: Tensor) -> Tensor:
-        return cache.setdefault(id(t), fake(t))
-
+    fakes: dict[int, Tensor] = {}
     memo: dict[int, nn.Module] = {}
-    clone = skeleton(model, shared, memo)
-    for stage in stages:  # a stage that the model reaches by another road than its tree
-        memo.setdefault(id(stage.module), stage.module)
+    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo)
+    resident = sum(t.numel() * t.element_size() for t in fakes.values())
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
-    root_sizes: dict[str, int] = {}
-    bound = []
+    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs))
     if root is not None:
-        signature = Signature(model, root, "the model")
-        _, bound = signature.bind(args, kwargs)
-        root_sizes = solve_sizes([(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern], {}, where="the model")
-    tracer = Tracer(n, root_sizes)
-    inputs: dict[str, int] = {}
-    given_names: dict[str, str] = {}
-    for b in bound:
-        if b.pattern is None:
-            continue
-        cuts = {}
-        for name in b.pattern.names:
-            cut = cut_for(b.pattern, b.tensor.shape, name, root_sizes)
-            if cut is not None and root_sizes[name] > 1 and fits_fold(b.pattern, name, root_sizes, n):
-                cuts[name] = cut
-        key = b.index if isinstance(b.index, str) else b.param
-        home = None
-        if given and key in given:
-            home = next((k for k, c in cuts.items() if c == given[key]), None)
-            if home is None:
-                raise NotationError(f"input {key!r} arrives sharded as {given[key]}, which '{b.pattern}' cannot name")
-            given_names[key] = home
-        inputs[key] = tracer.root_input(key, b.tensor, cuts, root_sizes, home)
-
+        tracer.root_inputs(Signature(model, root, "the model").bind(args, kwargs)[1], given or {})
     handles = []
     for stage in stages:
-        module = memo[id(stage.module)]
+        module = memo.get(id(stage.module), stage.module)
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
-        handles.append(module.register_forward_hook(lambda m, a, out: tracer.leave_stage(out)))
+        handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
     try:
         with fake_mode, tracer.watch, tracer:
-            output = clone(*args, **kwargs)
-            for i, t in enumerate(tensors_in(output)):
-                tracer.root_output(i, t, gather_output)
+            tracer.root_outputs(clone(*args, **kwargs), gather_output)
     finally:
         for handle in handles:
             handle.remove()
-    resident = sum(t.numel() * t.element_size() for t in cache.values())
-    return Trace(
-        tracer.values, tracer.grads, tracer.cuts, tracer.shapes, tracer.ops, tracer.events, inputs,
-        len(tensors_in(output)), tracer.random_glue, resident, given_names,
-    )  # fmt: skip
+    return tracer.trace(resident)
 
 
 def _enter(tracer: Tracer, stage: Stage) -> Any:
-    return lambda module, args, kwargs: tracer.enter_stage(stage, args, kwargs)
+    return lambda module, args, kwargs: tracer.before_stage(stage, args, kwargs)

@@ -52,7 +52,11 @@ def run(model: Any, kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str
     x = kwargs["hidden_states"].clone().requires_grad_()
     out = model(**{**kwargs, "hidden_states": x}).sample
     weight = torch.linspace(0.5, 2, out.shape[2], dtype=out.dtype)[:, None, None].expand(out.shape)
-    loss = dsp.mean(out.square(), weight) if isinstance(out, dsp.ops.DTensor) else (out.square() * weight).sum() / weight.sum()
+    loss = (
+        dsp.mean(out.square(), weight)
+        if isinstance(out, dsp.ops.DTensor)
+        else (out.square() * weight).sum() / weight.sum()
+    )
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     return out, loss, grads, x.grad
@@ -84,7 +88,9 @@ def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gat
         torch.testing.assert_close(out if gather else dsp.gather(out), expect)
     if not ckpt:
         with torch.inference_mode():
-            torch.testing.assert_close(dsp.gather(model(**kwargs, return_dict=False)[0]) if not gather else model(**kwargs).sample, expect)
+            torch.testing.assert_close(
+                dsp.gather(model(**kwargs, return_dict=False)[0]) if not gather else model(**kwargs).sample, expect
+            )
 
 
 @pytest.mark.parametrize("ckpt", [False, True])

@@ -58,7 +58,7 @@ def by_hand(mesh: DeviceMesh, batch: int, t: int, s: int, halves: bool) -> None:
     x2, w2 = x.detach().requires_grad_(), w.detach().requires_grad_()
     d = dsp.split(x2, mesh, 2)
     out = dsp.gather(local(d, lambda v: torch.softmax(v * w2[0], 1) + v))
-    reference_out = (torch.softmax(x.detach() * w.detach()[0], 1) + x.detach())
+    reference_out = torch.softmax(x.detach() * w.detach()[0], 1) + x.detach()
     torch.testing.assert_close(out, reference_out)
     (out**2).mean().backward()
     xr, wr = x.detach().requires_grad_(), w.detach().requires_grad_()

@@ -9,7 +9,7 @@ import torch
 import toys
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import dsp

@@ -91,7 +91,7 @@ class Folded(nn.Module):
         self.project = nn.Linear(C, C)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor | None = None) -> Tensor:
-        b, t, s, _ = x.shape
+        b, t = x.shape[:2]
         text = self.project(text).unsqueeze(1).expand(-1, t, -1, -1).flatten(0, 1)
         for space, time in zip(self.space, self.time):
             x = rearrange(x, "b t s c -> (b t) s c")
@@ -171,7 +171,10 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.row, self.column, self.outer, self.outgoing = self.Row(), Along(1), self.Outer(), self.Outgoing()
-        self.transition, self.start = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), nn.ReLU(), nn.Linear(C, C)), self.Start()
+        self.transition, self.start = (
+            nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), nn.ReLU(), nn.Linear(C, C)),
+            self.Start(),
+        )
         self.left, self.right, self.gate = nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
 
     def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +253,13 @@ class Loss(nn.Module):
         y = self.time(self.space(x)) * self.w
         per_frame = y.square().mean(dim=(2, 3))
         pooled = y.mean(dim=(1, 2))
-        return F.mse_loss(y, target) + y.abs().mean() + per_frame.sum() * 0.1 + (pooled * self.w).sum() + y.sum(1).square().mean()
+        return (
+            F.mse_loss(y, target)
+            + y.abs().mean()
+            + per_frame.sum() * 0.1
+            + (pooled * self.w).sum()
+            + y.sum(1).square().mean()
+        )
 
     @staticmethod
     def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
@@ -269,16 +278,14 @@ class Unplanned(nn.Module):
     def forward(self, x: Tensor, steps: Tensor) -> Tensor:
         for _ in range(int(steps)):
             x = self.time(self.space(x))
-        return x.flip(1)
+        return x.flip(2).flip(1)
 
     @staticmethod
     def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
         return {"x": torch.randn(batch, t, s, C), "steps": torch.tensor(2)}
 
 
-TOYS: dict[str, Any] = {
-    t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Unplanned)
-}
+TOYS: dict[str, Any] = {t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Unplanned)}
 
 
 def make(name: str) -> nn.Module:
@@ -288,6 +295,4 @@ def make(name: str) -> nn.Module:
 
 def inputs(name: str, batch: int, t: int, s: int) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    return {
-        k: v.double() if v.is_floating_point() else v for k, v in TOYS[name].inputs(batch, t, s).items()
-    }
+    return {k: v.double() if v.is_floating_point() else v for k, v in TOYS[name].inputs(batch, t, s).items()}
