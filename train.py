@@ -11,8 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -34,7 +33,8 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
 from zoo.training.estimate import memory_table, saved_for_backward
-from zoo.training.tracking import Tracker, amount, duration, log_line, open_run, size
+from zoo.training.schedule import ahead, due, learning_rate
+from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
 from zoo.training.video import Inputs, Part, VideoTask, user_error
 
 
@@ -117,6 +117,8 @@ def resume(run: Run) -> None:
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
+        for change in changes(run.directory, config) if state else []:
+            ranks.say(f"  with another {change}")
     room = checkpoint.expected_size(run.model) * max(1, config.checkpoint.keep + 1 - len(checkpoint.found(directory)))
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
@@ -348,31 +350,6 @@ def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, T
                 run_check=False, shape=whole.shape, stride=whole.stride(),
             )  # fmt: skip
     return placed
-
-
-def ahead(make: Callable[..., Inputs], wanted: Iterable[tuple[int, int]]) -> Any:
-    """Yield `make(*args)` for every args wanted, each made in a thread while the one before it is used."""
-    with ThreadPoolExecutor(1) as pool:
-        pending: Future[Inputs] | None = None
-        for args in wanted:
-            following = pool.submit(make, *args)
-            if pending:
-                yield pending.result()
-            pending = following
-        if pending:
-            yield pending.result()
-
-
-def learning_rate(options: cfg.Optim, step: int, steps: int) -> float:
-    """Linear warm-up to `lr`, then a cosine down to `final` x `lr` after the last step; `step` counts from 1."""
-    if step <= options.warmup:
-        return options.lr * step / options.warmup
-    done = (step - options.warmup) / (steps - options.warmup + 1)
-    return options.lr * (options.final + (1 - options.final) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def due(every: int, step: int, steps: int) -> bool:
-    return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
 
 def main(arguments: list[str]) -> int:

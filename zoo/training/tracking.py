@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.training import UserError
-from zoo.training.config import Config, to_dict, to_yaml
+from zoo.training.config import Config, leaves, load, to_dict, to_yaml
 
 
 def open_run(config: Config) -> Path:
@@ -53,6 +53,16 @@ def cut_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     part.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(part, path)
     return records
+
+
+def changes(directory: Path, config: Config) -> list[str]:
+    """What differs from the configuration that the run in `directory` had, as 'key: before -> now'."""
+    try:
+        before = {key: value for key, value, _ in leaves(load([str(directory / "config.yaml")]))}
+    except UserError:  # it was written by another version
+        return []
+    now = [(key, value) for key, value, _ in leaves(config) if key not in ("resume", "runs_dir", "name")]
+    return [f"{key}: {before.get(key)} -> {value}" for key, value in now if before.get(key) != value]
 
 
 class Tracker:
