@@ -9,8 +9,8 @@ drawn by bilinear interpolation, so the motion is smooth.
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from zoo.data.sampling import Clip, frame_range, generator, order
 
@@ -20,12 +20,12 @@ _HELD_OUT = 297  # images kept for validation; the other 1500 are for training
 
 
 @lru_cache(maxsize=1)
-def _images() -> tuple[Tensor, list[int]]:
+def _images() -> tuple[np.ndarray, list[int]]:
     """All digit images [1797, 8, 8] in [0, 1], float32, and their classes."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return torch.from_numpy(digits.images).float() / 16, digits.target.tolist()
+    return (digits.images / 16).astype(np.float32), digits.target.tolist()
 
 
 def _reflect(position: float, room: float) -> float:
@@ -36,12 +36,11 @@ def _reflect(position: float, room: float) -> float:
     return min(position, 2 * room - position)
 
 
-def _resample(offsets: list[float], length: int, digit: float, source: int = 8) -> Tensor:
+def _resample(offsets: list[float], length: int, digit: float, source: int = 8) -> np.ndarray:
     """Bilinear weights [len(offsets), length, source]: rows of `source` pixels drawn `digit` canvas pixels long."""
-    pixels = torch.arange(length, dtype=torch.float64) + 0.5
-    centres = (pixels - torch.tensor(offsets, dtype=torch.float64)[:, None]) * (source / digit) - 0.5
-    distance = (centres[:, :, None] - torch.arange(source, dtype=torch.float64)).abs()
-    return (1 - distance).clamp(min=0).float()
+    centres = (np.arange(length) + 0.5 - np.array(offsets)[:, None]) * (source / digit) - 0.5
+    distance = np.abs(centres[:, :, None] - np.arange(source))
+    return np.maximum(1 - distance, 0).astype(np.float32)
 
 
 class MovingDigits:
@@ -91,7 +90,6 @@ class MovingDigits:
         chosen = frame_range(frames, self.frames)
         rows = _resample([_reflect(start_y * room_y + velocity_y * f, room_y) for f in chosen], height, self.digit)
         columns = _resample([_reflect(start_x * room_x + velocity_x * f, room_x) for f in chosen], width, self.digit)
-        x = torch.empty(1, len(chosen), height, width)
-        for i in range(len(chosen)):  # one matmul a frame, so that its bits do not depend on how many are drawn
-            x[0, i] = rows[i] @ image @ columns[i].T
-        return {"x": x * 2 - 1, "label": label}
+        # numpy multiplies one frame after another, so the bits of a frame do not depend on how many are drawn
+        x = rows @ image @ columns.transpose(0, 2, 1)
+        return {"x": torch.from_numpy((x[None] * 2 - 1).clip(-1, 1)), "label": label}
