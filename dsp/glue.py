@@ -7,6 +7,7 @@ DTensor itself computes nothing here, so it cannot communicate.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +36,8 @@ from dsp.rules import (
 from dsp.stages import map_tensors, tensors_in
 from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, op_name
 
+log = logging.getLogger("dsp")
+
 
 class Shell(NamedTuple):
     """What a DTensor in glue stands for."""
@@ -55,6 +58,16 @@ class Run:
         self.in_stage: Any = None
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
+
+    def observe(self, method: str, *args: Any) -> None:
+        """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""
+        if self.recorder is None:
+            return
+        try:
+            getattr(self.recorder, method)(*args)
+        except Exception as error:
+            log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
+            self.recorder = None
 
     # --- shells ---
 
@@ -174,8 +187,7 @@ class Glue(TorchFunctionMode):
         index = run.glue_index
         run.glue_index += 1
         out = self.operate(index, func, name, args, kwargs)
-        if run.recorder is not None:
-            run.recorder.record(index, name, args, kwargs, out)
+        run.observe("record", index, name, args, kwargs, out)
         return out
 
     def operate(self, index: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:

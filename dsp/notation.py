@@ -213,8 +213,8 @@ def solve_sizes(
                 waiting.append((pattern, axis, size))
             elif not unknown and size == product:
                 sizes.update({n: v for n, v in known_sizes.items() if v is not None})
-            elif not unknown and size == 1:
-                continue
+            elif size == 1 and all(n in sizes for n in axis):
+                continue  # broadcasts against the tensors that gave these sizes
             elif unknown and product and size % product == 0:
                 sizes.update({n: v for n, v in known_sizes.items() if v is not None})
                 sizes[unknown[0]] = size // product

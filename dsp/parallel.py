@@ -100,15 +100,15 @@ class Runtime:
         if plan is None:
             run.recorder = Recorder(self.axis.size, sizes)
             if self.signature is not None:
-                run.recorder.root_inputs(self.signature.bind(args, kwargs)[1], self.given(args, kwargs))
+                run.observe("root_inputs", self.signature.bind(args, kwargs)[1], self.given(args, kwargs))
         state = None
         if plan is None or plan.script.random_glue:
             state = self.shared_randomness()
         try:
             with active(self, run):
                 output = self.forward(*args, **kwargs)
+            run.observe("root_outputs", output, self.gather_output)
             if run.recorder is not None:
-                run.recorder.root_outputs(output, self.gather_output)
                 run.recorder.random_glue = True
                 self.plans[self.last_key] = self.solve(run.recorder.trace())
             return self.leave(run, output)
@@ -229,8 +229,7 @@ class Runtime:
             return None
         run.note_checkpoint()
         run.mode.suspend()
-        if run.recorder is not None:
-            run.recorder.enter_stage(stage, args, kwargs)
+        run.observe("enter_stage", stage, args, kwargs)
         axis = self.axis
         call, bound = stage.signature.bind(args, kwargs)
         shells = [run.open(b.tensor) for b in bound]
@@ -282,8 +281,7 @@ class Runtime:
             if sys.exc_info()[0] is not None and output is None:
                 return None  # the stage raised: only clean up
             output = self.finish_stage(run, stage, output, option, sizes, own, step)
-            if run.recorder is not None:
-                run.recorder.leave_stage(output)
+            run.observe("leave_stage", output)
             return output
         finally:
             run.mode.resume()
@@ -291,6 +289,8 @@ class Runtime:
     def finish_stage(
         self, run: Run, stage: Stage, output: Any, option: Option, sizes: dict[str, int], own: int, step: Any
     ) -> Any:
+        if run.stage_index == 1:
+            self.agreement.before_switching()
         tensors = tensors_in(output)
         patterns = stage.outputs(tensors)
         push = step.push if step is not None else [None] * len(tensors)
@@ -420,6 +420,11 @@ class Agreement:
         if wait:
             self.finish()
 
+    def before_switching(self) -> None:
+        """On CPU the answer is here by the end of the first stage, and looking at it now saves the ranks a deadlock."""
+        if self.axis.mesh.device_type == "cpu":
+            self.finish()
+
     def finish(self) -> None:
         if self.pending is None:
             return
@@ -439,7 +444,7 @@ class Agreement:
             )
             raise RuntimeError(
                 f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
-                f"{', '.join(map(str, odd))} got {what} than rank 0 in the last step. Whole inputs must be the same on "
+                f"{', '.join(map(str, odd))} got {what} than rank 0. Whole inputs must be the same on "
                 "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
             )
 

@@ -1,0 +1,472 @@
+"""parallelize beside what users combine it with: FSDP2, DDP, dp x sp, compile, sharded inputs, randomness, errors."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import toys
+from test_parallel import as_tuple, averaged, same, scalar, step
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+
+
+def full(g: Any) -> Tensor:
+    return g.full_tensor() if isinstance(g, DTensor) else g
+
+
+def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool) -> None:
+    """sp ranks share the parameters; gradients come back averaged over them."""
+    kwargs = toys.inputs(name, 1, 7, 5)
+    single, model = toys.make(name), toys.make(name)
+    _, loss, _ = step(single, kwargs)
+    dsp.parallelize(model, mesh, gather_output=False)
+    blocks = [m for c in model.children() if isinstance(c, nn.ModuleList) for m in c]
+    for block in blocks:
+        if ckpt:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if not root_only:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        with dsp.count_comm() as comm:
+            got = scalar(as_tuple(model(**kwargs)))
+            got.backward()
+        torch.testing.assert_close(got, loss)
+        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+        assert comm.recompute.calls["switch"] == 0
+
+
+@pytest.mark.parametrize("ckpt", [False, True])
+@pytest.mark.parametrize("root_only", [False, True])
+def test_fsdp(ranks, root_only: bool, ckpt: bool) -> None:
+    ranks(fsdp, 4, "Grid", root_only, ckpt)
+    ranks(fsdp, 3, "Folded", root_only, ckpt)
+
+
+class Layered(nn.Module):
+    """Glue modules that hold stages, and parameters of their own: what `fully_shard` meets in a real model."""
+
+    stages = {"": "x=b t s c -> b t s c", "layers.*.space": "b t [s c]", "layers.*.time": "b [t] s [c]"}
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.space, self.time, self.gate = toys.Along(2), toys.Along(1), nn.Linear(toys.C, toys.C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.time(x + torch.sigmoid(self.gate(x)) * self.space(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
+    torch.manual_seed(0)
+    single = Layered().double()
+    torch.manual_seed(0)
+    model = Layered().double()
+    x = {"x": torch.randn(1, 7, 5, toys.C).double()}
+    _, loss, _ = step(single, x)
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.layers:
+        if ckpt:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        got = scalar(as_tuple(model(**x)))
+        got.backward()
+        torch.testing.assert_close(got, loss)
+        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("ckpt", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fsdp_around_glue_modules(ranks, reshard: bool, ckpt: bool) -> None:
+    ranks(fsdp_glue, 4, reshard, ckpt)
+
+
+def mixed(mesh: DeviceMesh) -> None:
+    model = toys.make("Grid").float()
+    dsp.parallelize(model, mesh, gather_output=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in [*model.space, *model.time]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    kwargs = {k: v.float() for k, v in toys.inputs("Grid", 1, 7, 5).items()}
+    with dsp.count_comm() as comm:
+        out = model(**kwargs)
+        loss = dsp.mean(out.float() if not isinstance(out, DTensor) else out)
+        loss.backward()
+    assert out.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    single = toys.make("Grid").float()
+    expect = single(**kwargs).mean()
+    torch.testing.assert_close(loss, expect, atol=3e-2, rtol=3e-2)
+    # the producer switches in its own dtype: bf16
+    moved = torch.tensor(comm.forward.bytes["switch"])
+    dist.all_reduce(moved, group=mesh.get_group())
+    m = 7 * 5 * toys.C * 2
+    assert moved <= 4 * m
+
+
+def test_mixed_precision_moves_half_the_bytes(ranks) -> None:
+    ranks(mixed, 2)
+
+
+def data_parallel(mesh: DeviceMesh, sharded_params: bool) -> None:
+    """dp x sp = 2 x 2: each dp group its own sample; the gradient is that of the batch of both."""
+    batch = toys.inputs("Grid", 2, 7, 5)
+    single = toys.make("Grid")
+    _, loss, _ = step(single, batch)
+    model = toys.make("Grid")
+    dsp.parallelize(model, mesh["sp"], gather_output=False)
+    mine = {k: v[mesh["dp"].get_local_rank()][None] for k, v in batch.items()}
+    if sharded_params:
+        for block in [*model.space, *model.time]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        run: nn.Module = model
+    else:
+        run = DistributedDataParallel(model)
+    got = scalar(as_tuple(run(**mine)))
+    got.backward()
+    torch.testing.assert_close(torch.ops.dsp.all_reduce(got, mesh["dp"].get_group().group_name) / 2, loss)
+    same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("sharded_params", [True, False])
+def test_dp_times_sp(ranks, sharded_params: bool) -> None:
+    ranks(data_parallel, "2x2", sharded_params)
+
+
+def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    x = kwargs["x"].clone().requires_grad_()
+    expect = single(x, kwargs["cond"])
+    scalar((expect,)).backward()
+    dsp.parallelize(model, mesh, gather_output=False)
+    local = dsp.split(kwargs["x"], mesh, dim).to_local()
+    given = DTensor.from_local(
+        local, mesh, [dsp.split(kwargs["x"], mesh, dim).placements[0]], run_check=False,
+        shape=x.shape, stride=x.stride(),
+    ).requires_grad_()  # fmt: skip
+    out = model(given, kwargs["cond"])
+    torch.testing.assert_close(dsp.gather(out), expect)
+    scalar((out,)).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    torch.testing.assert_close(given.grad.to_local(), dsp.split(x.grad, mesh, dim).to_local())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
+    ranks(sharded_inputs, n, 1)
+    ranks(sharded_inputs, n, 2)
+
+
+def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
+    warnings.simplefilter("ignore", UserWarning)  # dynamo's own, about the .grad of its inputs
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    _, loss, _ = step(single, kwargs)
+    if whole_block:
+        for group in (model.space, model.time):
+            for i, block in enumerate(group):
+                group[i] = torch.compile(block, backend=backend)
+    dsp.parallelize(model, mesh, gather_output=False)
+    if not whole_block:
+        for block in [*model.space, *model.time]:
+            block.forward = torch.compile(block.forward, backend=backend)
+    got = scalar(as_tuple(model(**kwargs)))
+    got.backward()
+    torch.testing.assert_close(got, loss)
+    grads = {n.replace("_orig_mod.", ""): g for n, g in averaged(model, mesh).items()}
+    same(grads, {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("whole_block", [False, True])
+def test_compiled_stages(ranks, whole_block: bool) -> None:
+    ranks(compiled, 2, "eager", whole_block)
+
+
+class Noisy(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.space = toys.Along(2, dropout=p)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared = torch.rand(3)
+        y = self.space(x)
+        return F.dropout(torch.ones_like(y), 0.5, self.training), y - x, shared
+
+
+def randomness(mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(mesh.get_local_rank())  # ranks start apart: glue must agree nevertheless
+    model = Noisy().train()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.3)
+    dsp.parallelize(model, mesh)
+    x = torch.linspace(0, 1, 4 * 8 * 5 * toys.C).view(4, 8, 5, toys.C)
+    with torch.no_grad():
+        mask, y, shared = model(x)
+        again = model(x)[0]
+    return mask, y, shared, again
+
+
+def test_randomness(ranks) -> None:
+    results = ranks(randomness, 2)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)  # gathered, and what glue draws: the same on every rank
+    mask, y, _, again = results[0]
+    assert 0.4 < (mask > 0).float().mean() < 0.6
+    assert not torch.equal(mask[:, :4], mask[:, 4:])  # each rank's mask is its own
+    assert not torch.equal((y == 0)[:, :4], (y == 0)[:, 4:])
+    assert not torch.equal(mask, again)
+
+
+def random_checkpoint(mesh: DeviceMesh) -> None:
+    """A stage that drops out, recomputed in backward: the same mask."""
+
+    class Sum(nn.Module):
+        stages = {"": "x=b t s c -> b t s c", "space.own": "b t [s c]"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.space = nn.Module()
+            self.space.own = Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.space.own, x, use_reentrant=False)
+
+    class Identity(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5) * x
+
+    x = torch.rand(1, 8, 5, 3, requires_grad=True)
+    model = dsp.parallelize(Sum().train(), mesh)
+    y = model(x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * y / x)
+
+
+def test_dropout_recomputes_the_same_mask(ranks) -> None:
+    ranks(random_checkpoint, 2)
+
+
+# --- what must be refused ---------------------------------------------------------------------------------------------
+
+
+def disagree(mesh: DeviceMesh, how: str) -> str:
+    model = dsp.parallelize(toys.make("Grid"), mesh)
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    model(**kwargs)
+    rank = mesh.get_local_rank()
+    if how == "values":
+        kwargs["x"] = kwargs["x"] + rank * 1e-9
+    elif how == "order":
+        kwargs["x"] = kwargs["x"].flip(1) if rank else kwargs["x"]
+    try:
+        if how == "shapes":
+            kwargs = toys.inputs("Grid", 1, 4 + rank, 4)
+        model(**kwargs)
+        model(**toys.inputs("Grid", 1, 4, 4))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["values", "order"])
+def test_ranks_that_hold_different_inputs(ranks, how: str) -> None:
+    for message in ranks(disagree, 2, how):
+        assert "different inputs" in message
+        assert "['x']" in message
+
+
+def test_ranks_that_hold_different_shapes(ranks) -> None:
+    messages = ranks(disagree, 2, "shapes")
+    assert all("other shapes" in m for m in messages)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    grid = toys.make("Grid")
+    with pytest.raises(dsp.NotationError, match=r"'spaces\.\*' matches no submodule.*space\.\*"):
+        dsp.parallelize(grid, mesh, {"spaces.*": "b t [s c]"})
+    with pytest.raises(dsp.NotationError, match=r"no parameter 'scales'.*Did you mean 'scale'"):
+        dsp.parallelize(grid, mesh, {"space.*": "b t [s c], scales=b [c]"})
+    with pytest.raises(dsp.NotationError, match="lies inside stage"):
+        dsp.parallelize(grid, mesh, {"space.*": "b t [s c]", "space.*.norm": "b t s [c]"})
+    with pytest.raises(dsp.NotationError, match="matched twice"):
+        dsp.parallelize(grid, mesh, {"space.*": "b t [s c]", "space.0": "b [t] s [c]"})
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        dsp.parallelize(grid, None)
+    with pytest.raises(dsp.NotationError, match="no stages attribute"):
+        dsp.parallelize(nn.Linear(2, 2), mesh)
+    with pytest.raises(dsp.NotationError, match="stages must be a dict"):
+        dsp.parallelize(grid, mesh, {})
+
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    for stages, message in [
+        ({"": "x=b t s c", "space.*": "t [s c]"}, "3 axes but|2 axes but|has 2 axes"),
+        ({"": "x=b t c", "space.*": "b t [s c]"}, "3 axes but the tensor has shape"),
+        ({"": "x=b t s c", "space.*": "b t [s c] -> (b t) [s c]"}, "output pattern"),
+        ({"": "x=b t s c", "space.*": "(b t) z [s c]"}, "cannot tell|does not fit|is not"),
+    ]:
+        model = dsp.parallelize(toys.make("Grid"), mesh, stages)
+        with pytest.raises(dsp.NotationError, match=message):
+            model(**kwargs)
+
+    class Bad(nn.Module):
+        stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
+
+        def __init__(self, glue: Any) -> None:
+            super().__init__()
+            self.space, self.glue = toys.Along(2).double(), glue
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.glue(self.space(x))
+
+    x = kwargs["x"]
+    for glue, word in [
+        (lambda y: y.unfold(1, 2, 1), "unfold"),
+        (lambda y: torch.linalg.svd(y)[1], "svd"),
+        (lambda y: y.std(), "std"),
+        (lambda y: y.amax(), "amax"),
+        (lambda y: y[:, [0, 1]], "getitem"),
+        (lambda y: y * float(y.sum(3).max()), "max|float|reads"),
+    ]:
+        model = dsp.parallelize(Bad(glue), mesh)
+        with pytest.raises(dsp.GlueError, match=word):
+            model(x)
+    again = dsp.parallelize(toys.make("Grid"), mesh)
+    with pytest.raises(ValueError, match="already parallelized"):
+        dsp.parallelize(again, mesh)
+    with pytest.raises(RuntimeError, match="gradient contract"):
+        dsp.parallelize(toys.make("Grid"), mesh, gather_output=False)(**kwargs).to_local().sum().backward()
+
+
+def test_refused_in_plain_words(ranks) -> None:
+    ranks(refused, 2)
+
+
+def detours(mesh: DeviceMesh) -> dict:
+    """Glue that works along a dim: the planner shards another one there, and shows the switch."""
+
+    class Turned(nn.Module):
+        stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.space = toys.Along(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.space(x)
+            x = torch.cat([x.flip(1), x.cumsum(1)], 1).roll(1, 1)
+            return F.pad(x, (0, 0, 0, 0, 1, 1)) + x.std(1, keepdim=True)
+
+    torch.manual_seed(0)
+    single = Turned().double()
+    x = torch.randn(1, 6, 5, toys.C).double()
+    expect = single(x)
+    plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=True)
+    model = dsp.parallelize(single, mesh)
+    with dsp.count_comm() as comm:
+        got = model(x)
+    torch.testing.assert_close(got, expect)
+    return {**comm.forward.calls, "planned": len(plan.switches)}
+
+
+def test_glue_along_the_sharded_dim_switches_once(ranks) -> None:
+    for calls in ranks(detours, 2):
+        assert calls == {"switch": 1, "gather": 1, "planned": 2}
+
+
+def after_errors(mesh: DeviceMesh) -> None:
+    """An exception inside a stage leaves nothing behind."""
+    model = toys.make("Grid")
+    single = toys.make("Grid")
+    dsp.parallelize(model, mesh)
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    block = model.time[0]
+    block.out, kept = nn.Linear(3, 3).double(), block.out
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            model(**kwargs)
+    assert torch.overrides._get_current_function_mode() is None
+    block.out = kept
+    torch.testing.assert_close(model(**kwargs), single(**kwargs))
+    for error in (KeyboardInterrupt,):
+        block.out = Raises(error)
+        with pytest.raises(error):
+            model(**kwargs)
+        block.out = kept
+        torch.testing.assert_close(model(**kwargs), single(**kwargs))
+
+
+class Raises(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x._is_view() and type(x).__name__ == "FakeTensor":
+            return x
+        raise self.error
+
+
+def test_nothing_is_left_after_an_exception(ranks) -> None:
+    ranks(after_errors, 2)
+
+
+def nested(mesh: DeviceMesh) -> None:
+    """Two parallelized models, one inside the other: the outermost governs; each also runs alone."""
+
+    class Objective(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.stages = {f"model.{k}": v for k, v in model.stages.items() if k}
+            self.stages[""] = "x=b t s c, noise=b t s c -> b t s c"
+
+        def forward(self, x: Tensor, noise: Tensor, cond: Tensor) -> Tensor:
+            return (self.model(x + noise, cond) - noise).square()
+
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    noise = torch.randn_like(kwargs["x"])
+    single = Objective(toys.make("Grid"))
+    model = toys.make("Grid")
+    objective = dsp.parallelize(Objective(model), mesh, gather_output=False)
+    dsp.parallelize(model, mesh)
+    loss = dsp.mean(objective(noise=noise, **kwargs))
+    expect = single(noise=noise, **kwargs).mean()
+    torch.testing.assert_close(loss, expect)
+    loss.backward()
+    expect.backward()
+    same(averaged(objective, mesh), {n: p.grad for n, p in single.named_parameters()})
+    torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
+
+
+def test_models_inside_models(ranks) -> None:
+    ranks(nested, 2)
