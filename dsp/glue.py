@@ -8,8 +8,9 @@ DTensor itself computes nothing here, so it cannot communicate.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -245,7 +246,8 @@ class Glue(TorchFunctionMode):
             out = torch.ops.dsp.all_reduce(func(*call_args, **call_kwargs), run.axis.group)
             return out / outcome.reduce if outcome.reduce != 1.0 else out
         else:
-            out = func(*call_args, **call_kwargs)
+            with quiet(locals_):
+                out = func(*call_args, **call_kwargs)
         if outcome.cut is None:
             return out
         copies = shells[0].copies if outcome.view and shells[0] is not None else None
@@ -309,6 +311,20 @@ class Glue(TorchFunctionMode):
             if name == "backward":
                 raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         return func(*args, **kwargs)
+
+
+def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:
+    """No warnings about statistics of nothing on a rank that holds nothing."""
+    if all(t.numel() for t in tensors):
+        return nullcontext()
+    return _ignored()
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
