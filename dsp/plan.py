@@ -12,7 +12,7 @@ from torch import nn
 
 from dsp.layout import Cut
 from dsp.notation import NotationError, StagePattern, parse
-from dsp.planner import Move, Problem, Solution, chunk_sizes, solve
+from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, price, solve
 from dsp.rules import GlueError
 from dsp.stages import Stage, find_stages
 from dsp.trace import Trace, trace
@@ -220,7 +220,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
     total = {"forward": solution.bytes, "backward": 0, "recompute": 0}
     for m in solution.moves:
         if t.grads[m.value]:
-            total["backward"] += m.bytes
+            total["backward"] += _adjoint_bytes(t.values[m.value], m, n)
         if recomputed(m):
             total["recompute"] += m.bytes
     for event, sent in zip(t.events, inside):
@@ -230,6 +230,16 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
             total["backward"] += t.values[v].nbytes * (n - 1) // n
 
     return Plan(n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script)
+
+
+def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
+    """What the busiest rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
+    if m.kind == "switch":
+        return price(value, m.dst, m.src, n)[0]
+    if m.kind == "gather" and m.src is not None:  # a reduce-scatter: all but this rank's own chunk
+        size = dict(value.sizes)[m.src]
+        return value.nbytes // size * (size - chunk_sizes(size, n)[-1])
+    return 0
 
 
 def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> tuple[list[StageRow], list[Switch]]:

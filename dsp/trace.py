@@ -133,10 +133,11 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.round = self.live = self.peak = 0
         self.random = False
 
     def restart(self) -> None:
+        self.round += 1  # what was made before no longer counts when it goes
         self.live = self.peak = 0
         self.random = False
 
@@ -151,11 +152,12 @@ class Watch(TorchDispatchMode):
                 size = t.numel() * t.element_size()
                 self.live += size
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(t, self._freed, size)
+                weakref.finalize(t, self._freed, size, self.round)
         return out
 
-    def _freed(self, size: int) -> None:
-        self.live -= size
+    def _freed(self, size: int, made: int) -> None:
+        if made == self.round:
+            self.live -= size
 
 
 def checkpoint_frame() -> Any:
@@ -476,7 +478,7 @@ class Tracer(Recorder, TorchFunctionMode):
 
     def _save(self, t: Tensor) -> Tensor:
         if not isinstance(t, nn.Parameter):
-            self.saved[id(t.untyped_storage())] = t.numel() * t.element_size()
+            self.saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
     def after_stage(self, output: Any) -> None:

@@ -139,7 +139,7 @@ class Pair(nn.Module):
         "outer": "b [s] i [c], b [s] j [c] -> b i j [c]",
         "outgoing": "b i [k] c, b j [k] c -> b i j c",
         "transition": "b i j [c]",
-        "start": "b i [j c], bias=b [i j c]",
+        "start": "b i [j c], bias=b [k j c]",
     }
 
     class Row(nn.Module):

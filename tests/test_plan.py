@@ -1,0 +1,105 @@
+"""dsp.plan: on one process, without running the model; its bytes are those a run then moves."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import toys
+from test_parallel import as_tuple, scalar, wrap_checkpoints
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+import zoo
+from dsp.planner import Infeasible
+
+
+def test_the_3b_model_at_four_million_tokens_in_seconds() -> None:
+    with torch.device("meta"):
+        model = zoo.create("transformer2d", "3b")
+        kwargs = model.example_inputs(1, frames=1024, height=128, width=128)
+    start = time.process_time()
+    plan = dsp.plan(model, kwargs=kwargs, size=32, dtype=torch.bfloat16)
+    assert time.process_time() - start < 60
+    m = 1024 * 4096 * 2048 * 2
+    each = 31 * m // 32**2
+    blocks = [r for r in plan.stages if r.name.startswith("blocks")]
+    assert len(blocks) == 72
+    assert {r.layout for r in blocks if "spatial" in r.name} == {"t"}
+    assert {r.layout for r in blocks if "temporal" in r.name} == {"s"}
+    assert {s.bytes for s in plan.switches} == {each}
+    assert plan.bytes == {"forward": 72 * each, "backward": 72 * each, "recompute": 0}
+    assert all(p.device.type == "meta" for p in model.parameters())
+    text = str(plan)
+    assert "×35" in text
+    assert "72 switches" in text
+    assert plan.peak > plan.resident > 3.6e9 * 2
+
+
+def test_three_dims_share_switches() -> None:
+    """t, h, w in turn: each stage may be sharded along either of two dims, so one switch serves two stages."""
+    toy = toys.TOYS["Cube"](layers=4).double()
+    plan = dsp.plan(toy, kwargs=toys.inputs("Cube", 1, 6, 6), size=2)
+    assert len(plan.switches) == 4 * 3 // 2 - 1
+    assert plan.exact
+
+
+def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
+    toy = toys.make("Global")
+    plan = dsp.plan(toy, kwargs=toys.inputs("Global", 1, 6, 6), size=2)
+    row = next(r for r in plan.stages if r.name == "mix")
+    m = 6 * 6 * toys.C * 8
+    assert row.layout is None
+    assert row.bytes == m // 2
+    assert [s.kind for s in plan.switches] == ["gather"]
+    assert "run whole on every rank" in str(plan)
+
+
+def test_memory_changes_the_plan_or_refuses() -> None:
+    toy = toys.make("Pair")
+    kwargs = toys.inputs("Pair", 1, 8, 16)
+    free = dsp.plan(toy, kwargs=kwargs, size=2)
+    tight = dsp.plan(toy, kwargs=kwargs, size=2, memory=free.peak)
+    assert tight.bytes == free.bytes
+    with pytest.raises(Infeasible, match=r"no plan fits .* a rank.*more than 2 ranks"):
+        dsp.plan(toy, kwargs=kwargs, size=2, memory=1000)
+    with pytest.raises(ValueError, match="number of ranks"):
+        dsp.plan(toy, kwargs=kwargs, size=0)
+
+
+def test_size_one_costs_nothing() -> None:
+    plan = dsp.plan(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 6, 6), size=1)
+    assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
+
+
+def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict]:
+    model = toys.make(name)
+    stages = dict(model.stages)
+    if ckpt:
+        wrap_checkpoints(model)
+        stages = {k.replace(".*", ".*.inner"): v for k, v in stages.items()}
+    kwargs = toys.inputs(name, *shape)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages)
+    dsp.parallelize(model, mesh, stages, gather_output=False)
+    with dsp.count_comm() as comm:
+        out = as_tuple(model(**kwargs))
+        forward = sum(comm.forward.bytes.values())
+        scalar(out).backward()
+    counted = {
+        "forward": forward,
+        "backward": sum(v for k, v in comm.backward.bytes.items() if k != "all_reduce"),
+        "recompute": sum(comm.recompute.bytes.values()),
+    }
+    return counted, plan.bytes
+
+
+@pytest.mark.parametrize("ckpt", [False, True])
+@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global"])
+def test_planned_bytes_are_the_bytes_moved(ranks, name: str, ckpt: bool) -> None:
+    for counted, planned in ranks(moved, 2, name, (1, 8, 8), ckpt):
+        assert counted == planned
+    uneven = ranks(moved, 3, name, (1, 7, 5), ckpt)
+    for phase in ("forward", "backward", "recompute"):
+        # the plan adds up the busiest rank of each move, which need not be the same one
+        assert max(c[phase] for c, _ in uneven) <= uneven[0][1][phase]
