@@ -16,7 +16,7 @@ from dsp.layout import Axis, Cut
 from dsp.notation import StagePattern
 from dsp.parallel import parallelize
 from dsp.plan import stages_of
-from dsp.stages import Stage, clean, cut_for, replace, sizes_of_root, tensors_in
+from dsp.stages import Stage, clean, cut_for, sizes_of_root, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
@@ -245,7 +245,7 @@ def _slices(
             for b in again:
                 cut = cut_for(b.pattern, b.tensor.shape, name, sizes)
                 if cut is not None:
-                    replace(call, b, part(b.tensor, cut, size, start, length))
+                    call.replace(b, part(b.tensor, cut, size, start, length))
             try:
                 with torch.no_grad():
                     outputs = tensors_in(stage.module(*call.args, **call.kwargs))

@@ -55,6 +55,7 @@ class Run:
 
     def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int]) -> None:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
+        self.sizes_key = tuple(root_sizes.items())
         self.stage_index = self.glue_index = 0
         self.in_stage: Any = None
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones

@@ -22,7 +22,7 @@ from dsp.notation import NotationError, StagePattern
 from dsp.ops import ScaleGradient, SplitInput, WholeInput, gather_local, switch_local
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
-from dsp.stages import Option, Signature, Stage, map_tensors, replace, sizes_of_root, tensors_in
+from dsp.stages import Option, Signature, Stage, map_tensors, sizes_of_root, tensors_in
 from dsp.trace import Recorder, Trace, trace
 
 log = logging.getLogger("dsp")
@@ -131,7 +131,7 @@ class Runtime:
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Cut]:
         """The inputs that arrive already sharded."""
         bound = self.signature.bind(args, kwargs)[1] if self.signature is not None else []
-        cuts = {b.key: cut_of(b.tensor.placements[0]) for b in bound if isinstance(b.tensor, DTensor)}
+        cuts = {b.param: cut_of(b.tensor.placements[0]) for b in bound if isinstance(b.tensor, DTensor)}
         return {k: c for k, c in cuts.items() if c is not None}
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
@@ -160,15 +160,15 @@ class Runtime:
             call, bound = self.signature.bind(args, kwargs)
             sizes = sizes_of_root(self.model, self.root, args, kwargs)
             for b in bound:
-                cut = cuts.get(b.key)
+                cut = cuts.get(b.param)
                 if b.pattern is None or cut is None or isinstance(b.tensor, DTensor):
                     continue
                 if b.tensor.requires_grad and torch.is_grad_enabled():
                     local = SplitInput.apply(b.tensor, self.axis, cut)
                 else:
                     local = self.axis.narrow(b.tensor, cut)
-                replace(call, b, self.axis.wrap(local, cut, tuple(b.tensor.shape)))
-            args, kwargs = call.args, call.kwargs
+                call.replace(b, self.axis.wrap(local, cut, tuple(b.tensor.shape)))
+            args, kwargs = tuple(call.args), call.kwargs
 
         def true_gradient(t: Tensor) -> Tensor:
             if not (t.requires_grad and torch.is_grad_enabled()):
@@ -233,7 +233,7 @@ class Runtime:
         axis = self.axis
         call, bound = stage.signature.bind(args, kwargs)
         shells = [run.open(b.tensor) for b in bound]
-        key = (id(stage), tuple((b.param, b.pattern, b.tensor.shape) for b in bound), tuple(run.root_sizes.items()))
+        key = (id(stage), run.sizes_key, tuple((b.param, b.tensor.shape) for b in bound))
         known = self.calls.get(key)
         if known is None:
             sizes = stage.sizes(bound, run.root_sizes)
@@ -261,10 +261,10 @@ class Runtime:
                 continue
             if own == 0 and cut is not None:
                 local = torch.cat([local, dummy(local, cut)], cut.dim)
-            replace(call, b, local)
+            call.replace(b, local)
         random = fork(axis) if (step is None or step.random) else None
         run.in_stage = (stage, option, sizes, own, step, random)
-        return call.args, call.kwargs
+        return tuple(call.args), call.kwargs
 
     def leave_stage(self, stage: Stage, output: Any) -> Any:
         current = ACTIVE.get()

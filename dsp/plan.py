@@ -225,9 +225,11 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
             total["recompute"] += m.bytes
     for event, sent in zip(t.events, inside):
         total["backward"] += sent * event.grad
-    for v in t.inputs.values():
-        if t.grads[v] and t.values[v].home == (None,):  # an input that asks for its gradient gets it whole
-            total["backward"] += t.values[v].nbytes * (n - 1) // n
+    # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
+    total["backward"] += 2 * t.whole_grads * (n - 1) // n
+    for param, v in t.inputs.items():
+        if t.grads[v] and t.values[v].home == (None,):
+            total["backward"] += (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n
 
     return Plan(n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dsp.layout import Cut, fold_fits
@@ -20,14 +23,22 @@ class Bound:
     """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
 
     param: str
-    index: int | str | None  # inside *args or **kwargs
+    slot: int | str  # its place in args or kwargs
     tensor: Tensor
     pattern: TensorPattern | None
 
-    @property
-    def key(self) -> str:
-        """The name the user knows the tensor by."""
-        return self.index if isinstance(self.index, str) else self.param
+
+class Call:
+    """The arguments of one call, to be replaced one by one."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = list(args), dict(kwargs)
+
+    def replace(self, bound: Bound, tensor: Any) -> None:
+        if isinstance(bound.slot, int):
+            self.args[bound.slot] = tensor
+        else:
+            self.kwargs[bound.slot] = tensor
 
 
 class Signature:
@@ -37,15 +48,14 @@ class Signature:
         self.where, self.pattern = where, pattern
         while "_orig_mod" in module._modules:
             module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        self.signature = inspect.signature(type(module).forward)
-        parameters = list(self.signature.parameters.values())[1:]
-        self.signature = self.signature.replace(parameters=parameters)
-        self.names = [p.name for p in parameters]
-        self.open_args = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        self.open_kwargs = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.names = {p.name: i for i, p in enumerate(parameters)}
+        self.open_args = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self.open_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for p in pattern.inputs:
             if p.param and p.param not in self.names and not self.open_kwargs:
-                close = difflib.get_close_matches(p.param, self.names, 1)
+                close = difflib.get_close_matches(p.param, list(self.names), 1)
                 raise NotationError(
                     f"{where}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
                     f"{', '.join(self.names)}" + (f". Did you mean {close[0]!r}?" if close else "")
@@ -53,35 +63,36 @@ class Signature:
         self.named = {p.param: p for p in pattern.inputs if p.param}
         self.bare = [p for p in pattern.inputs if not p.param]
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[inspect.BoundArguments, list[Bound]]:
-        """The tensors of one call in order of the signature."""
-        call = self.signature.bind_partial(*args, **kwargs)
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Bound]]:
+        """The tensors of one call, in the order of the signature."""
+        slots: list[tuple[str, int | str, Any]] = [
+            (self.positional[i] if i < len(self.positional) else f"{self.open_args}[{i - len(self.positional)}]", i, v)
+            for i, v in enumerate(args)
+        ]
+        last = len(self.names)
+        slots += [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
         bare = iter(self.bare)
         bound: list[Bound] = []
-
-        def visit(param: str, index: int | str | None, value: Any) -> None:
-            key = index if isinstance(index, str) else param
+        for param, slot, value in slots:
             if isinstance(value, Tensor):
-                pattern = self.named[key] if key in self.named else next(bare, None)
-                bound.append(Bound(param, index, value, pattern))
-            elif value is not None and key in self.named:
+                pattern = self.named[param] if param in self.named else next(bare, None)
+                bound.append(Bound(param, slot, value, pattern))
+            elif value is None:
+                continue
+            elif param in self.named:
                 raise NotationError(
-                    f"{self.where}: the pattern names {key!r}, but it is a {type(value).__name__}, not a tensor"
+                    f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
                 )
-
-        for name, value in call.arguments.items():
-            if name == self.open_args:
-                for i, v in enumerate(value):
-                    visit(name, i, v)
-            elif name == self.open_kwargs:
-                for k, v in value.items():
-                    visit(name, k, v)
-            else:
-                visit(name, None, value)
-        missing = next(bare, None)
-        if missing is not None and missing is self.bare[0]:
-            raise NotationError(f"{self.where}: the pattern '{missing}' found no tensor argument to bind to")
-        return call, bound
+            elif isinstance(value, (list, tuple, dict)) and any(
+                isinstance(t, DTensor) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
+            ):
+                raise NotationError(
+                    f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
+                    "can name it; pass it as an argument of its own"
+                )
+        if self.bare and not any(b.pattern is self.bare[0] for b in bound):
+            raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
+        return Call(args, kwargs), bound
 
 
 def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:
@@ -90,17 +101,6 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
         return {}
     _, bound = Signature(model, root, "the model").bind(args, kwargs)
     return solve_sizes([(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern], {}, where="the model")
-
-
-def replace(call: inspect.BoundArguments, bound: Bound, tensor: Any) -> None:
-    if bound.index is None:
-        call.arguments[bound.param] = tensor
-    elif isinstance(bound.index, int):
-        values = list(call.arguments[bound.param])
-        values[bound.index] = tensor
-        call.arguments[bound.param] = tuple(values)
-    else:
-        call.arguments[bound.param] = {**call.arguments[bound.param], bound.index: tensor}
 
 
 @dataclass(frozen=True)
@@ -251,14 +251,36 @@ def _unmatched(pattern: str, names: list[str], model: str) -> str:
     )
 
 
+def _plain_dataclass(value: Any) -> bool:
+    """A dataclass that pytree takes for a leaf."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a forward's output, in order."""
+    """The tensors of a forward's output, in order: in lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif _plain_dataclass(leaf):
+            found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+    return found
 
 
 def map_tensors(value: Any, new: Iterable[Any]) -> Any:
     """The same output with its tensors replaced in order."""
     it = iter(new)
-    return pytree.tree_map(lambda v: next(it) if isinstance(v, Tensor) else v, value)
+
+    def replaced(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return next(it)
+        if _plain_dataclass(v):
+            clone = copy.copy(v)
+            for f in dataclasses.fields(v):
+                object.__setattr__(clone, f.name, pytree.tree_map(replaced, getattr(v, f.name)))
+            return clone
+        return v
+
+    return pytree.tree_map(replaced, value)

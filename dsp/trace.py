@@ -44,7 +44,7 @@ def op_name(func: Any) -> tuple[str, bool]:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
-    return name.strip("_"), False
+    return name.strip("_").removeprefix("linalg_"), False
 
 
 def in_place(func: Any) -> bool:
@@ -94,6 +94,7 @@ class Trace:
     inputs: dict[str, int]  # model parameter -> value
     random_glue: bool
     resident: int
+    whole_grads: int = 0  # bytes of undeclared inputs that ask for their gradient
 
 
 def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
@@ -405,13 +406,13 @@ class Recorder:
                 if cut is not None and sizes[name] > 1 and fits_fold(b.pattern, name, sizes, self.n):
                     cuts[name] = cut
             home = None
-            if b.key in given:
-                home = next((k for k, c in cuts.items() if c == given[b.key]), None)
+            if b.param in given:
+                home = next((k for k, c in cuts.items() if c == given[b.param]), None)
                 if home is None:
                     raise NotationError(
-                        f"input {b.key!r} arrives as {given[b.key].placement()}, which '{b.pattern}' cannot name"
+                        f"input {b.param!r} arrives as {given[b.param].placement()}, which '{b.pattern}' cannot name"
                     )
-            self.inputs[b.key] = self.root_input(b.key, b.tensor, cuts, sizes, home)
+            self.inputs[b.param] = self.root_input(b.param, b.tensor, cuts, sizes, home)
 
     def root_input(
         self, param: str, t: Tensor, cuts: dict[str, Cut], sizes: Mapping[str, int], given: str | None
@@ -522,8 +523,8 @@ def trace(
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
     tracer = Tracer(n, sizes_of_root(model, root, args, kwargs))
-    if root is not None:
-        tracer.root_inputs(Signature(model, root, "the model").bind(args, kwargs)[1], given or {})
+    bound = Signature(model, root, "the model").bind(args, kwargs)[1] if root is not None else []
+    tracer.root_inputs(bound, given or {})
     handles = []
     for stage in stages:
         module = memo.get(id(stage.module), stage.module)
@@ -535,7 +536,12 @@ def trace(
     finally:
         for handle in handles:
             handle.remove()
-    return tracer.trace(resident)
+    found = tracer.trace(resident)
+    declared = {id(b.tensor) for b in bound if b.pattern is not None}
+    for t in tensors_in((args, kwargs)):
+        if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:
+            found.whole_grads += t.numel() * t.element_size()
+    return found
 
 
 def _enter(tracer: Tracer, stage: Stage) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import partial
 from typing import Any
@@ -470,3 +471,57 @@ def nested(mesh: DeviceMesh) -> None:
 
 def test_models_inside_models(ranks) -> None:
     ranks(nested, 2)
+
+
+def containers(mesh: DeviceMesh) -> None:
+    """Outputs in dataclasses; sharded tensors in lists of arguments are refused, for no pattern could name them."""
+
+    @dataclasses.dataclass
+    class Out:
+        y: Tensor
+        extra: dict
+
+    class Model(nn.Module):
+        stages = {"": "x=b t s c", "space": "b t [s c]"}
+
+        def __init__(self, listed: bool) -> None:
+            super().__init__()
+            self.space, self.listed = (Listed() if listed else toys.Along(2)), listed
+
+        def forward(self, x: Tensor) -> Out:
+            x = x * 2
+            return Out(self.space(x, [x]) if self.listed else self.space(x), {"twice": x})
+
+    class Listed(nn.Module):
+        def forward(self, x: Tensor, others: list) -> Tensor:
+            return x + others[0]
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 5, toys.C)
+    model = Model(False)
+    expect = model(x)
+    out = dsp.parallelize(model, mesh)(x)
+    torch.testing.assert_close(out.y, expect.y)
+    torch.testing.assert_close(out.extra["twice"], expect.extra["twice"])
+    with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
+        dsp.parallelize(Model(True), mesh)(x)
+
+
+def test_containers(ranks) -> None:
+    ranks(containers, 2)
+
+
+def input_gradient_bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    model = toys.make("Grid")
+    kwargs = {k: v.requires_grad_() for k, v in toys.inputs("Grid", 1, 8, 8).items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size())
+    dsp.parallelize(model, mesh, gather_output=False)
+    loss = dsp.mean(model(**kwargs))
+    with dsp.count_comm() as comm:
+        loss.backward()
+    return sum(comm.backward.bytes.values()) - 8, plan.bytes["backward"]  # less the loss' own all-reduce
+
+
+def test_gradients_of_inputs_are_in_the_plan(ranks) -> None:
+    for moved, planned in ranks(input_gradient_bytes, 2):
+        assert moved == planned
