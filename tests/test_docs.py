@@ -1,0 +1,192 @@
+"""The documentation is run: its python blocks, what they print, its commands, links, pictures and file names.
+
+A ``text`` block that follows a ``python`` block is what that block prints. After a change on purpose,
+``UPDATE_DOCS=1 pytest tests/test_docs.py`` writes the blocks anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+HOME = Path(__file__).resolve().parents[1]
+README = HOME / "README.md"
+PAGES = sorted((HOME / "docs").glob("*.md"))
+ALL = [README, *PAGES]
+MAIN_JOB = "pip install -e . -c constraints.txt && torchrun --nproc-per-node 2 train.py configs/demo.yaml"
+TESTS = "pip install -e '.[test]' -c constraints.txt && pytest"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.S | re.M)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    start: int
+    end: int
+    line: int
+
+
+def blocks(path: Path) -> list[Block]:
+    source = path.read_text()
+    return [
+        Block(m[1], m[2], m.start(), m.end(), source.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(source)
+    ]
+
+
+def python(path: Path) -> list[Block]:
+    return [block for block in blocks(path) if block.language == "python"]
+
+
+def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> list[str]:
+    """What each piece of code prints, run one after the other in one namespace; errors name the line of the page."""
+    printed = []
+    space = {"__name__": "__main__", **names}
+    for text, line in code:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile("\n" * (line - 1) + text, path, "exec"), space)
+        printed.append(out.getvalue())
+    return printed
+
+
+def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
+    return execute(path, code, {"mesh": mesh})
+
+
+def shown(printed: str) -> str:
+    """As the pages show it: long messages wrapped, tables as they are."""
+    lines: list[str] = []
+    for line in printed.strip().splitlines():
+        table = "─" in printed
+        lines += [line] if table else textwrap.wrap(line, 118, subsequent_indent="    ") or [""]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def rough(text: str) -> str:
+    """Without numbers that are nothing but rounding, and which tensor has the largest of them."""
+    return re.sub(r"\d\.\de-\d\d( \(.*\))?|0\.0e\+00( \(.*\))?", "~", text)
+
+
+def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
+    """Every text block right after a python block is what it printed; and nothing is printed unseen."""
+    source, every = path.read_text(), blocks(path)
+    fixed = source
+    for block, out in reversed(list(zip(ran, printed))):
+        after = every[every.index(block) + 1 :][:1]
+        follows = after and after[0].language == "text" and not source[block.end : after[0].start].strip()
+        if not follows:
+            assert not out, f"{path.name}:{block.line} prints, and no text block follows:\n{out}"
+            continue
+        expected = after[0].text
+        if rough(expected) != rough(shown(out)):
+            start = source.index("\n", after[0].start) + 1
+            fixed = fixed[:start] + shown(out) + fixed[start + len(expected) :]
+            if not os.environ.get("UPDATE_DOCS"):
+                pytest.fail(f"{path.name}:{after[0].line} shows\n{expected}\nbut the code prints\n{shown(out)}", False)
+    if fixed != source:
+        path.write_text(fixed)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
+    code = python(path)
+    printed = ranks(on_rank, 3, str(path.relative_to(HOME)), [(block.text, block.line) for block in code])
+    compare(path, code, printed[0])
+
+
+def test_the_readme_runs(ranks) -> None:
+    """Blocks that speak of a mesh on four ranks, all others (the plan of a large model) in this one process."""
+    code = python(README)
+    assert any("dsp.check" in block.text for block in code)
+    assert any("4M tokens" in block.text or "frames=1024" in block.text for block in code)
+    printed = []
+    for block in code:
+        piece = [(block.text, block.line)]
+        if "mesh" in block.text:
+            printed += ranks(on_rank, 4, "README.md", piece)[0]
+        else:
+            printed += execute("README.md", piece, {})
+    compare(README, code, printed)
+
+
+def test_the_commands_are_there_and_name_what_exists() -> None:
+    bash = [
+        line.strip()
+        for path in ALL
+        for block in blocks(path)
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    ]
+    assert MAIN_JOB in bash
+    assert TESTS in bash
+    for line in bash:
+        for name in re.findall(r"[\w./-]+\.(?:py|yaml|txt)\b", line.split("#")[0]):
+            assert (HOME / name).exists(), f"{line!r} names {name}, which does not exist"
+
+
+def anchors(path: Path) -> set[str]:
+    prose = FENCE.sub("", path.read_text())
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+def test_links_and_pictures(path: Path) -> None:
+    prose = FENCE.sub("", path.read_text())
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", prose)
+    assert targets
+    for target in targets:
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (path.parent / name).resolve() if name else path
+        assert found.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{path.name} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+def test_file_names_in_prose_exist(path: Path) -> None:
+    prose = FENCE.sub("", path.read_text())
+    for name in re.findall(r"`((?:dsp|zoo|tests|configs|benchmarks|docs)/[\w./*-]*|\w+\.py)`", prose):
+        assert list(HOME.glob(name.rstrip("/"))), f"{path.name} speaks of {name}"
+
+
+def test_the_tree_is_the_tree() -> None:
+    tree = next(block.text for block in blocks(README) if "train.py" in block.text and block.language == "text")
+    at: list[str] = []
+    for line in tree.splitlines():
+        if not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        at = at[:depth]
+        for name in re.split(r",? +", line.strip().split("   ")[0]):
+            assert (HOME / "/".join([*at, name])).exists(), f"the tree shows {name}: {line.strip()}"
+        at.append(line.strip().split()[0].rstrip("/"))
+
+
+def test_the_picture_of_the_switch_is_drawn_by_its_script() -> None:
+    sys.path.insert(0, str(HOME / "benchmarks"))
+    try:
+        import plot_switch
+    finally:
+        sys.path.pop(0)
+    assert (HOME / "docs/images/switch.svg").read_text() == plot_switch.picture()
+
+
+def test_the_sample_is_small_and_moves() -> None:
+    from PIL import Image
+
+    path = HOME / "docs/images/samples.gif"
+    assert path.stat().st_size < 300_000
+    with Image.open(path) as gif:
+        assert gif.n_frames > 1  # type: ignore[attr-defined]
