@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -35,6 +36,7 @@ def _worker(rank: int, store: str, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    faulthandler.enable()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in range(1, WORLD + 1)}
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
