@@ -85,7 +85,8 @@ def check(
     state = (torch.get_rng_state(), torch.is_grad_enabled())
     try:
         torch.set_grad_enabled(True)
-        return _check(model, tuple(args), kwargs, axis, mesh, stages, paths, root)
+        args = (args,) if isinstance(args, Tensor) else tuple(args)
+        return _check(model, args, kwargs, axis, mesh, stages, paths, root)
     finally:
         torch.set_rng_state(state[0])
         torch.set_grad_enabled(state[1])

@@ -147,11 +147,23 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
 
 
+def _fresh(kernel: Any) -> Any:
+    """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own."""
+
+    def run(*args: Any) -> Tensor:
+        out = kernel(*args)
+        if not out._is_view():
+            return out
+        return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+
+    return run
+
+
 for _name, _kernel in [
     ("switch", _switch), ("gather", _gather), ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
 ]:  # fmt: skip
-    _lib.impl(_name, _kernel, "CPU")
-    _lib.impl(_name, _kernel, "CUDA")
+    _lib.impl(_name, _fresh(_kernel), "CPU")
+    _lib.impl(_name, _fresh(_kernel), "CUDA")
 
 
 @torch.library.register_fake("dsp::switch", lib=_lib)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -56,15 +57,32 @@ class count_comm(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("dsp", "_c10d_functional"):
-            name = func._schema.name.split("::")[1]
-            if name != "wait_tensor":
-                traffic = self.forward
-                if torch._C._current_graph_task_id() != -1:
-                    traffic = self.recompute if torch.is_grad_enabled() else self.backward
-                traffic.calls["switch" if name == "all_to_all_single" else name] += 1
-                traffic.bytes["switch" if name == "all_to_all_single" else name] += sent(name, *args)
+        name = func._schema.name.split("::")[1]
+        if func.namespace in ("dsp", "_c10d_functional", "_dtensor") and name in COLLECTIVES:
+            traffic = self.forward
+            if torch._C._current_graph_task_id() != -1:
+                # a collective of ours in backward is its adjoint's, or else it is forward work done again
+                node = torch._C._current_autograd_node()
+                again = func.namespace == "dsp" and (node is None or not OURS.search(node.name()))
+                traffic = self.recompute if again else self.backward
+            label = COLLECTIVES[name]
+            traffic.calls[label] += 1
+            traffic.bytes[label] += sent(name, *args)
         return func(*args, **kwargs)
+
+
+COLLECTIVES = {
+    "switch": "switch",
+    "all_to_all_single": "switch",
+    "shard_dim_alltoall": "shard_dim_alltoall",
+    "gather": "gather",
+    "all_gather_into_tensor": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+}
+OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce)|SplitInput|WholeInput|_Launch|_Await")
 
 
 def sent(name: str, x: torch.Tensor, *args: Any) -> int:
@@ -77,12 +95,14 @@ def sent(name: str, x: torch.Tensor, *args: Any) -> int:
         return own * (size - kept) // size if size else 0
     if name == "all_to_all_single":
         return (sum(args[1]) - args[1][rank]) * x.element_size()
+    if name == "shard_dim_alltoall":
+        return own * (n - 1) // n
     if name in ("gather", "all_gather_into_tensor"):
         return own * (n - 1)
     if name in ("reduce_scatter", "reduce_scatter_tensor"):
         dim = args[0] if name == "reduce_scatter" else 0
         size = x.shape[dim]
         return own - math.prod(x.shape) // max(size, 1) * chunk_sizes(size, n)[rank] * x.element_size()
-    if name.startswith("all_reduce"):  # a ring: reduce-scatter, then all-gather
+    if name == "all_reduce":  # a ring: reduce-scatter, then all-gather
         return -(-2 * own * (n - 1) // n)
     return own * (n - 1)

@@ -244,8 +244,10 @@ class Glue(TorchFunctionMode):
         elif outcome.reduce is not None:
             if name == "mean":
                 func = torch.Tensor.sum
-            out = torch.ops.dsp.all_reduce(func(*call_args, **call_kwargs), run.axis.group)
-            return out / outcome.reduce if outcome.reduce != 1.0 else out
+            part = func(*call_args, **call_kwargs)
+            wide = torch.promote_types(part.dtype, torch.float32) if part.is_floating_point() else part.dtype
+            total = torch.ops.dsp.all_reduce(part.to(wide), run.axis.group)
+            return (total / outcome.reduce if outcome.reduce != 1.0 else total).to(part.dtype)
         else:
             with quiet(locals_):
                 out = func(*call_args, **call_kwargs)

@@ -172,8 +172,8 @@ def _refuse(reason: str) -> None:
     )
 
 
-class ExitGuard(torch.autograd.Function):
-    """Identity whose backward notes that this backward pass came through `dsp.mean` or `dsp.gather`.
+class ExitGuard:
+    """Which backward passes came through `dsp.mean` or `dsp.gather`.
 
     The objective of a parallel run is the mean over ranks of each rank's scalar. Only these exits hand every rank's
     gradient to the others; any other one would silently scale or lose gradients.
@@ -181,20 +181,22 @@ class ExitGuard(torch.autograd.Function):
 
     _recent: list[int] = []
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    @classmethod
+    def note(cls, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in ExitGuard._recent:
-            ExitGuard._recent[:] = [*ExitGuard._recent[-63:], task]
-        return grad
+        if task not in cls._recent:
+            cls._recent[:] = [*cls._recent[-63:], task]
 
-    @staticmethod
-    def covered() -> bool:
-        return torch._C._current_graph_task_id() in ExitGuard._recent
+    @classmethod
+    def covered(cls) -> bool:
+        return torch._C._current_graph_task_id() in cls._recent
+
+
+def covered_exit(x: Tensor) -> Tensor:
+    """The same tensor, which lets backward passes that come through it reach sharded tensors."""
+    if x.requires_grad:
+        x.register_hook(ExitGuard.note)
+    return x
 
 
 def connected_local(x: DTensor) -> Tensor:
@@ -251,4 +253,15 @@ def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-__all__ = ["Axis", "Cut", "ExitGuard", "chunk", "chunk_sizes", "connected_local", "cut_of", "factor", "sp_view"]
+__all__ = [
+    "Axis",
+    "Cut",
+    "ExitGuard",
+    "chunk",
+    "chunk_sizes",
+    "connected_local",
+    "covered_exit",
+    "cut_of",
+    "factor",
+    "sp_view",
+]

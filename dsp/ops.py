@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dsp import collectives
-from dsp.layout import Axis, Cut, ExitGuard, connected_local, factor, sp_view
+from dsp.layout import Axis, Cut, connected_local, covered_exit, factor, sp_view
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -37,7 +37,7 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 
 def switch(x: DTensor, dim: int, *, axis: str | None = None) -> DTensor:
-    """Move the sharded dim: ``Shard(i) -> Shard(dim)``, one all-to-all of (N-1)/N of M/N bytes per rank (paper, eq. 5).
+    """Move the sharded dim: ``Shard(i) -> Shard(dim)``, one all-to-all of (N-1)/N of M/N bytes a rank (paper, eq. 10).
 
     x: a DTensor sharded over one mesh axis (named by `axis` when its mesh has several). The backward is the reverse
     switch.
@@ -86,7 +86,7 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
         return x
     sp, index, cut, shape = sp_view(x, axis, "gather")
-    out = ExitGuard.apply(gather_local(connected_local(x), cut, shape, sp))
+    out = covered_exit(gather_local(connected_local(x), cut, shape, sp))
     if x.device_mesh.ndim == 1:
         return out
     return _rewrap(out, x, sp, index, None)
@@ -117,7 +117,7 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
             raise ValueError(f"dsp.mean: the weight {tuple(w.shape)} has more dims than x {tuple(x.shape)}")
         if cut.dim >= lead and w.shape[cut.dim - lead] == x.shape[cut.dim] != 1:
             w = sp.narrow(w, Cut(cut.dim - lead, cut.outer))
-    return ExitGuard.apply(mean_local(connected_local(x), w, x.numel(), sp))
+    return covered_exit(mean_local(connected_local(x), w, x.numel(), sp))
 
 
 # --- the same on local tensors, for the runtime -----------------------------------------------------------------------
@@ -141,12 +141,16 @@ def _sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
+    if src.outer == dst.outer == 1 and src.dim != dst.dim:
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     fine, (i, j) = factor(shape, (src, dst))
     out = torch.ops.dsp.switch(x.reshape(_localize(fine, i, sp)), i, j, fine[i], sp.group)
     return out.reshape(sp.local_shape(shape, dst))
 
 
 def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
+    if cut.outer == 1:
+        return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group)
     fine, (i,) = factor(shape, (cut,))
     out = torch.ops.dsp.gather(x.reshape(_localize(fine, i, sp)), i, fine[i], sp.group)
     return out.reshape(tuple(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import sys
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dsp.glue import ACTIVE, Run, Shell, active, fork, join
-from dsp.layout import Axis, Cut, ExitGuard, chunk, connected_local, cut_of
+from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import ScaleGradient, SplitInput, WholeInput, gather_local, switch_local
 from dsp.plan import Plan, make_plan, stages_of
@@ -64,7 +65,7 @@ class Runtime:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
-        self.agreement = Agreement(axis)
+        self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
 
@@ -191,7 +192,7 @@ class Runtime:
             if shell is None:
                 finished.append(t)
             elif self.gather_output:
-                finished.append(ExitGuard.apply(gather_local(shell.local, shell.cut, shell.shape, self.axis)))
+                finished.append(covered_exit(gather_local(shell.local, shell.cut, shell.shape, self.axis)))
             else:
                 finished.append(self.axis.wrap(shell.local, shell.cut, shell.shape, guard=True))
         if self.root is not None and self.root.explicit_output:
@@ -262,7 +263,8 @@ class Runtime:
             if own == 0 and cut is not None:
                 local = torch.cat([local, dummy(local, cut)], cut.dim)
             call.replace(b, local)
-        random = fork(axis) if (step is None or step.random) else None
+        drawing = option.name is not None and (step is None or step.random)
+        random = fork(axis) if drawing else None
         run.in_stage = (stage, option, sizes, own, step, random)
         return tuple(call.args), call.kwargs
 
@@ -393,8 +395,8 @@ class Agreement:
 
     SLOTS = 15
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, positional: list[str]) -> None:
+        self.axis, self.positional = axis, positional
         self.pending: Any = None
 
     def start(self, args: Any, kwargs: Any, key: Any, *, wait: bool) -> None:
@@ -402,9 +404,10 @@ class Agreement:
         sums: list[Tensor] = []
         paths = []
         device = "cuda" if self.axis.mesh.device_type == "cuda" else "cpu"
-        for path, v in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        named = {self.positional[i] if i < len(self.positional) else f"args[{i}]": v for i, v in enumerate(args)}
+        for path, v in pytree.tree_flatten_with_path({**named, **kwargs})[0]:
             if isinstance(v, Tensor) and not isinstance(v, DTensor) and v.numel() and not v.is_meta:
-                paths.append(pytree.keystr(path[1:]))
+                paths.append(getattr(path[0], "key", "") + pytree.keystr(path[1:]))
                 sums.append(checksum(v.detach()).to(device))
         digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
         mine = torch.zeros(self.SLOTS + 1, dtype=torch.int64)
@@ -437,11 +440,7 @@ class Agreement:
             if len(set(values)) == 1:
                 continue
             odd = [r for r, v in enumerate(values) if v != values[0]]
-            what = (
-                "inputs of other shapes, types or options"
-                if slot == 0
-                else f"another {paths[slot - 1] if slot - 1 < len(paths) else 'input'}"
-            )
+            what = "inputs of other shapes, types or options" if slot == 0 else f"another {paths[slot - 1]!r}"
             raise RuntimeError(
                 f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
                 f"{', '.join(map(str, odd))} got {what} than rank 0. Whole inputs must be the same on "

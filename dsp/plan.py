@@ -200,7 +200,10 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
     for i, (op, event, choice) in enumerate(zip(t.ops, t.events, solution.choices)):
         pushes = [t.cuts[v][key] if (key := push.get(v)) is not None else None for v in op.outputs]
         if event.kind == "stage":
-            script.stages.append(StageStep(event.name, event.options[choice].name, pushes, event.random))
+            option = event.options[choice].name
+            script.stages.append(StageStep(event.name, option, pushes, event.random))
+            # run whole on every rank, it has to draw the same numbers there, as glue does
+            script.random_glue |= event.random and option is None
         elif event.kind == "source":
             if event.source[choice] is not None:
                 script.glue[event.index] = GlueStep(event.name, source=event.source[choice])
@@ -294,7 +297,8 @@ def plan(
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
-    t = trace(model, found, root, tuple(args), kwargs or {}, size, gather_output=gather_output, dtype=dtype)
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    t = trace(model, found, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
     return make_plan(t, {s.name: s for s in found}, size, memory)
 
 

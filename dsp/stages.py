@@ -199,7 +199,7 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
     """Match patterns (`*` is one path component) to submodules; and the root pattern, the one under the key ""."""
     if not isinstance(stages, Mapping) or not stages:
         raise NotationError(
-            f"stages must be a dict of submodule pattern to stage string, got {type(stages).__name__}; for example "
+            f"stages must be a dict of submodule pattern to stage string, got {stages!r}; for example "
             '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
         )
     root = stages.get("")

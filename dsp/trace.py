@@ -34,7 +34,7 @@ size dim numel nelement ndimension stride is_contiguous is_floating_point is_com
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
 promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
 data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
-has_names names is_conj is_neg is_quantized is_sparse is_mkldnn
+has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device.default
 """.split()
 )
 
@@ -482,6 +482,12 @@ class Tracer(Recorder, TorchFunctionMode):
             self.saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
+    def abandon(self) -> None:
+        """Leave nothing behind if a stage raised."""
+        if self.in_stage:
+            self.saved_hooks.__exit__(None, None, None)
+            self.in_stage = False
+
     def after_stage(self, output: Any) -> None:
         self.saved_hooks.__exit__(None, None, None)
         self.in_stage = False
@@ -534,6 +540,7 @@ def trace(
         with fake_mode, tracer.watch, tracer:
             tracer.root_outputs(clone(*args, **kwargs), gather_output)
     finally:
+        tracer.abandon()
         for handle in handles:
             handle.remove()
     found = tracer.trace(resident)
