@@ -235,11 +235,9 @@ def feature_dropout(f: Frame) -> Outcome:
 
 @rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")
 def loss(f: Frame) -> Outcome:
+    outcome = elementwise(f)
     operands = f.operands()
-    position, outcome = align(f, operands)
-    assert outcome.cut is not None
     ndim = max(o.ndim for o in operands)
-    outcome.cut = Cut(ndim + position, outcome.cut.outer)
     how = f.kwargs.get("reduction", "mean")
     if any(isinstance(a, (bool, str)) for a in f.args):
         raise f.refuse("pass reduction= by name")
