@@ -10,10 +10,10 @@ All sizes follow `torch.chunk`. `group` is the name of a process group.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -30,7 +30,7 @@ _lib.define("all_reduce(Tensor x, str group) -> Tensor")
 def ranks(group: str) -> tuple[int, int]:
     """(size, rank) of a process group by name."""
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    return dist.get_world_size(pg), dist.get_rank(pg)
+    return pg.size(), pg.rank()
 
 
 # what every backend carries; other dtypes (bool, complex) travel as bytes
@@ -40,11 +40,11 @@ _CARRIED = frozenset({
 
 
 def _all_to_all(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_to_all_single(send, out_splits, in_splits, group)
+    return torch.ops._c10d_functional.all_to_all_single.default(send, out_splits, in_splits, group)
 
 
 def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+    return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
 class SwitchPlan:
@@ -56,62 +56,62 @@ class SwitchPlan:
     order is a function of global sizes alone: strides may differ from rank to rank.
     """
 
-    def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
-        n, rank = ranks(group)
-        self.src, self.dst, self.group = src, dst, group
-        self.shape = list(x.shape)
-        self.src_parts = chunk_sizes(src_size, n)
-        self.dst_parts = chunk_sizes(x.shape[dst], n)
-        self.own_src, self.own_dst = self.src_parts[rank], self.dst_parts[rank]
-        if x.shape[src] != self.own_src:
-            raise RuntimeError(
-                f"rank {rank} holds {x.shape[src]} of dim {src}, not its chunk {self.own_src} of {src_size}"
-            )
-        rest = math.prod(s for d, s in enumerate(x.shape) if d not in (src, dst))
-        self.in_splits = [self.own_src * d * rest for d in self.dst_parts]
-        self.out_splits = [s * self.own_dst * rest for s in self.src_parts]
-        self.out_shape = [*x.shape]
-        self.out_shape[src], self.out_shape[dst] = src_size, self.own_dst
-        self.dst_leads = all(s == 1 for d, s in enumerate(self.out_shape) if d < dst)
+    def __init__(self, shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> None:
+        self.shape, self.src, self.dst = shape, src, dst
+        src_parts, self.dst_parts = chunk_sizes(src_size, n), chunk_sizes(shape[dst], n)
+        own_src, own_dst = src_parts[rank], self.dst_parts[rank]
+        if shape[src] != own_src:
+            raise RuntimeError(f"rank {rank} holds {shape[src]} of dim {src}, not its chunk {own_src} of {src_size}")
+        rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
+        self.in_splits = [own_src * d * rest for d in self.dst_parts]
+        self.out_splits = [s * own_dst * rest for s in src_parts]
+
+        def out(src_size: int) -> list[int]:
+            return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
+
+        self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
+        self.received = [out(s) for s in src_parts]
+        self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
+        # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
+        self.even = len(set(self.dst_parts)) == 1
+        self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
+        front = (dst, src + (src > dst))
+        self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
 
     def pack(self, x: Tensor) -> Tensor:
         if self.dst_leads:
-            return x.movedim(self.dst, 0).reshape(-1)
-        blocks = x.movedim(self.src, 0)
-        at = self.dst + (self.dst < self.src)
-        n = len(self.dst_parts)
-        if len(set(self.dst_parts)) == 1:
-            return blocks.unflatten(at, (n, self.own_dst)).movedim(at, 0).reshape(-1)
+            return x.reshape(-1)
+        if self.even:
+            return x.view(self.counted).permute(self.order).reshape(-1)
         send = x.new_empty(x.numel())
-        for part, block in zip(send.split(self.in_splits), blocks.split(self.dst_parts, at)):
+        blocks = x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
+        for part, block in zip(send.split(self.in_splits), blocks):
             part.view(block.shape).copy_(block)
         return send
 
-    def exchange(self, send: Tensor) -> Tensor:
-        return _all_to_all(send, self.out_splits, self.in_splits, self.group)
+    def exchange(self, send: Tensor, group: str) -> Tensor:
+        return _all_to_all(send, self.out_splits, self.in_splits, group)
 
     def unpack(self, received: Tensor) -> Tensor:
-        lead = self.dst if self.dst_leads else self.src
-        shape = list(self.out_shape)
-        shape.insert(0, shape.pop(lead))
         if self.dst_leads:
-            at = self.src + (self.src < self.dst)
-            blocks = []
-            for part, size in zip(received.split(self.out_splits), self.src_parts):
-                shape[at] = size
-                blocks.append(part.view(shape))
-            out = torch.cat(blocks, at)
-        else:
-            out = received.view(shape)
-        return out.movedim(0, lead).contiguous()
+            blocks = received.split(self.out_splits)
+            return torch.cat([b.view(shape) for b, shape in zip(blocks, self.received)], self.src).contiguous()
+        return received.view(self.joined).movedim(0, self.src).contiguous()
+
+
+_switch_plan = lru_cache(maxsize=4096)(SwitchPlan)
+
+
+def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
+    return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
 
 
 def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     if x.dtype not in _CARRIED:
         raw = x.contiguous().unsqueeze(-1).view(torch.uint8)
         return _switch(raw, src, dst, src_size, group).view(x.dtype).squeeze(-1)
-    plan = SwitchPlan(x, src, dst, src_size, group)
-    return plan.unpack(_wait(plan.exchange(plan.pack(x))))
+    plan = switch_plan(x, src, dst, src_size, group)
+    return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
 
 
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
@@ -252,8 +252,8 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
-        pending.there = SwitchPlan(x, *pending.args)  # type: ignore[attr-defined]
-        pending.buffer = pending.there.exchange(pending.there.pack(x))  # type: ignore[attr-defined]
+        plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
+        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1])  # type: ignore[attr-defined]
         return x.new_empty(0)
 
     @staticmethod
@@ -272,6 +272,6 @@ class _Await(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         pending = ctx.pending
         src, dst, _, group = pending.args
-        pending.back = SwitchPlan(grad, dst, src, pending.there.shape[dst], group)
-        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad))
+        pending.back = switch_plan(grad, dst, src, pending.there.shape[dst], group)
+        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group)
         return grad.new_empty(0), None
