@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 WORLD = 4
-TIMEOUT = 60
+TIMEOUT = 240
 
 
 @pytest.fixture(autouse=True, scope="session")
