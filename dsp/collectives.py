@@ -80,9 +80,9 @@ class SwitchPlan:
 
     def pack(self, x: Tensor) -> Tensor:
         if self.dst_leads:
-            return x.reshape(-1)
+            return x.reshape(-1).contiguous()  # a flat view may still have a stride
         if self.even:
-            return x.view(self.counted).permute(self.order).reshape(-1)
+            return x.view(self.counted).permute(self.order).reshape(-1).contiguous()
         send = x.new_empty(x.numel())
         blocks = x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
         for part, block in zip(send.split(self.in_splits), blocks):
