@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dsp.layout import Cut, chunk_sizes, fold_fits
 
@@ -594,7 +595,7 @@ def attention(f: Frame) -> Outcome:
     if q.cut is not None and q.cut.dim == q.ndim - 2 and k.cut is None and v.cut is None:
         if f.get(5, "is_causal", False):
             raise f.refuse("a causal mask counts local positions")
-        outcome = Outcome(q.cut, q.shape[q.cut.dim])
+        outcome = Outcome(q.cut, q.shape[q.cut.dim], func=_attend)
         if isinstance(mask, Operand) and mask.shape[-2] != 1:
             outcome.narrow[f.operands().index(mask)] = Cut(mask.ndim - 2, q.cut.outer)
         return outcome
@@ -603,7 +604,14 @@ def attention(f: Frame) -> Outcome:
     position, outcome = align(f, operands)
     assert outcome.cut is not None
     outcome.cut = Cut(q.ndim + position, outcome.cut.outer)
+    outcome.func = _attend
     return outcome
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if query.numel() == 0:  # a rank that holds nothing: some attention kernels divide by its size
+        return query @ key.transpose(-2, -1) @ value
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 @rule("embedding one_hot")

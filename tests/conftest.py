@@ -85,10 +85,13 @@ class Pool:
             if not pipe.poll(5 if errors else TIMEOUT):
                 errors.append(f"rank {rank}: no answer")
                 continue
-            ok, value = pipe.recv()
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "the process died"
             (results if ok else errors).append(value if ok else f"rank {rank}:\n{value}")
         if errors:
-            if len(errors) < len(active):
+            if len(errors) < len(active) or any("died" in e for e in errors):
                 self.stop()  # somebody may still wait in a collective
             pytest.fail("\n".join(errors), pytrace=False)
         return results
