@@ -97,6 +97,13 @@ class Pool:
         return results
 
 
+@pytest.fixture(scope="module")
+def fresh_ranks(ranks: Pool) -> Pool:
+    """The pool anew: process groups of one's own can only be made if all ranks have made as many before."""
+    ranks.stop()
+    return ranks
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     pool = Pool()

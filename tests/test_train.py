@@ -331,10 +331,10 @@ def _run_here(mesh, arguments):
     ],
     ids=["replicate", "shard", "no-sp", "sp", "bf16"],
 )
-def test_every_mesh_trains_alike(run, ranks, reference, options):
+def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
     """Four samples a step on every mesh of four ranks: one curve, one validation loss, the same pictures."""
     alone = run("train.batch=4", "train.precision=bf16", "name=alone") if "bf16" in options[-1] else reference
-    sent = ranks(_run_here, 4, run.arguments("name=mesh", *options))
+    sent = fresh_ranks(_run_here, 4, run.arguments("name=mesh", *options))
     mesh = run.directory / "runs/mesh"
     tolerance = 5e-3 if "train.precision=bf16" in options else 1e-5
     for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
