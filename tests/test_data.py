@@ -181,6 +181,7 @@ FILES = {
     "vp9.webm": {"codec": "libvpx-vp9", "g": "8", "deadline": "realtime", "cpu-used": "8"},
     "vp8-altref.webm": {"codec": "libvpx", "g": "9", "auto-alt-ref": "1", "lag-in-frames": "6", "deadline": "good"},
     "mpeg4.avi": {"codec": "mpeg4", "bf": "2", "g": "8"},
+    "b-frames.avi": {"codec": "libx264", "bf": "3", "g": "8"},
     "mpeg4.mov": {"codec": "mpeg4", "bf": "2", "g": "8"},
     "h264.mkv": {"codec": "libx264", "bf": "2", "g": "6"},
 }
@@ -263,7 +264,7 @@ def test_a_seek_that_lands_too_late_starts_over(videos, tmp_path):
 
 def test_video_folder_keeps_the_promises_of_a_data_set(videos):
     data = VideoFolder(videos, frames=6, height=24, width=24, stride=2, seed=3)
-    assert len(data) == 8
+    assert len(data) == len(FILES) + 1
     check_dataset(data)
     assert data.clip(0, 0)["label"] is None
     assert not torch.equal(
@@ -398,7 +399,7 @@ def test_a_file_that_changes_after_the_scan_is_named(tmp_path):
 def test_split_holds_videos_out_by_name(videos, tmp_path, caplog):
     data = VideoFolder(videos, frames=6, height=24, width=24)
     train, validation = data.split(0.25)
-    assert (len(train), len(validation), len(data)) == (6, 2, 8)
+    assert (len(train), len(validation), len(data)) == (7, 2, 9)
     assert not {v.path for v in train.videos} & {v.path for v in validation.videos}
     assert validation.crop == "center"
     assert [v.path for v in data.split(0.25)[1].videos] == [v.path for v in validation.videos]

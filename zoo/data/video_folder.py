@@ -214,7 +214,7 @@ def _probe(path: Path, verify: bool) -> Video:
         rate, form = stream.average_rate, container.format.name  # not to be read once the container is closed
     if not decoded:
         raise VideoError("no frame of it can be decoded")
-    if any(time is None for time in times):  # AVI, raw streams: count the frames
+    if form == "avi" or any(time is None for time in times):  # AVI stores no times of showing: count the frames
         count = len(decoded) if verify else len(_probe(path, verify=True).times)
         return Video(path, list(range(count)), [], 1 / float(rate or 25), timed=False)
     if verify:
