@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 import warnings
 from functools import partial
 from typing import Any
@@ -188,7 +189,12 @@ def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
 
 
 def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
-    warnings.simplefilter("ignore", UserWarning)  # dynamo's own, about the .grad of its inputs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compile_and_compare(mesh, backend, whole_block)
+
+
+def compile_and_compare(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
     kwargs = toys.inputs("Grid", 1, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
     _, loss, _ = step(single, kwargs)
@@ -207,9 +213,16 @@ def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
     same(grads, {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("whole_block", [False, True])
-def test_compiled_stages(ranks, whole_block: bool) -> None:
-    ranks(compiled, 2, "eager", whole_block)
+BACKENDS = ["eager", *(["inductor"] if shutil.which("g++") else [])]  # inductor builds C++ on CPU
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_forward_of_stages(ranks, backend: str) -> None:
+    ranks(compiled, 2, backend, False)
+
+
+def test_compiled_stage_modules(ranks) -> None:
+    ranks(compiled, 2, "eager", True)
 
 
 class Noisy(nn.Module):
