@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,20 @@ from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_pl
 log = logging.getLogger("dsp")
 
 
+@dataclass(eq=False)
+class Home:
+    """The tensor that a chain of views started from, and its copies in other layouts (None: whole)."""
+
+    local: Tensor
+    cut: Cut
+    shape: tuple[int, ...]
+    overwritten: str = ""  # the in-place operation that wrote this tensor in another layout
+    copies: dict[Cut | None, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = {self.cut: self.local}
+
+
 class Shell(NamedTuple):
     """What a DTensor in glue stands for."""
 
@@ -47,7 +62,8 @@ class Shell(NamedTuple):
     cut: Cut
     shape: tuple[int, ...]
     node: Any  # the DTensor's own grad_fn when it was made: if it changed, somebody else's function came between
-    copies: dict[Any, Tensor]  # the same tensor in other layouts, made at a use
+    home: Home
+    views: tuple[tuple[Any, Frame], ...] = ()  # what made this tensor of its home
 
 
 class Run:
@@ -73,11 +89,20 @@ class Run:
 
     # --- shells ---
 
-    def wrap(self, local: Tensor, cut: Cut, shape: tuple[int, ...], copies: dict[Any, Tensor] | None = None) -> DTensor:
+    def wrap(
+        self, local: Tensor, cut: Cut, shape: tuple[int, ...],
+        of: Shell | None = None, view: tuple[Any, Frame] | None = None,
+    ) -> DTensor:  # fmt: skip
+        """A DTensor that stands for `local`; the result of a `view` shares the copies `of` the tensor it views."""
         shell = self.axis.wrap(local, cut, shape)
         with torch._C.DisableTorchFunction():
             node = shell.grad_fn
-        shell._dsp_shell = Shell(local, cut, tuple(shape), node, {} if copies is None else copies)  # type: ignore[attr-defined]
+        shape = tuple(shape)
+        if of is not None and view is not None:
+            found = Shell(local, cut, shape, node, of.home, (*of.views, view))
+        else:
+            found = Shell(local, cut, shape, node, Home(local, cut, shape))
+        shell._dsp_shell = found  # type: ignore[attr-defined]
         return shell
 
     def open(self, t: Any) -> Shell | None:
@@ -88,6 +113,11 @@ class Run:
             node = t.grad_fn
             shell = t.__dict__.get("_dsp_shell")
             if shell is not None and shell.node is node:
+                if shell.home.overwritten:
+                    raise GlueError(
+                        f"{shell.home.overwritten}() changed a sharded tensor in place in another layout, and a view "
+                        "of it from before is used again between stages; write out of place"
+                    )
                 return shell
             mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
         cut = cut_of(placements[0]) if len(placements) == 1 else None
@@ -96,20 +126,48 @@ class Run:
                 f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
-        return Shell(connected_local(t), cut, shape, node, {})
+        local = connected_local(t)
+        return Shell(local, cut, shape, node, Home(local, cut, shape))
 
     def move(self, shell: Shell, cut: Cut | None) -> Tensor:
-        """This rank's part under another cut (None: whole), remembered for further uses."""
+        """This rank's part under another cut (None: whole). The move is made once for a tensor and all its views."""
         if cut == shell.cut:
             return shell.local
-        key = (cut, shell.shape)
-        if key not in shell.copies:
-            shell.copies[key] = (
-                gather_local(shell.local, shell.cut, shell.shape, self.axis)
-                if cut is None
-                else switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+        home = shell.home
+        source = cut
+        if shell.views and cut is not None:
+            candidates = [*home.copies, *map(Cut, range(len(home.shape)))]
+            source = next((c for c in candidates if c is not None and self.seen(shell, c) == cut), None)
+            if source is None:  # no cut of the home looks like this one
+                return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+        if source not in home.copies:
+            home.copies[source] = (
+                gather_local(home.local, home.cut, home.shape, self.axis)
+                if source is None
+                else switch_local(home.local, home.cut, source, home.shape, self.axis)
             )
-        return shell.copies[key]
+        local = home.copies[source]
+        for func, frame in shell.views:
+            x = Operand(frame.args[0].shape, source)
+            again = replace(frame, args=(x, *frame.args[1:]))
+            outcome = RULES[frame.name](again) if source is not None else Outcome(None)
+            call_args = again.args if outcome.args is None else outcome.args
+            call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
+            table = {id(x): local}
+            local = (outcome.func or func)(*without_operands(call_args, table), **call_kwargs)
+            source = outcome.cut
+        return local
+
+    def seen(self, shell: Shell, cut: Cut) -> Cut | None:
+        """Where a cut of the home lies in its view; None if it cannot pass."""
+        found: Cut | None = cut
+        for _, frame in shell.views:
+            again = replace(frame, args=(Operand(frame.args[0].shape, found), *frame.args[1:]))
+            try:
+                found = RULES[frame.name](again).cut
+            except GlueError:
+                return None
+        return found
 
     # --- activation checkpointing ---
 
@@ -200,20 +258,23 @@ class Glue(TorchFunctionMode):
         step = run.script.glue.get(index) if run.script else None
         if step is not None and step.name != name:
             step = None
+        asked = step.cuts if step is not None and step.cuts is not None else [s.cut if s else None for s in shells]
+        changing = in_place(func)
         if not any(s is not None for s in shells):
             if step is not None and step.source is not None:
                 return self.source(step.source, name, args, kwargs, tensors)
-            return func(*args, **kwargs)
-
-        # a whole tensor needs no move: the rule narrows it to what the others need
-        asked = step.cuts if step is not None and step.cuts is not None else [s.cut if s else None for s in shells]
+            if changing or not any(asked):
+                return func(*args, **kwargs)
+        if not changing and not any(s is not None and c is not None for s, c in zip(shells, asked)):
+            shells = [s if c is None else self.start(t, c) for t, s, c in zip(tensors, shells, asked)]
+        # another whole tensor needs no move: the rule narrows it to what the others need
         wanted = [c if s is not None else None for s, c in zip(shells, asked)]
+        outcome = Outcome(None)
         if any(c is not None for c in wanted):
             rule = RULES.get(name, no_rule)
             frame = self.frame(name, args, kwargs, tensors, wanted)
-            if "out" in kwargs:
+            if kwargs.get("out") is not None:
                 raise frame.refuse("out= has no rule for a sharded tensor")
-            changing = in_place(func)
             if changing and shells[0] is None:
                 raise frame.refuse("it writes a sharded tensor into a whole one")
             try:
@@ -224,11 +285,24 @@ class Glue(TorchFunctionMode):
                 # without a plan: would another dim do?
                 wanted, frame, outcome = self.detour(rule, name, args, kwargs, tensors, shells)
         locals_ = [run.move(s, c) if s is not None else t for t, s, c in zip(tensors, shells, wanted)]
+        push = step.push if step is not None else []
         if not any(c is not None for c in wanted):
             stream: Any = iter(locals_)
-            args = tuple(with_operands(a, stream) for a in args)
-            return func(*args, **{k: with_operands(v, stream) for k, v in kwargs.items()})
-        func = outcome.func or func
+            call_args = tuple(with_operands(a, stream) for a in args)
+            out = func(*call_args, **{k: with_operands(v, stream) for k, v in kwargs.items()})
+            if not any(push) and not changing:
+                return out
+            results: list[Tensor] = []
+            for k, t in enumerate(tensors_in(out) or locals_[:1]):
+                target = push[k] if k < len(push) else None
+                if changing and target is None:
+                    target = shells[0].cut if shells[0] is not None else None
+                whole = tuple(t.shape)
+                results.append(t if target is None else run.wrap(run.axis.narrow(t, target), target, whole))
+            if changing:
+                self.changed(name, args[0], shells[0], results[0], moved=True)
+            return map_tensors(out, results)
+        plain, func = func, outcome.func or func
         table = {
             id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
             for i, (o, t) in enumerate(zip(frame.operands(), locals_))
@@ -253,9 +327,7 @@ class Glue(TorchFunctionMode):
                 out = func(*call_args, **call_kwargs)
         if outcome.cut is None:
             return out
-        copies = shells[0].copies if outcome.view and shells[0] is not None else None
         wrapped = []
-        push = step.push if step is not None else []
         for k, t in enumerate(tensors_in(out)):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
@@ -263,10 +335,31 @@ class Glue(TorchFunctionMode):
             target = push[k] if k < len(push) else None
             if target is not None and target != cut:
                 t, cut = switch_local(t, cut, target, shape, run.axis), target
-            wrapped.append(run.wrap(t, cut, tuple(shape), copies))
+                wrapped.append(run.wrap(t, cut, tuple(shape)))
+            elif outcome.view:
+                wrapped.append(run.wrap(t, cut, tuple(shape), shells[0], (plain, frame)))
+            else:
+                wrapped.append(run.wrap(t, cut, tuple(shape)))
         if changing:
-            args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)  # type: ignore[attr-defined]
+            self.changed(name, args[0], shells[0], wrapped[0], moved=wanted[0] != shells[0].cut)  # type: ignore[union-attr]
         return map_tensors(out, wrapped)
+
+    def start(self, t: Tensor, cut: Cut) -> Shell:
+        """This rank's part of a tensor that is whole so far."""
+        local, shape = self.run.axis.narrow(t, cut), tuple(t.shape)
+        return Shell(local, cut, shape, None, Home(local, cut, shape))
+
+    def changed(self, name: str, t: Any, before: Shell | None, after: Any, *, moved: bool) -> None:
+        """An in-place operation: the DTensor that it wrote now stands for the result."""
+        assert before is not None
+        written = after._dsp_shell
+        if moved:  # it wrote a copy: views of the tensor made before no longer tell the truth
+            before.home.overwritten = name
+        else:
+            before.home.copies = {before.home.cut: before.home.local}
+            written = written._replace(home=before.home, views=before.views)
+            after._dsp_shell = written
+        t._dsp_shell = written._replace(node=t.grad_fn)
 
     def frame(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Frame:
         shapes = [tuple(t.shape) for t in tensors]
@@ -278,7 +371,7 @@ class Glue(TorchFunctionMode):
     def detour(
         self, rule: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
     ) -> tuple[list[Cut | None], Frame, Outcome]:
-        """The first dim along which all sharded operands could be cut for this operation."""
+        """The first dim along which all sharded operands could be cut for this operation; if there is none, whole."""
         for dim in range(max(s.local.ndim for s in shells if s is not None)):
             cuts = [Cut(dim) if s is not None else None for s in shells]
             if any(s is not None and (dim >= len(s.shape) or s.shape[dim] < 2) for s in shells):
@@ -288,8 +381,8 @@ class Glue(TorchFunctionMode):
                 return cuts, frame, rule(frame)
             except GlueError:
                 continue
-        rule(self.frame(name, args, kwargs, tensors, [s.cut if s else None for s in shells]))
-        raise AssertionError("refused before, allowed now")
+        whole: list[Cut | None] = [None] * len(shells)
+        return whole, self.frame(name, args, kwargs, tensors, whole), Outcome(None)
 
     def source(self, cut: Cut, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         run = self.run
@@ -302,6 +395,8 @@ class Glue(TorchFunctionMode):
         return run.wrap(out, cut, tuple(shape))
 
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "backward":
+            raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         if args and isinstance(args[0], DTensor):
             if name == "register_hook":
                 shell = self.run.open(args[0])
@@ -311,8 +406,6 @@ class Glue(TorchFunctionMode):
                 shell = self.run.open(args[0])
                 assert shell is not None
                 return func(shell.local, *args[1:], **kwargs)
-            if name == "backward":
-                raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         return func(*args, **kwargs)
 
 

@@ -196,7 +196,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         layouts = used.get(v, set())
         only = next(iter(layouts)) if len(layouts) == 1 else None
         script.inputs[param] = t.cuts[v][only] if only is not None else None
-    moved_at = {m.before for m in solution.moves if push.get(m.value, "") != m.dst}
+    homes = dict(solution.homes)
+    homes.update({v: k for op, give in zip(t.ops, gives) for v, k in zip(op.outputs, give)} | push)
     for i, (op, event, choice) in enumerate(zip(t.ops, t.events, solution.choices)):
         pushes = [t.cuts[v][key] if (key := push.get(v)) is not None else None for v in op.outputs]
         if event.kind == "stage":
@@ -207,8 +208,10 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         elif event.kind == "source":
             if event.source[choice] is not None:
                 script.glue[event.index] = GlueStep(event.name, source=event.source[choice])
-        elif event.kind == "glue" and (i in moved_at or any(pushes)):
+        elif event.kind == "glue":
             layout = dict(zip(op.inputs, needs[i]))
+            if not any(pushes) and all(homes[v] == key for v, key in layout.items()):
+                continue
             cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
             script.glue[event.index] = GlueStep(event.name, cuts, pushes)
 

@@ -9,6 +9,7 @@ may be exact, but nobody has shown it.
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -562,13 +563,30 @@ def matmul(f: Frame) -> Outcome:
     return outcome
 
 
+def spelled_out(equation: str, ndims: Sequence[int]) -> tuple[str, str]:
+    """An einsum equation with letters for `...`, which stands for dims aligned at the right, and with its output."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    spare = [letter for letter in string.ascii_letters if letter not in equation]
+    terms = []
+    longest = ""
+    for term, ndim in zip(inputs.split(","), ndims):
+        count = ndim - len(term.replace("...", "")) if "..." in term else 0
+        dots = "".join(spare[:count][::-1])
+        longest = max(longest, dots, key=len)
+        terms.append(term.replace("...", dots))
+    if not arrow:
+        once = sorted(c for c in set("".join(terms)) - set(longest) if "".join(terms).count(c) == 1)
+        output = "..." + "".join(once) if longest else "".join(once)
+    return ",".join(terms), output.replace("...", longest)
+
+
 @rule("einsum")
 def einsum(f: Frame) -> Outcome:
     equation = f.args[0]
     operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        raise f.refuse("write the equation with '->' and without '...'")
-    inputs, output = equation.replace(" ", "").split("->")
+    if not isinstance(equation, str):
+        raise f.refuse("write the equation as a string")
+    inputs, output = spelled_out(equation, [o.ndim for o in operands])
     terms = inputs.split(",")
     letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}
     if len(letters) > 1:
@@ -580,8 +598,9 @@ def einsum(f: Frame) -> Outcome:
     for i, (term, o) in enumerate(zip(terms, operands)):
         if term.count(letter) > 1:
             raise f.refuse(f"it takes a diagonal of the sharded dim {letter!r}")
-        if letter in term:
-            outcome.size = o.shape[term.index(letter)]
+        size = o.shape[term.index(letter)] if letter in term else 1
+        if size > 1:  # else it broadcasts
+            outcome.size = size
             if o.cut is None:
                 outcome.narrow[i] = Cut(term.index(letter), outer)
     return outcome

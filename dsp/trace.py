@@ -11,8 +11,8 @@ import itertools
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsp.layout import Cut, chunk_sizes
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
-from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, no_rule, source_cuts, tensor_args, with_operands
+from dsp.rules import (
+    RULES,
+    SOURCES,
+    Frame,
+    GlueError,
+    Operand,
+    Outcome,
+    no_rule,
+    source_cuts,
+    tensor_args,
+    with_operands,
+)  # fmt: skip
 from dsp.stages import Bound, Option, Signature, Stage, cut_for, fits_fold, sizes_of_root, tensors_in
 
 METADATA = frozenset(
@@ -58,10 +69,15 @@ ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 @dataclass
 class Sym:
-    """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor."""
+    """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor.
+
+    `spare` is the same for dims that nobody named, by their place in the tensor that the value was made as: channels or
+    heads. An operation that needs one makes it a layout of the value (`Recorder.name_spare`).
+    """
 
     value: int
     cuts: dict[str, Cut]
+    spare: dict[int, Cut] = field(default_factory=dict)
 
 
 @dataclass
@@ -173,6 +189,21 @@ def checkpoint_frame() -> Any:
     return None
 
 
+# products mix every element of one operand with every element of the other
+PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_product_attention"})
+
+
+@dataclass
+class Ways:
+    """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
+
+    choices: list[Choice] = field(default_factory=list)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    view: bool = True
+    refusal: GlueError | None = None
+
+
 class Recorder:
     """Collects the planner's problem from a forward as it runs: on fake tensors (`Tracer`), or for real on shards."""
 
@@ -203,8 +234,29 @@ class Recorder:
         self.shapes.append(tuple(t.shape))
         self.whole.append(whole)
         index = len(self.values) - 1
-        t._dsp_sym = Sym(index, dict(cuts))  # type: ignore[attr-defined]
+        named = {c.dim for c in cuts.values()}
+        spare = {d: Cut(d) for d, size in enumerate(t.shape) if size > 1 and d not in named}
+        t._dsp_sym = Sym(index, dict(cuts), spare)  # type: ignore[attr-defined]
         return index
+
+    def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
+        """Let a value be sharded along the dims of this tensor that nobody named, or along the one `wanted`."""
+        for d, cut in list(sym.spare.items()):
+            if wanted is not None and cut != wanted:
+                continue
+            del sym.spare[d]
+            value, known = self.values[sym.value], self.cuts[sym.value]
+            key = next((k for k, c in known.items() if c == Cut(d)), f"dim{d}")
+            while known.get(key, Cut(d)) != Cut(d):
+                key += "'"
+            if key not in known:
+                extent = self.shapes[sym.value][d]
+                sizes = dict(value.sizes)
+                sizes[key] = extent
+                sizes[""] = sizes.pop("") // extent
+                self.values[sym.value] = replace(value, sizes=tuple(sizes.items()))
+                self.cuts[sym.value][key] = Cut(d)
+            sym.cuts[key] = cut
 
     def region(self) -> int | None:
         frame = checkpoint_frame()
@@ -252,77 +304,122 @@ class Recorder:
                 f"{name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
                 "whole inputs"
             )
+        if kwargs.get("out") is not None:
+            raise self.frame(name, args, kwargs, {}).refuse("out= has no rule for a sharded tensor")
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
-        keys: list[list[str | None]] = []
-        for v in values:
-            own = [s for s in syms if s is not None and s.value == v]
-            shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
-            keys.append([*shared, *([None] if self.whole[v] else [])])
-        refusal: GlueError | None = None
-        rule = RULES.get(name, no_rule)
-        choices: list[Choice] = []
-        out_cuts: dict[str, Cut] = {}
-        out_sizes: dict[str, int] = {}
-        is_view, dropped = True, False
-        combos = itertools.product(*keys)
-        if len(values) > 3:
-            every = set(keys[0]).intersection(*keys[1:])
-            combos = iter([(k,) * len(values) for k in keys[0] if k in every])  # type: ignore[assignment]
-        for combo in combos:
-            layout = dict(zip(values, combo))
-            if all(k is None for k in combo):
-                choices.append(Choice(combo, (None,) * len(outputs)))
-                continue
-            cuts = {i: s.cuts[k] for i, s in enumerate(syms) if s is not None and (k := layout[s.value]) is not None}
-            frame = self.frame(name, args, kwargs, cuts)
-            try:
-                outcome = rule(frame)
-            except GlueError as error:
-                refusal = refusal or error
-                dropped = True
-                continue
-            if outcome.cut is None:
-                size = sum(t.numel() * t.element_size() for t in outputs)
-                sent = 2 * size * (self.n - 1) // self.n
-                choices.append(Choice(combo, (None,) * len(outputs), bytes=sent, calls=1))
-                is_view = False
-                continue
-            is_view &= outcome.view and len(values) == 1
-            first = next(k for k in combo if k is not None)
-            key = next((k for k, c in out_cuts.items() if c == outcome.cut), None)
-            if key is None:
-                key = first
-                while key in out_cuts:
-                    key += "'"
-                out_cuts[key] = outcome.cut
-                out_sizes[key] = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
-            rank = int(key in BATCH_NAMES)
-            choices.append(Choice(combo, (key,) * len(outputs), rank=rank))
-        if not choices:
-            assert refusal is not None
-            raise refusal
-        if is_view and not dropped and len(outputs) == 1:
+        every: Callable[[int], bool] = self.whole.__getitem__
+        if name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+            for s in syms:
+                if s is not None:
+                    self.name_spare(s)
+            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
+        else:
+            largest = max(t.numel() for t in outputs)
+            small = {s.value for s, t in zip(syms, tracked) if s is not None and 2 * t.numel() <= largest}
+            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: every(v) or v in small)
+        if not found.choices:
+            for s in syms:
+                if s is not None:
+                    self.name_spare(s)
+            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
+        if not found.choices:
+            self.run_whole(found, syms, values, outputs)
+        if found.view and len(outputs) == 1 and len(values) == 1:
             sym = next(s for s in syms if s is not None)
-            mapped = {c.needs[0]: out_cuts[c.gives[0]] for c in choices if c.needs[0] is not None and c.gives[0]}
-            outputs[0]._dsp_sym = Sym(sym.value, mapped)  # type: ignore[attr-defined]
+            mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
+            spare = {}
+            for d, cut in sym.spare.items():
+                moved = self.outcome(name, args, kwargs, {i: cut for i, s in enumerate(syms) if s is not None})
+                if not isinstance(moved, GlueError) and moved.cut is not None:
+                    spare[d] = moved.cut
+            outputs[0]._dsp_sym = Sym(sym.value, mapped, spare)  # type: ignore[attr-defined]
             return
-        if not out_cuts:
-            if not any(c.bytes for c in choices):
+        choices = found.choices
+        if not found.cuts:
+            if all(self.whole[v] for v in values) and not any(c.bytes for c in choices):
                 return  # whole in, whole out
             produced: list[int] = []
-            if any(None not in c.gives for c in choices):
-                raise AssertionError
             for t in outputs:
                 if hasattr(t, "_dsp_sym"):
                     del t._dsp_sym
             choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
         else:
             whole = any(c.gives[0] is None for c in choices)
-            produced = [self.value(t, f"{name} {list(t.shape)}", out_sizes, out_cuts, whole) for t in outputs]
+            produced = [self.value(t, f"{name} {list(t.shape)}", found.sizes, found.cuts, whole) for t in outputs]
         self.add(
             Op(name, tuple(values), tuple(produced), tuple(choices)),
             Event("glue", index, name, operands=syms, grad=outputs[0].requires_grad),
         )
+
+    def outcome(self, name: str, args: Any, kwargs: Any, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
+        try:
+            return RULES.get(name, no_rule)(self.frame(name, args, kwargs, cuts))
+        except GlueError as error:
+            return error
+
+    def ways(
+        self,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        tracked: list[Tensor],
+        syms: list[Sym | None],
+        values: list[int],
+        outputs: list[Tensor],
+        gathered: Callable[[int], bool],
+    ) -> Ways:
+        """The layouts of its operands that an operation takes; `gathered` tells which values may come whole."""
+        keys: list[list[str | None]] = []
+        for v in values:
+            own = [s for s in syms if s is not None and s.value == v]
+            shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
+            keys.append([*shared, *([None] if gathered(v) else [])])
+        found = Ways()
+        combos: Iterable[tuple[str | None, ...]] = itertools.product(*keys)
+        if len(values) > 3:
+            every = set(keys[0]).intersection(*keys[1:])
+            combos = [(k,) * len(values) for k in keys[0] if k in every]
+        for combo in combos:
+            layout = dict(zip(values, combo))
+            if all(k is None for k in combo):
+                if all(self.whole[v] for v in values):
+                    found.choices.append(Choice(combo, (None,) * len(outputs)))
+                continue
+            cuts = {i: s.cuts[k] for i, s in enumerate(syms) if s is not None and (k := layout[s.value]) is not None}
+            outcome = self.outcome(name, args, kwargs, cuts)
+            if isinstance(outcome, GlueError):
+                found.refusal = found.refusal or outcome
+                found.view = False
+                continue
+            if outcome.cut is None:
+                size = sum(t.numel() * t.element_size() for t in outputs)
+                sent = 2 * size * (self.n - 1) // self.n
+                found.choices.append(Choice(combo, (None,) * len(outputs), bytes=sent, calls=1))
+                found.view = False
+                continue
+            found.view &= outcome.view
+            first = next(k for k in combo if k is not None)
+            key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
+            if key is None:
+                key = first
+                while key in found.cuts:
+                    key += "'"
+                found.cuts[key] = outcome.cut
+                found.sizes[key] = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
+            found.choices.append(Choice(combo, (key,) * len(outputs), rank=int(key in BATCH_NAMES)))
+        return found
+
+    def run_whole(self, found: Ways, syms: list[Sym | None], values: list[int], outputs: list[Tensor]) -> None:
+        """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
+        found.view = False
+        found.choices.append(Choice((None,) * len(values), (None,) * len(outputs)))
+        known = next(s for s in syms if s is not None)
+        shape = self.shapes[known.value]
+        for d, size in enumerate(outputs[0].shape):
+            if size < 2 or any(t.ndim <= d or t.shape[d] != size for t in outputs):
+                continue
+            name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
+            found.cuts[name], found.sizes[name] = Cut(d), size
 
     def add(self, op: Op, event: Event) -> None:
         event.region = self.region()
@@ -372,6 +469,8 @@ class Recorder:
                 for b_sym, cut in zip(syms, option.cuts):
                     if b_sym is None or b_sym.value != v:
                         continue
+                    if cut is not None and cut not in b_sym.cuts.values():
+                        self.name_spare(b_sym, cut)
                     need.add(next((k for k, c in b_sym.cuts.items() if c == cut), None) if cut else None)
                 # one value in two arguments that need it differently: gathered, then cut for each
                 needs.append(need.pop() if len(need) == 1 else None)

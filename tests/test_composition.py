@@ -365,12 +365,9 @@ def refused(mesh: DeviceMesh) -> None:
 
     x = kwargs["x"]
     for glue, word in [
-        (lambda y: y.unfold(1, 2, 1), "unfold"),
-        (lambda y: torch.linalg.svd(y)[1], "svd"),
-        (lambda y: y.std(), "std"),
-        (lambda y: y.amax(), "amax"),
-        (lambda y: y[:, [0, 1]], "getitem"),
-        (lambda y: y * float(y.sum(3).max()), "max|float|reads"),
+        (lambda y: torch.zeros(y.shape, dtype=y.dtype).add_(y), "writes a sharded tensor into a whole one"),
+        (lambda y: torch.add(y, 1, out=torch.empty(y.shape, dtype=y.dtype)), "out="),
+        (lambda y: y.sum().backward(), "backward inside a parallelized forward"),
     ]:
         model = dsp.parallelize(Bad(glue), mesh)
         with pytest.raises(dsp.GlueError, match=word):

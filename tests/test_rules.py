@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
@@ -194,3 +194,61 @@ def test_same_numbers_or_a_refusal(ranks, n: int) -> None:
     assert len(working) > 80
     for name in ("std", "kron", "mask index", "nonzero", "advanced index"):
         assert not results[0][name]
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btsc,us->btuc", x, self.w).contiguous()
+
+
+class Glued(nn.Module):
+    """A stage, an operation of glue on its output, and the loss."""
+
+    stages = {"": "x=b t s c, y=b t s c", "mix": "b t [s] c"}
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.mix = Mix()
+        self.op, self.v, self.w = op, nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        x, y = self.mix(x), self.mix(y)
+        return self.op(x, y, self.v, self.w, m)
+
+
+def planned_op(mesh: DeviceMesh, names: list[str]) -> list[str]:
+    moved = []
+    for name in names:
+        torch.manual_seed(0)
+        single = Glued(OPS[name]).double()
+        inputs = [torch.randn(s).double() for s in ((2, 4, 6, 8), (2, 4, 6, 8), (4, 1, 8))]
+        expect = single(*inputs)
+        torch.manual_seed(0)
+        model = dsp.parallelize(Glued(OPS[name]).double(), mesh)
+        with dsp.count_comm() as comm:
+            got = model(*inputs)
+        torch.testing.assert_close(got, expect, msg=lambda m, w=name: f"{w}: {m}")
+        if got.requires_grad:
+            got.sin().sum().backward()
+            expect.sin().sum().backward()
+            for (key, p), q in zip(model.named_parameters(), single.parameters()):
+                mine = torch.zeros_like(p) if p.grad is None else p.grad
+                mine = torch.ops.dsp.all_reduce(mine, mesh.get_group().group_name) / mesh.size()
+                want = torch.zeros_like(q) if q.grad is None else q.grad
+                close = {"rtol": 1e-4, "atol": 1e-5} if name == "to" else {}  # which goes through float32
+                torch.testing.assert_close(mine, want, msg=lambda m, w=f"{name}, {key}": f"{w}: {m}", **close)
+        if comm.forward.calls:
+            moved.append(name)
+    return moved
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_operation_runs_in_a_plan(ranks, n: int) -> None:
+    """What no sharded dim can pass is switched or gathered: nothing between stages is refused for its own sake."""
+    names = [name for name in OPS]
+    results = ranks(planned_op, n, names)
+    assert "kron" in results[0]
