@@ -218,6 +218,7 @@ class Recorder:
         self.ops: list[Op] = []
         self.events: list[Event] = []
         self.inputs: dict[str, int] = {}
+        self.longest = 0  # bytes of the longest value so far
         self.stage_calls = 0
         self.random_glue = False
         self.frames: list[Any] = []
@@ -226,6 +227,7 @@ class Recorder:
 
     def value(self, t: Tensor, name: str, sizes: Mapping[str, int], cuts: dict[str, Cut], whole: bool) -> int:
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded."""
+        self.longest = max(self.longest, t.numel() * t.element_size())
         rest = math.prod(t.shape) // max(math.prod(sizes[k] for k in cuts), 1)
         dims = tuple((k, sizes[k]) for k in cuts) + (("", max(rest, 1)),)
         self.values.append(Value(name, dims, t.element_size()))
@@ -324,6 +326,10 @@ class Recorder:
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
         if not found.choices:
             self.run_whole(found, syms, values, outputs)
+        size = max(t.numel() * t.element_size() for t in (*tracked, *outputs))
+        if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
+            # nothing longer than a share of the longest tensor runs whole where it need not
+            found.choices = [c for c in found.choices if any(c.needs)]
         if found.view and len(outputs) == 1 and len(values) == 1:
             sym = next(s for s in syms if s is not None)
             mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
@@ -336,8 +342,6 @@ class Recorder:
             return
         choices = found.choices
         if not found.cuts:
-            if all(self.whole[v] for v in values) and not any(c.bytes for c in choices):
-                return  # whole in, whole out
             produced: list[int] = []
             for t in outputs:
                 if hasattr(t, "_dsp_sym"):
