@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -640,7 +641,8 @@ def trace(
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
     try:
-        with fake_mode, tracer.watch, tracer:
+        with fake_mode, tracer.watch, tracer, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the model has to say it says when it runs
             tracer.root_outputs(clone(*args, **kwargs), gather_output)
     finally:
         tracer.abandon()

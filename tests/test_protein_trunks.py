@@ -129,9 +129,9 @@ def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[list[Tensor], Ten
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA is not available")  # the models ask for CUDA's autocast
         out = list(model(**kwargs))
-    parts = [dsp.mean(t.sin()) if isinstance(t, DTensor) else t.sin().mean() for t in out]
-    loss = parts[0] + 2 * parts[1] + 3 * parts[2]
-    loss.backward()
+        parts = [dsp.mean(t.sin()) if isinstance(t, DTensor) else t.sin().mean() for t in out]
+        loss = parts[0] + 2 * parts[1] + 3 * parts[2]
+        loss.backward()
     return out, loss
 
 
@@ -160,3 +160,76 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_outputs_and_every_gradient(ranks, kind: str, n: int) -> None:
     ranks(parity, n, kind, [(5, 7), (3, 6)], n != 3, False)
+
+
+@pytest.mark.parametrize("kind", ["evoformer", "trunk"])
+def test_under_the_trunks_own_checkpointing(ranks, kind: str) -> None:
+    ranks(parity, 2, kind, [(5, 7)], True, True)
+
+
+def moved(mesh: DeviceMesh, kind: str, s: int, r: int) -> tuple[dict[str, int], dict[str, int]]:
+    even = {**SMALL, "c_hidden_mul": 8, "no_heads_pair": 4, "c_hidden_opm": 4}
+    model, stages = make(kind, even)
+    kwargs = inputs(kind, s, r, even)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages)
+    dsp.parallelize(model, mesh, stages, gather_output=False)
+    with dsp.count_comm() as comm:
+        step(model, kwargs)
+    counts = comm.by_collective()
+    losses = 3 * 8 * 2 * (mesh.size() - 1) // mesh.size()  # dsp.mean of the three outputs
+    sent = {phase: sum(c["bytes"] for c in counts[phase].values()) for phase in counts}
+    return plan.bytes, {**sent, "forward": sent["forward"] - losses, "backward": sent["backward"] - losses}
+
+
+@pytest.mark.parametrize("kind", ["evoformer", "trunk"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_moves_what_the_plan_says(ranks, kind: str, n: int) -> None:
+    for planned, sent in ranks(moved, n, kind, 8, 16):
+        assert sent == planned
+
+
+def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> dsp.Plan:
+    with torch.device("meta"):
+        model = evoformer({**config, "no_blocks": blocks})
+        kwargs = {
+            "m": torch.empty(1, s, r, 256), "z": torch.empty(1, r, r, 128),
+            "msa_mask": torch.empty(1, s, r), "pair_mask": torch.empty(1, r, r),
+        }  # fmt: skip
+        return dsp.plan(model, kwargs=kwargs, size=n, stages=EVOFORMER, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), (4, 128, 1024), (8, 512, 768), (16, 512, 2048)])
+def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
+    """AF2's block at full width, forward: FastFold's schedule, and the one that switches triangle channels."""
+    fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2
+    pair = 16 * n + 256 + 2 * min(128 * n, 384)
+    channels = 2 * (n - 1) * (r * r * pair + s * r * (32 * n + 512)) // n**2
+    plans = [real_plan(AF2, blocks, s, r, n) for blocks in (1, 2)]
+    block = plans[1].bytes["forward"] - plans[0].bytes["forward"]  # the first begins as it likes
+    assert plans[0].bytes["forward"] <= block < fastfold
+    big = [s for s in plans[1].switches if s.kind == "gather" and s.bytes > 2 * (n - 1) * r * r * 64 // n]
+    assert len(big) == (4 if n == 2 else 0)  # a whole operand is cheaper than three switches on two ranks only
+    if n > 2:
+        assert block == channels
+
+
+def held(mesh: DeviceMesh, kind: str) -> tuple[float, float]:
+    found = []
+    kwargs = inputs(kind, 8, 48, SMALL)
+    for parallel in (False, True):
+        model, stages = make(kind, {**SMALL, "no_blocks": 1})
+        if parallel:
+            dsp.parallelize(model, mesh, stages, gather_output=False)
+            step(model, kwargs)
+        with Sizes(48 * 48 * 2) as sizes:
+            step(model, kwargs)
+        found.append(sizes)
+    single, sharded = found
+    return sharded.largest / single.largest, sharded.total / single.total
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_pair_activations_are_shared_out(ranks, n: int) -> None:
+    for largest, total in ranks(held, n, "evoformer"):
+        assert largest <= 1.3 / n
+        assert total <= 1.3 / n
