@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, combinations, count, islice, pairwise, product
 from math import inf, prod
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -261,17 +262,26 @@ class _Facts:
             limit = min(choice.rank for choice in op.choices) if preferred else inf
             choices = enumerate(op.choices)
             self.runs.append({i: self._digest(op, choice) for i, choice in choices if choice.rank <= limit})
-        last = {v: k for k, op in enumerate(problem.ops) for v in op.inputs}
-        # live[k]: the values there before op k; wanted[k][v]: the layouts that op k or a later one may need of v
-        self.live = [[v for v in sorted(last) if self.producer[v] < k <= last[v]] for k in range(len(self.runs) + 1)]
         if problem.capacity is not None:
             self.prune(problem.capacity)
-        self.wanted: list[dict[int, Copies]] = [{}]
+
+    @cached_property
+    def live(self) -> list[list[int]]:
+        """The values there before each op."""
+        ops = self.problem.ops
+        last = {v: k for k, op in enumerate(ops) for v in op.inputs}
+        return [[v for v in sorted(last) if self.producer[v] < k <= last[v]] for k in range(len(ops) + 1)]
+
+    @cached_property
+    def wanted(self) -> list[dict[int, Copies]]:
+        """For each op the layouts that it or a later one may need of each value."""
+        found: list[dict[int, Copies]] = [{}]
         for runs in reversed(self.runs):
-            wanted = dict(self.wanted[0])
+            wanted = dict(found[-1])
             for v, needs in chain.from_iterable(run.needs.items() for run in runs.values()):
                 wanted[v] = wanted.get(v, frozenset()) | needs
-            self.wanted.insert(0, wanted)
+            found.append(wanted)
+        return found[::-1]
 
     def _shapes(self) -> list[_Shape]:
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
@@ -407,13 +417,19 @@ class _Elimination:
             for k, runs in enumerate(facts.runs)
         ]
         variables = count(len(facts.runs))
+        uses_of: list[list[int]] = [[] for _ in facts.problem.values]
+        for k, op in enumerate(facts.problem.ops):
+            for v in dict.fromkeys(op.inputs):
+                uses_of[v].append(k)
         for v, value in enumerate(facts.problem.values):
+            if None in value.home:
+                continue  # there on every rank: any copy of it is a split, for nothing
             scope: tuple[int, ...] = ()
             rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}
             if facts.producer[v] >= 0:
                 scope = (facts.producer[v],)
                 rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[scope[0]].items()}
-            uses = [k for k, op in enumerate(facts.problem.ops) if v in op.inputs]
+            uses = uses_of[v]
             for k in uses:
                 table: dict[_Row, tuple[int, int]] = {}
                 after: dict[_Row, _Asked] = {}
@@ -471,34 +487,46 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
     """
     values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
     near: dict[int, set[int]] = {}
-    for scope, table in tables:
+    of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
+    left = dict(enumerate(tables))
+    for number, (scope, table) in left.items():
         for i, variable in enumerate(scope):
             values.setdefault(variable, {}).update((row[i], None) for row in table)
             near.setdefault(variable, set()).update(scope)
+            of.setdefault(variable, {})[number] = None
     size = {variable: prod(len(values[other]) for other in near[variable]) for variable in near}
+    queue = [(rows, variable) for variable, rows in size.items()]
+    heapify(queue)
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     made = 0
-    while size:
-        variable = min(size, key=size.__getitem__)
+    while queue:
+        rows, variable = heappop(queue)
+        if size.get(variable) != rows:
+            continue  # it was put in again, with another size
         joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
-        for term in tables:
-            if variable in term[0]:
-                joined = _join(joined, term)
-                made += len(joined[1])
-                if len(joined[1]) > ROWS:
-                    return None, made
+        for number in of.pop(variable):
+            term = left.pop(number)
+            for other in term[0]:
+                if other != variable:
+                    del of[other][number]
+            joined = _join(joined, term)
+            made += len(joined[1])
+            if len(joined[1]) > ROWS:
+                return None, made
         scope = joined[0][1:]
         best: dict[_Row, tuple[tuple[int, int], Any]] = {}
         for (value, *row), cost in joined[1].items():
             if tuple(row) not in best or cost < best[tuple(row)][0]:
                 best[tuple(row)] = cost, value
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
-        tables = [term for term in tables if variable not in term[0]]
-        tables.append((scope, {row: cost for row, (cost, _) in best.items()}))
+        number = len(tables) + len(chosen)
+        left[number] = scope, {row: cost for row, (cost, _) in best.items()}
         del size[variable]
         for other in scope:
+            of[other][number] = None
             near[other] = (near[other] | near[variable]) - {variable}
             size[other] = prod(len(values[third]) for third in near[other])
+            heappush(queue, (size[other], other))
     found: dict[int, Any] = {}
     for variable, scope, choose in reversed(chosen):
         found[variable] = choose[tuple(found[other] for other in scope)]
