@@ -93,7 +93,7 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
 
 
 def hand_over(x: DTensor) -> DTensor:
-    """The same sharded tensor, for somebody who brings its gradient: the next part of a model cut by a pipeline. 0 bytes.
+    """The same sharded tensor, for somebody who brings its gradient: the next part of a pipeline. 0 bytes.
 
     x: a DTensor on one mesh axis, or a plain tensor, returned as it is. Expected is the gradient of a single process,
     sharded like x, as a parallelized model gives it to an input that arrives sharded. The backward multiplies it by N,
