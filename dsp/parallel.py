@@ -28,7 +28,12 @@ from dsp.trace import Recorder, Trace, trace
 
 log = logging.getLogger("dsp")
 
-PASSING = frozenset({"_FromTorchTensorBackward", "RegisterPostBackwardFunctionBackward"})  # from_local, fully_shard
+# autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
+PASSING = frozenset(
+    """
+_FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 CloneBackward0 AliasBackward0
+""".split()
+)
 GIVEN = frozenset({"torch::autograd::AccumulateGrad", "_HandedOverBackward"})
 
 PLANS = 64  # input signatures whose plan is kept

@@ -233,7 +233,7 @@ def leaves(mesh: DeviceMesh, road: str) -> None:
     expect = dsp.split(x.grad, mesh, 1).to_local()
     dsp.parallelize(model, mesh)
     if road == "fully_shard":
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     if road == "split":
         leaf = kwargs["x"].clone().requires_grad_()
         given, expect = dsp.split(leaf, mesh, 1), x.grad
@@ -241,7 +241,8 @@ def leaves(mesh: DeviceMesh, road: str) -> None:
         leaf = dsp.split(kwargs["x"], mesh, 1).to_local().clone().requires_grad_()
         given = DTensor.from_local(leaf, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
     scalar((model(given, kwargs["cond"]),)).backward()
-    torch.testing.assert_close(leaf.grad, expect)
+    rounding = {"rtol": 1e-3, "atol": 1e-6} if road == "fully_shard" else {}
+    torch.testing.assert_close(leaf.grad, expect, **rounding)
 
 
 @pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
