@@ -3,7 +3,7 @@
 from dsp.check import Report, check
 from dsp.count import count_comm
 from dsp.notation import NotationError
-from dsp.ops import gather, mean, split, start_switch, switch
+from dsp.ops import gather, hand_over, mean, split, start_switch, switch
 from dsp.parallel import parallelize
 from dsp.plan import Plan, plan
 from dsp.rules import GlueError
@@ -16,6 +16,7 @@ __all__ = [
     "check",
     "count_comm",
     "gather",
+    "hand_over",
     "mean",
     "parallelize",
     "plan",

@@ -88,10 +88,13 @@ class Axis:
         unfolded = x.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
         return unfolded.flatten(cut.dim, cut.dim + 1)
 
-    def wrap(self, local: Tensor, cut: Cut, shape: Sequence[int], *, guard: bool = False) -> DTensor:
+    def wrap(
+        self, local: Tensor, cut: Cut, shape: Sequence[int], *, guard: bool = False, hand_over: bool = False
+    ) -> DTensor:
         """The DTensor of global `shape` of which `local` is this rank's part, connected to it by autograd.
 
-        With `guard` its backward refuses gradients that the gradient contract does not cover (see `ExitGuard`).
+        With `guard` its backward refuses gradients that the gradient contract does not cover (see `ExitGuard`); with
+        `hand_over` it takes the gradient of a single process.
         """
         key = (cut, tuple(shape), local.stride(), local.dtype)
         spec = self.specs.get(key)
@@ -106,7 +109,7 @@ class Axis:
         if tuple(local.shape) != expected:
             raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
         with torch._C.DisableTorchFunction():
-            return (_GuardedWrap if guard else _Wrap).apply(local, spec)
+            return (_HandedOver if hand_over else _GuardedWrap if guard else _Wrap).apply(local, spec)
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:  # type: ignore[override]
-        ctx.placements = spec.placements
+        ctx.placements, ctx.size = spec.placements, spec.mesh.size()
         return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod
@@ -165,10 +168,22 @@ class _GuardedWrap(_Wrap):
         return _Wrap.backward(ctx, grad)
 
 
+class _HandedOver(_Wrap):
+    """The same for a tensor whose gradient somebody else brings: that of a single process."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        local, _ = _Wrap.backward(ctx, grad)
+        ExitGuard.note(local)
+        # here gradients are of the sum of N ranks' scalars, of which the objective is the mean
+        return local * ctx.size, None
+
+
 def _refuse(reason: str) -> None:
     raise RuntimeError(
         f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss "
-        "with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it"
+        "with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it; if a pipeline "
+        "brings its gradient from the next part of the model, give it dsp.hand_over(x)"
     )
 
 

@@ -92,6 +92,19 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
     return _rewrap(out, x, sp, index, None)
 
 
+def hand_over(x: DTensor) -> DTensor:
+    """The same sharded tensor, for somebody who brings its gradient: the next part of a pipeline. 0 bytes.
+
+    x: a DTensor on one mesh axis, or a plain tensor, returned as it is. Expected is the gradient of a single process,
+    sharded like x, as a parallelized model gives it to an input that arrives sharded. The backward multiplies it by N,
+    which averaging over the ranks takes out again.
+    """
+    if isinstance(x, Tensor) and not isinstance(x, DTensor):
+        return x
+    sp, _, cut, shape = sp_view(x, None, "hand_over")
+    return sp.wrap(connected_local(x), cut, shape, hand_over=True)
+
+
 def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """(Weighted) mean over all elements of a sharded tensor, the same scalar on every rank: a loss on shards.
 

@@ -28,6 +28,14 @@ from dsp.trace import Recorder, Trace, trace
 
 log = logging.getLogger("dsp")
 
+# autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
+PASSING = frozenset(
+    """
+_FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 CloneBackward0 AliasBackward0
+""".split()
+)
+GIVEN = frozenset({"torch::autograd::AccumulateGrad", "_HandedOverBackward"})
+
 PLANS = 64  # input signatures whose plan is kept
 
 
@@ -176,8 +184,8 @@ class Runtime:
                 return t
             if not isinstance(t, DTensor):
                 return WholeInput.apply(t, self.axis)
-            if isinstance(t.grad_fn, torch.autograd.graph.Node) and t.grad_fn.name() == "_WrapBackward":
-                return t  # split above
+            if not given(t):  # split above, or computed: averaging over ranks is still to come
+                return t
             cut = cut_of(t.placements[0])
             assert cut is not None
             return self.axis.wrap(ScaleGradient.apply(connected_local(t), self.axis.size), cut, t.shape)
@@ -373,6 +381,14 @@ def dummy(local: Tensor, cut: Cut) -> Tensor:
     for s in shape:
         count *= s
     return torch.linspace(0.5, 1.5, count, device=local.device, dtype=torch.float32).to(local.dtype).view(shape)
+
+
+def given(x: DTensor) -> bool:
+    """Whether a sharded input is a leaf or comes from elsewhere, so that nobody averages the gradient it receives."""
+    node, index = x.grad_fn, x.output_nr
+    while node is not None and node.name() in PASSING:
+        node, index = node.next_functions[index]
+    return node is None or node.name() in GIVEN
 
 
 def describe(args: Any, kwargs: Any) -> Any:

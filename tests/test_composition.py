@@ -18,7 +18,7 @@ from test_parallel import as_tuple, averaged, same, scalar, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -186,6 +186,84 @@ def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
 def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
     ranks(sharded_inputs, n, 1)
     ranks(sharded_inputs, n, 2)
+
+
+def in_a_row(mesh: DeviceMesh, road: str) -> None:
+    """Two models in a row, and what the second one's input is to the first: gradients of every parameter."""
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    x, cond = kwargs["x"], kwargs["cond"]
+    singles, models = ([toys.make("Grid"), toys.make("Grid")] for _ in range(2))
+    scalar((singles[1](singles[0](x, cond), cond),)).backward()
+    dsp.parallelize(models[1], mesh)
+    if road == "split":
+        middle = dsp.split(models[0](x, cond), mesh, 1)
+    else:
+        middle = dsp.parallelize(models[0], mesh, gather_output=False)(x, cond)
+    if road in ("computed on", "by hand"):
+        middle = torch.tanh(torch.atanh(middle / 100)) * 100 if road == "computed on" else by_hand(middle)
+    elif road == "handed over":
+        middle = dsp.hand_over(middle)
+    elif road == "cut":  # as a pipeline does it
+        received = middle.detach().requires_grad_()
+        scalar((models[1](received, cond),)).backward()
+        torch.autograd.backward(dsp.hand_over(middle), received.grad)
+        assert isinstance(received.grad, DTensor)
+    if road != "cut":
+        scalar((models[1](middle, cond),)).backward()
+    for model, single in zip(models, singles):
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+def by_hand(x: DTensor) -> DTensor:
+    local = x.to_local() * 1
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
+def test_models_in_a_row(ranks, road: str) -> None:
+    ranks(in_a_row, 3, road)
+
+
+def leaves(mesh: DeviceMesh, road: str) -> None:
+    """A gradient asked of an input is the true one, however it comes to be sharded."""
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    x = kwargs["x"].clone().requires_grad_()
+    scalar((single(x, kwargs["cond"]),)).backward()
+    expect = dsp.split(x.grad, mesh, 1).to_local()
+    dsp.parallelize(model, mesh)
+    if road == "fully_shard":
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    if road == "split":
+        leaf = kwargs["x"].clone().requires_grad_()
+        given, expect = dsp.split(leaf, mesh, 1), x.grad
+    else:
+        leaf = dsp.split(kwargs["x"], mesh, 1).to_local().clone().requires_grad_()
+        given = DTensor.from_local(leaf, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
+    scalar((model(given, kwargs["cond"]),)).backward()
+    rounding = {"rtol": 1e-3, "atol": 1e-6} if road == "fully_shard" else {}
+    torch.testing.assert_close(leaf.grad, expect, **rounding)
+
+
+@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
+def test_gradients_of_sharded_leaves(ranks, road: str) -> None:
+    ranks(leaves, 3, road)
+
+
+def handing_over(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    with dsp.count_comm() as comm:
+        y = dsp.hand_over(dsp.split(x * 1, mesh, 1))
+    assert not comm.forward.bytes
+    assert y.placements == (Shard(1),)
+    assert y.shape == x.shape
+    assert dsp.hand_over(x) is x
+    with pytest.raises(ValueError, match="hand_over: the tensor is"):
+        dsp.hand_over(DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False))
+
+
+def test_handing_over_sends_nothing(ranks) -> None:
+    ranks(handing_over, 3)
 
 
 def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 HOME = Path(__file__).resolve().parents[1]
 README = HOME / "README.md"
 PAGES = sorted((HOME / "docs").glob("*.md"))
+FRAMEWORKS = HOME / "docs/frameworks.md"  # each block a program of its own: test_frameworks.py runs them
 ALL = [README, *PAGES]
 MAIN_JOB = "pip install -e . -c constraints.txt && torchrun --nproc-per-node 2 train.py configs/demo.yaml"
 TESTS = "pip install -e '.[test]' -c constraints.txt && pytest"
@@ -96,7 +97,7 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
         path.write_text(fixed)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [page for page in PAGES if page != FRAMEWORKS], ids=lambda path: path.name)
 def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     code = python(path)
     printed = ranks(on_rank, 3, str(path.relative_to(HOME)), [(block.text, block.line) for block in code])

@@ -295,6 +295,17 @@ def test_under_torchrun_an_error_is_printed_once(run):
     assert "already holds a run (to step 1): continue it with resume=true" in err
 
 
+def test_ranks_with_the_same_error_leave_together(run):
+    """Nobody's connections are cut, nobody has to be killed, and without torchrun too one rank speaks."""
+    run("train.steps=1", "eval.every=0", "sample.every=0")
+    processes = run.bare(2)
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    assert errors[0].startswith("error: ")
+    assert errors[0].count("\n") == 1
+    assert errors[1] == ""
+
+
 # --------------------------------------------------------------------------------------------------------- many ranks
 
 

@@ -8,3 +8,4 @@ class UserError(ValueError):
     """
 
     alone = False
+    told = False  # it has been printed, here or by rank 0

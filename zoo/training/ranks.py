@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from zoo.training import UserError
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(seconds=3)  # with ranks that ought to find the same error
 
 
 class Interrupted(Exception):
@@ -45,12 +48,17 @@ def process_group() -> Iterator[torch.device]:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    farewell = None if borrowed else dist.new_group(backend="gloo", timeout=PATIENCE)
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
     try:
         if dist.get_rank() == 0:  # what the data sets have to say
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
         yield device
+    except UserError as error:
+        if farewell is not None and not error.alone:
+            complain_together(error, farewell)
+        raise
     finally:
         zoo.removeHandler(notes)
         if not borrowed:
@@ -63,12 +71,27 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def complain_together(error: UserError, group: dist.ProcessGroup) -> None:
+    """Rank 0 prints an error that every rank has, and all meet: whoever left first would cut the others' connections
+    under their threads, and have torchrun kill them. A rank that nobody meets is the only one that has the error."""
+    if dist.get_rank() == 0:
+        complain(error)
+    try:
+        dist.barrier(group)
+        error.told = True
+    except RuntimeError:  # as long as PATIENCE
+        error.alone = True
+
+
 def complain(error: UserError) -> None:
     """Print a user's error once. Rank 0 speaks; another rank only if it is alone, or if rank 0 did not end the run."""
+    if error.told:
+        return
     rank = int(os.environ.get("RANK", 0))
     if rank and not error.alone:
-        time.sleep(3)
+        time.sleep(PATIENCE.total_seconds())
     print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    error.told = True
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
