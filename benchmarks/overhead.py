@@ -270,7 +270,7 @@ def planning() -> None:
     seconds = time.perf_counter() - start
     print(
         f"dsp.plan of transformer2d 3b at {1024 * 64 * 64 / 1e6:.1f}M tokens for 32 ranks: {seconds:.2f} s "
-        f"({len(plan.stages)} stages, {plan.calls} switches)",
+        f"({len(plan.stages)} stages, {len(plan.switches)} switches)",
         flush=True,
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsp.hardware import Estimate, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import NotationError, StagePattern, parse
 from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, price, solve
@@ -29,6 +30,7 @@ class StageRow:
     switch: str  # "t → s", "gather s", or ""
     bytes: int
     peak: int
+    calls: int = 0  # collectives before this stage
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ class Plan:
 
     stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
     one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
-    checkpointing). peak: an estimate of the most bytes a rank holds in forward: parameters whole (`resident`),
-    activations saved for backward, copies and work of the running stage. `exact` is False when the search was cut.
+    checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
+    forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
+    gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
+    on one rank: matrix products, convolutions and attention. `exact` is False when the search was cut. hardware: what
+    the plan is for, if that was said; then `estimate` has the seconds of a step.
     """
 
     size: int
@@ -87,22 +92,35 @@ class Plan:
     resident: int
     exact: bool
     script: Script = field(repr=False)
+    calls: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    flops_alone: int = 0
+    hardware: Hardware | None = None
 
     @property
-    def calls(self) -> int:
-        return len(self.switches)
+    def estimate(self) -> Estimate:
+        """Seconds of a step. Raises ValueError for a plan made without ``hardware=``."""
+        if self.hardware is None:
+            raise ValueError("how long a step takes depends on the hardware: dsp.plan(..., hardware=dsp.Hardware(...))")
+        link, speed = self.hardware.axis(self.size), self.hardware.flops
+        comm = link.seconds(sum(self.bytes.values()), sum(self.calls.values()))
+        return Estimate(self.flops / speed, comm, self.flops_alone / speed)
 
     def __str__(self) -> str:
-        head = ("stage", "computes", "sharded", "move", "sends", "peak")
+        head = ["stage", "computes", "sharded", "move", "sends", "peak"]
+        link = self.hardware.axis(self.size) if self.hardware is not None else None
+        if link is not None:
+            head.insert(5, "takes")
         rows = [
-            (
+            [
                 f"{r.name}{f'  ×{count}' if count > 1 else ''}",
                 " ".join(r.computes) or "-",
                 r.layout or "whole",
                 r.switch or "-",
                 human(r.bytes) if r.bytes else "-",
+                *([clock(link.seconds(r.bytes, r.calls)) if r.calls else "-"] if link is not None else []),
                 human(r.peak),
-            )
+            ]
             for r, count in _folded(self.stages)
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -118,6 +136,8 @@ class Plan:
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        if self.hardware is not None:
+            foot += self._timing(self.hardware)
         whole = [r for r in self.stages if r.layout is None and r.pattern]
         if whole:
             foot.append(
@@ -127,6 +147,19 @@ class Plan:
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
+
+    def _timing(self, hardware: Hardware) -> list[str]:
+        link, e, calls = hardware.axis(self.size), self.estimate, sum(self.calls.values())
+        lines = [
+            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
+            f"on one rank {clock(e.alone)}"
+        ]
+        if self.size > 1 and e.speedup <= 1:
+            idle = "the calls alone" if calls * link.alpha > e.comm / 2 else "the bytes"
+            lines.append(f"{self.size} ranks are no faster than one: {idle} take longer than is saved")
+        if self.peak > hardware.memory:
+            lines.append(f"the peak does not fit in {human(hardware.memory)}")
+        return lines
 
 
 def human(size: float) -> str:
@@ -162,12 +195,14 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
         last = rows[i + (times - 1) * period : i + times * period]
         for r in last:
             name = _generic(r.name) if times > 1 else r.name
-            shown.append((StageRow(name, r.pattern, r.computes, r.layout, r.switch, r.bytes, r.peak), times))
+            shown.append((replace(r, name=name), times))
         i += period * times
     return shown
 
 
-def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None) -> Plan:
+def make_plan(
+    t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None
+) -> Plan:
     problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
     solution = solve(problem)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
@@ -219,22 +254,51 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         later = range(at + 1, len(t.events)) if at == m.after else range(at, len(t.events))
         return any(t.events[j].region == t.events[at].region and t.events[j].kind == "stage" for j in later)
 
-    inside = [op.choices[c].bytes for op, c in zip(t.ops, solution.choices)]
+    taken = [op.choices[c] for op, c in zip(t.ops, solution.choices)]
     total = {"forward": solution.bytes, "backward": 0, "recompute": 0}
-    for m in solution.moves:
+    calls = {"forward": solution.calls, "backward": 0, "recompute": 0}
+
+    def count(phase: str, nbytes: int, times: int = 1) -> None:
+        total[phase] += nbytes
+        calls[phase] += times
+
+    for m in (m for m in solution.moves if m.kind != "split"):
         if t.grads[m.value]:
-            total["backward"] += _adjoint_bytes(t.values[m.value], m, n)
+            count("backward", _adjoint_bytes(t.values[m.value], m, n))
         if recomputed(m):
-            total["recompute"] += m.bytes
-    for event, sent in zip(t.events, inside):
-        total["backward"] += sent * event.grad
+            count("recompute", m.bytes)
+    for event, own in zip(t.events, taken):
+        if event.grad:
+            count("backward", own.bytes, own.calls)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
-    total["backward"] += 2 * t.whole_grads * (n - 1) // n
+    for size in t.whole_grads:
+        count("backward", 2 * size * (n - 1) // n)
     for param, v in t.inputs.items():
         if t.grads[v] and t.values[v].home == (None,):
-            total["backward"] += (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n
+            count("backward", (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n)
+    if n == 1:
+        calls = dict.fromkeys(calls, 0)
 
-    return Plan(n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script)
+    everything = [t.flops(event) for event in t.events]
+    shares = [_share(t, i, solution.choices[i], n) for i in range(len(t.ops))]
+    return Plan(
+        n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script, calls,
+        flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
+        flops_alone=sum(everything) + t.whole_flops,
+        hardware=hardware,
+    )  # fmt: skip
+
+
+def _share(t: Trace, i: int, c: int, n: int) -> float:
+    """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
+    op, event = t.ops[i], t.events[i]
+    if event.kind == "stage":
+        return event.options[c].share(n)
+    choice = op.choices[c]
+    for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
+        if key is not None:
+            return t.values[v].local_bytes(key, n) / max(t.values[v].nbytes, 1)
+    return 1.0
 
 
 def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
@@ -266,13 +330,14 @@ def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> 
         held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
         held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
         peak = t.resident + saved + held + choice.work
+        calls = len(own) + choice.calls
         if event.kind == "stage":
             pattern = stages[event.name].pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
-            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak))
+            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak, calls))
         elif own or choice.bytes:
             whole = choice.needs[0] if choice.needs else None
-            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak))
+            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak, calls))
     return rows, switches
 
 
@@ -286,20 +351,22 @@ def plan(
     memory: int | None = None,
     dtype: torch.dtype | None = None,
     gather_output: bool = False,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
     args, kwargs: what its forward takes (meta tensors will do); stages: as for `parallelize`, by default
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: count the gather of the outputs, too. Raises ValueError on a stage
-    that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    by default that of the model; gather_output: count the gather of the outputs, too; hardware: what the ranks are and
+    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
+    ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = trace(model, found, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
-    return make_plan(t, {s.name: s for s in found}, size, memory)
+    return make_plan(t, {s.name: s for s in found}, size, memory, hardware)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

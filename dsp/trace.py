@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from dsp.layout import Cut, chunk_sizes
+from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
 from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, no_rule, source_cuts, tensor_args, with_operands
@@ -78,6 +79,7 @@ class Event:
     region: int | None = None  # the activation checkpoint it runs in
     grad: bool = False  # whether its outputs take part in backward
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
+    flops: int = 0  # of its forward at full size
     random: bool = False
 
 
@@ -94,7 +96,14 @@ class Trace:
     inputs: dict[str, int]  # model parameter -> value
     random_glue: bool
     resident: int
-    whole_grads: int = 0  # bytes of undeclared inputs that ask for their gradient
+    recompute: bool = False  # whether every stage is recomputed in backward
+    whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
+    whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
+
+    def flops(self, event: Event) -> int:
+        """Of a step, at full size: backward costs twice the forward, activation checkpointing one forward more."""
+        again = event.region is not None or (self.recompute and event.kind == "stage")
+        return event.flops * (1 + (2 + again) * event.grad)
 
 
 def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
@@ -129,21 +138,33 @@ def _foreign(hook: Any) -> bool:
     return origin.startswith(("torch.distributed", "dsp."))
 
 
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: (
+        sdpa_flop_count(q.shape, k.shape, v.shape)
+    ),
+}
+
+
 class Watch(TorchDispatchMode):
-    """Peak bytes of the tensors a block of code makes, and whether it draws random numbers."""
+    """Peak bytes of the tensors a block of code makes, its FLOPs, and whether it draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.round = self.live = self.peak = 0
+        self.round = self.live = self.peak = self.flops = 0
         self.random = False
 
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = FLOPS.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
@@ -336,7 +357,17 @@ class Recorder:
         sizes = stage.sizes(bound, self.root_sizes)
         self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
 
-    def leave_stage(self, output: Any, *, work: int = 0, saved: int = 0, random: bool = True) -> None:
+    def leave_stage(
+        self,
+        output: Any,
+        *,
+        work: int = 0,
+        saved: int = 0,
+        flops: int = 0,
+        random: bool = True,
+        keeps_inputs: bool = False,
+    ) -> None:
+        """The stage entered last returned. `keeps_inputs`: backward starts anew from them."""
         stage, bound, sizes, options = self.pending
         index = self.stage_calls
         self.stage_calls += 1
@@ -375,13 +406,14 @@ class Recorder:
                     need.add(next((k for k, c in b_sym.cuts.items() if c == cut), None) if cut else None)
                 # one value in two arguments that need it differently: gathered, then cut for each
                 needs.append(need.pop() if len(need) == 1 else None)
-            share = 1.0 if option.name is None else chunk_sizes(option.size, self.n)[0] / option.size
+            share = option.share(self.n)
+            kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
             choices.append(
                 Choice(
                     tuple(needs),
                     tuple(option.name if option.name in c else None for c in out_cuts),
                     work=int(work * share),
-                    saved=int(saved * share),
+                    saved=int(saved * share) + kept,
                     rank=int(option.last_resort),
                 )
             )
@@ -390,7 +422,7 @@ class Recorder:
             for t, s, c in zip(tensors, out_sizes, out_cuts)
         ]
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
-        event.memory, event.random = (work, saved), random
+        event.memory, event.flops, event.random = (work, saved), flops, random
         event.grad = any(t.requires_grad for t in tensors)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
 
@@ -446,10 +478,12 @@ class Recorder:
 
 
 class Tracer(Recorder, TorchFunctionMode):
-    """Records a forward on fake tensors, and measures memory and randomness of its stages on the way."""
+    """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+    def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False) -> None:
         super().__init__(n, root_sizes)
+        self.recompute = recompute
+        self.whole_flops = 0
         self.in_stage = False
         self.glue_ops = 0
         self.watch = Watch()
@@ -466,7 +500,13 @@ class Tracer(Recorder, TorchFunctionMode):
         self.watch.restart()
         out = func(*args, **kwargs)
         self.random_glue |= self.watch.random
+        flops, known = self.watch.flops, len(self.ops)
         self.record(index, name, args, kwargs, out)
+        if flops and len(self.ops) > known:
+            self.events[-1].flops = flops
+        elif flops:
+            grad = any(t.requires_grad for t in tensors_in(out))
+            self.whole_flops += flops * (1 + (2 + (checkpoint_frame() is not None)) * grad)
         return out
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
@@ -491,8 +531,17 @@ class Tracer(Recorder, TorchFunctionMode):
     def after_stage(self, output: Any) -> None:
         self.saved_hooks.__exit__(None, None, None)
         self.in_stage = False
-        saved = 0 if checkpoint_frame() is not None else sum(self.saved.values())
-        self.leave_stage(output, work=self.watch.peak, saved=saved, random=self.watch.random)
+        region = self.region()
+        again = self.recompute or region is not None
+        first = region is None or all(event.region != region for event in self.events)
+        self.leave_stage(
+            output,
+            work=self.watch.peak,
+            saved=0 if again else sum(self.saved.values()),
+            flops=self.watch.flops,
+            random=self.watch.random,
+            keeps_inputs=again and first and torch.is_grad_enabled(),
+        )
 
 
 def trace(
@@ -506,10 +555,12 @@ def trace(
     gather_output: bool,
     dtype: torch.dtype | None = None,
     given: Mapping[str, Cut] | None = None,
+    recompute: bool = False,
 ) -> Trace:
     """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
 
-    `given` maps parameters that arrive already sharded to their cut.
+    `given` maps parameters that arrive already sharded to their cut; with `recompute` every stage counts as one that
+    keeps only its inputs for backward.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -528,7 +579,7 @@ def trace(
     resident = sum(t.numel() * t.element_size() for t in fakes.values())
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
-    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs))
+    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs), recompute)
     bound = Signature(model, root, "the model").bind(args, kwargs)[1] if root is not None else []
     tracer.root_inputs(bound, given or {})
     handles = []
@@ -544,10 +595,11 @@ def trace(
         for handle in handles:
             handle.remove()
     found = tracer.trace(resident)
+    found.recompute, found.whole_flops = recompute, tracer.whole_flops
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
     for t in tensors_in((args, kwargs)):
         if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:
-            found.whole_grads += t.numel() * t.element_size()
+            found.whole_grads.append(t.numel() * t.element_size())
     return found
 
 

@@ -73,7 +73,7 @@ def test_size_one_costs_nothing() -> None:
     assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
 
 
-def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict]:
+def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict, dict, dict]:
     model = toys.make(name)
     stages = dict(model.stages)
     if ckpt:
@@ -84,22 +84,28 @@ def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) 
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with dsp.count_comm() as comm:
         out = as_tuple(model(**kwargs))
-        forward = sum(comm.forward.bytes.values())
+        forward, calls = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
         scalar(out).backward()
     counted = {
         "forward": forward,
         "backward": sum(v for k, v in comm.backward.bytes.items() if k != "all_reduce"),
         "recompute": sum(comm.recompute.bytes.values()),
     }
-    return counted, plan.bytes
+    called = {
+        "forward": calls,
+        "backward": sum(v for k, v in comm.backward.calls.items() if k != "all_reduce"),
+        "recompute": sum(comm.recompute.calls.values()),
+    }
+    return counted, plan.bytes, called, plan.calls
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
 @pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global"])
-def test_planned_bytes_are_the_bytes_moved(ranks, name: str, ckpt: bool) -> None:
-    for counted, planned in ranks(moved, 2, name, (1, 8, 8), ckpt):
+def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
+    for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
         assert counted == planned
+        assert called == calls
     uneven = ranks(moved, 3, name, (1, 7, 5), ckpt)
     for phase in ("forward", "backward", "recompute"):
         # the plan adds up the busiest rank of each move, which need not be the same one
-        assert max(c[phase] for c, _ in uneven) <= uneven[0][1][phase]
+        assert max(c[phase] for c, *_ in uneven) <= uneven[0][1][phase]
