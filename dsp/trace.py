@@ -28,6 +28,7 @@ from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
 from dsp.rules import RULES, SOURCES, Frame, GlueError, Operand, no_rule, source_cuts, tensor_args, with_operands
 from dsp.stages import Bound, Option, Signature, Stage, cut_for, fits_fold, sizes_of_root, tensors_in
+from dsp.twins import Recipe, alike, call_key, fingerprint, recipe
 
 METADATA = frozenset(
     """
@@ -106,15 +107,25 @@ class Trace:
         return event.flops * (1 + (2 + again) * event.grad)
 
 
-def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
-    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run."""
+def skeleton(
+    module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module], twins: Mapping[int, nn.Module]
+) -> nn.Module:
+    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run.
+
+    `twins`: for the id of a module an earlier one like it, whose insides will do for both.
+    """
     if id(module) in memo:
         return memo[id(module)]
     inner = module._modules.get("_orig_mod")
     if inner is not None:
-        memo[id(module)] = skeleton(inner, fake, memo)
+        memo[id(module)] = skeleton(inner, fake, memo, twins)
         return memo[id(module)]
     clone = object.__new__(type(module))
+    if id(module) in twins:
+        clone.__dict__.update(skeleton(twins[id(module)], fake, memo, twins).__dict__)
+        clone.__dict__.update({k: OrderedDict() for k in ("_forward_hooks", "_forward_pre_hooks")})
+        memo[id(module)] = clone
+        return clone
     memo[id(module)] = clone
     state = dict(module.__dict__)
     state.pop("forward", None)
@@ -126,7 +137,9 @@ def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int
     state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
     state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
     clone.__dict__.update(state)
-    clone.__dict__["_modules"] = {k: None if m is None else skeleton(m, fake, memo) for k, m in module._modules.items()}
+    clone.__dict__["_modules"] = {
+        k: None if m is None else skeleton(m, fake, memo, twins) for k, m in module._modules.items()
+    }
     return clone
 
 
@@ -483,6 +496,8 @@ class Tracer(Recorder, TorchFunctionMode):
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False) -> None:
         super().__init__(n, root_sizes)
         self.recompute = recompute
+        self.known: dict[Any, Recipe] = {}
+        self.now: Recipe | None = None  # of the stage that runs
         self.whole_flops = 0
         self.in_stage = False
         self.glue_ops = 0
@@ -509,9 +524,27 @@ class Tracer(Recorder, TorchFunctionMode):
             self.whole_flops += flops * (1 + (2 + (checkpoint_frame() is not None)) * grad)
         return out
 
+    def once(self, forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
+        """A stage's forward that runs once for all calls alike, on any of its twins."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called, kept = call_key(args, kwargs)
+            inputs = tensors_in((args, kwargs))
+            self.now = self.known.get((twin, called))
+            if self.now is not None:
+                return self.now.make(inputs)
+            output = forward(*args, **kwargs)
+            self.now = recipe(output, inputs, kept)
+            if self.now is not None:
+                self.known[twin, called] = self.now
+            return output
+
+        return run
+
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         self.enter_stage(stage, args, kwargs)
         self.in_stage = True
+        self.now = None
         self.watch.restart()
         self.saved: dict[int, int] = {}
         self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
@@ -534,14 +567,17 @@ class Tracer(Recorder, TorchFunctionMode):
         region = self.region()
         again = self.recompute or region is not None
         first = region is None or all(event.region != region for event in self.events)
-        self.leave_stage(
-            output,
-            work=self.watch.peak,
-            saved=0 if again else sum(self.saved.values()),
-            flops=self.watch.flops,
-            random=self.watch.random,
-            keeps_inputs=again and first and torch.is_grad_enabled(),
-        )
+        measured: dict[str, Any] = {
+            "work": self.watch.peak,
+            "saved": sum(self.saved.values()),
+            "flops": self.watch.flops,
+            "random": self.watch.random,
+        }
+        if self.now is not None:
+            measured = self.now.measured = self.now.measured or measured
+        if again:
+            measured = {**measured, "saved": 0}
+        self.leave_stage(output, **measured, keeps_inputs=again and first and torch.is_grad_enabled())
 
 
 def trace(
@@ -556,11 +592,12 @@ def trace(
     dtype: torch.dtype | None = None,
     given: Mapping[str, Cut] | None = None,
     recompute: bool = False,
+    twins: bool = True,
 ) -> Trace:
     """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
 
     `given` maps parameters that arrive already sharded to their cut; with `recompute` every stage counts as one that
-    keeps only its inputs for backward.
+    keeps only its inputs for backward. With `twins` stages that are alike run once (`dsp.twins`).
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -573,10 +610,18 @@ def trace(
             return nn.Parameter(new, requires_grad=t.requires_grad)
         return new.requires_grad_() if t.requires_grad else new
 
+    whole_args, whole_kwargs = args, kwargs
     fakes: dict[int, Tensor] = {}
     memo: dict[int, nn.Module] = {}
-    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo)
-    resident = sum(t.numel() * t.element_size() for t in fakes.values())
+    # autocast keeps the weights it has cast, so that a call does less than one before it
+    twins = twins and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    groups = alike([stage.module for stage in stages], _foreign) if twins else []
+    first = {id(other): group[0] for group in groups for other in group[1:]}
+    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo, first)
+    resident = 0
+    for t in {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}.values():
+        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        resident += t.numel() * kind.itemsize
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
     tracer = Tracer(n, sizes_of_root(model, root, args, kwargs), recompute)
@@ -587,6 +632,10 @@ def trace(
         module = memo.get(id(stage.module), stage.module)
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
+    before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
+    for twin, group in enumerate(groups):
+        for module in (memo[id(m)] for m in group):
+            module.forward = tracer.once(module.forward, twin)  # type: ignore[method-assign]
     try:
         with fake_mode, tracer.watch, tracer:
             tracer.root_outputs(clone(*args, **kwargs), gather_output)
@@ -594,6 +643,12 @@ def trace(
         tracer.abandon()
         for handle in handles:
             handle.remove()
+    if before != [fingerprint(memo[id(group[0])], _foreign) for group in groups]:
+        # a stage that writes to itself: what it does may depend on how often it ran
+        return trace(
+            model, stages, root, whole_args, whole_kwargs, n,
+            gather_output=gather_output, dtype=dtype, given=given, recompute=recompute, twins=False,
+        )  # fmt: skip
     found = tracer.trace(resident)
     found.recompute, found.whole_flops = recompute, tracer.whole_flops
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
