@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from dsp.layout import Axis, Cut, connected_local, cut_of
-from dsp.ops import gather_local, switch_local
+from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import Script
 from dsp.rules import (
     RULES,
@@ -110,6 +110,24 @@ class Run:
                 else switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
             )
         return shell.copies[key]
+
+    def push_all(self, parts: Sequence[Part]) -> list[Part]:
+        """What an operation or stage made, switched to where the plan wants it."""
+        moving = [p for p in parts if p.dst != p.src]
+        moved = iter(switch_all(moving, self.axis))
+        return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
+
+    def move_all(self, wanted: Sequence[tuple[Shell, Cut | None]]) -> list[Tensor]:
+        """Several moves at one place: switches of small tensors share a collective."""
+        todo: dict[tuple[int, Any], tuple[Shell, Cut]] = {}
+        for shell, cut in wanted:
+            if cut is not None and cut != shell.cut and (cut, shell.shape) not in shell.copies:
+                todo.setdefault((id(shell.copies), (cut, shell.shape)), (shell, cut))
+        if len(todo) > 1:
+            parts = [Part(shell.local, shell.cut, cut, shell.shape) for shell, cut in todo.values()]
+            for (shell, cut), local in zip(todo.values(), switch_all(parts, self.axis)):
+                shell.copies[cut, shell.shape] = local
+        return [self.move(shell, cut) for shell, cut in wanted]
 
     # --- activation checkpointing ---
 
@@ -223,7 +241,8 @@ class Glue(TorchFunctionMode):
                     raise
                 # without a plan: would another dim do?
                 wanted, frame, outcome = self.detour(rule, name, args, kwargs, tensors, shells)
-        locals_ = [run.move(s, c) if s is not None else t for t, s, c in zip(tensors, shells, wanted)]
+        moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None]))
+        locals_ = [next(moved) if s is not None else t for t, s in zip(tensors, shells)]
         if not any(c is not None for c in wanted):
             stream: Any = iter(locals_)
             args = tuple(with_operands(a, stream) for a in args)
@@ -254,16 +273,14 @@ class Glue(TorchFunctionMode):
         if outcome.cut is None:
             return out
         copies = shells[0].copies if outcome.view and shells[0] is not None else None
-        wrapped = []
         push = step.push if step is not None else []
+        made = []
         for k, t in enumerate(tensors_in(out)):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
-            cut = outcome.cut
             target = push[k] if k < len(push) else None
-            if target is not None and target != cut:
-                t, cut = switch_local(t, cut, target, shape, run.axis), target
-            wrapped.append(run.wrap(t, cut, tuple(shape), copies))
+            made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
+        wrapped = [run.wrap(p.local, p.dst, p.shape, copies) for p in run.push_all(made)]
         if changing:
             args[0]._dsp_shell = wrapped[0]._dsp_shell._replace(node=args[0].grad_fn)  # type: ignore[attr-defined]
         return map_tensors(out, wrapped)

@@ -13,7 +13,7 @@ from torch import nn
 from dsp.hardware import Estimate, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import NotationError, StagePattern, parse
-from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, price, solve
+from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.rules import GlueError
 from dsp.stages import Stage, find_stages
 from dsp.trace import Trace, trace
@@ -43,6 +43,7 @@ class Switch:
     dst: str | None
     before: str
     bytes: int
+    shared: bool = False  # travels in the collective of one before it
 
 
 @dataclass
@@ -131,6 +132,9 @@ class Plan:
         count = {k: moves.count(k) for k in dict.fromkeys(moves)}
         kinds = ", ".join(f"{c} {k if c == 1 else plural[k]}" for k, c in count.items()) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
+        shared = sum(s.shared for s in self.switches)
+        if shared:
+            kinds += f", in {len(moves) - shared} collectives"
         foot = [
             f"{self.size} ranks; moves forward: {kinds}",
             f"bytes a rank sends: {total}",
@@ -225,6 +229,7 @@ def make_plan(
             at_home = gives[op_index][position]
             if at_home not in used.get(v, set()) and all(m.src != at_home for m in moves[v][1:]):
                 push[v] = first.dst
+    _meet(t, solution, push, n)
 
     script = Script({}, [], {}, t.random_glue)
     for param, v in t.inputs.items():
@@ -254,20 +259,36 @@ def make_plan(
         later = range(at + 1, len(t.events)) if at == m.after else range(at, len(t.events))
         return any(t.events[j].region == t.events[at].region and t.events[j].kind == "stage" for j in later)
 
+    def collective(m: Move) -> Any:
+        """The same for moves that share one: switches of small tensors at one place."""
+        if m.kind != "switch" or not fuses(t.values[m.value].nbytes, n):
+            return m
+        return ("push", m.after) if push.get(m.value, "") == m.dst else ("use", m.before)
+
     taken = [op.choices[c] for op, c in zip(t.ops, solution.choices)]
-    total = {"forward": solution.bytes, "backward": 0, "recompute": 0}
-    calls = {"forward": solution.calls, "backward": 0, "recompute": 0}
+    total = dict.fromkeys(("forward", "backward", "recompute"), 0)
+    calls = dict(total)
 
     def count(phase: str, nbytes: int, times: int = 1) -> None:
         total[phase] += nbytes
         calls[phase] += times
 
+    own_call: dict[Move, int] = {}
+    seen: set[Any] = set()
     for m in (m for m in solution.moves if m.kind != "split"):
-        if t.grads[m.value]:
-            count("backward", _adjoint_bytes(t.values[m.value], m, n))
-        if recomputed(m):
-            count("recompute", m.bytes)
+        for phase, happens, sent in (
+            ("forward", True, m.bytes),
+            ("backward", t.grads[m.value], _adjoint_bytes(t.values[m.value], m, n)),
+            ("recompute", recomputed(m), m.bytes),
+        ):
+            if happens:
+                new = (phase, collective(m)) not in seen
+                seen.add((phase, collective(m)))
+                count(phase, sent, int(new))
+                if phase == "forward":
+                    own_call[m] = int(new)
     for event, own in zip(t.events, taken):
+        count("forward", own.bytes, own.calls)
         if event.grad:
             count("backward", own.bytes, own.calls)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
@@ -282,11 +303,33 @@ def make_plan(
     everything = [t.flops(event) for event in t.events]
     shares = [_share(t, i, solution.choices[i], n) for i in range(len(t.ops))]
     return Plan(
-        n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script, calls,
+        n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
         hardware=hardware,
     )  # fmt: skip
+
+
+def _meet(t: Trace, solution: Solution, push: dict[int, str | None], n: int) -> None:
+    """Leave to their use the pushes of tensors that enter one op together: there they share a collective.
+
+    Not inside an activation checkpoint, which would repeat it; and not what only one op pushes, for it shares there.
+    """
+    uses: dict[int, list[int]] = {}
+    for k, op in enumerate(t.ops):
+        for v in op.inputs:
+            uses.setdefault(v, []).append(k)
+    entering: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        if m.kind == "switch" and fuses(t.values[m.value].nbytes, n):
+            entering.setdefault(m.before, []).append(m)
+    for k, moves in entering.items():
+        pushed = [m for m in moves if push.get(m.value, "") == m.dst]
+        free = [m for m in pushed if uses[m.value] == [k] and t.events[k].region is None]
+        at_use = len(moves) - len(pushed)
+        if len(free) + at_use > 1 and (at_use or len({m.after for m in free}) > 1):
+            for m in free:
+                del push[m.value]
 
 
 def _share(t: Trace, i: int, c: int, n: int) -> float:
@@ -311,13 +354,16 @@ def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
     return 0
 
 
-def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> tuple[list[StageRow], list[Switch]]:
+def _rows(
+    t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int, own_call: Mapping[Move, int]
+) -> tuple[list[StageRow], list[Switch]]:
     rows, switches = [], []
     before: dict[int, list[Move]] = {}
     for m in solution.moves:
         if m.kind != "split":
             before.setdefault(m.before, []).append(m)
-            switches.append(Switch(m.kind, t.values[m.value].name, m.src, m.dst, t.ops[m.before].name, m.bytes))
+            where = t.values[m.value].name, m.src, m.dst, t.ops[m.before].name
+            switches.append(Switch(m.kind, *where, m.bytes, shared=not own_call[m]))
     saved = 0
     for i, (op, event, c) in enumerate(zip(t.ops, t.events, solution.choices)):
         choice = op.choices[c]
@@ -330,7 +376,7 @@ def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> 
         held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
         held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
         peak = t.resident + saved + held + choice.work
-        calls = len(own) + choice.calls
+        calls = sum(own_call[m] for m in own) + choice.calls
         if event.kind == "stage":
             pattern = stages[event.name].pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)

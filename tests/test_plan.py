@@ -100,7 +100,7 @@ def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) 
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global"])
+@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global", "Streams"])
 def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
     for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
         assert counted == planned
@@ -109,3 +109,28 @@ def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool
     for phase in ("forward", "backward", "recompute"):
         # the plan adds up the busiest rank of each move, which need not be the same one
         assert max(c[phase] for c, *_ in uneven) <= uneven[0][1][phase]
+
+
+def test_tensors_that_switch_together_share_a_collective() -> None:
+    """Out of one stage, and from two stages into one; not where checkpointing would repeat it."""
+    model, kwargs = toys.make("Streams"), toys.inputs("Streams", 1, 8, 8)
+    plan = dsp.plan(model, kwargs=kwargs, size=2)
+    assert [(s.before, s.shared) for s in plan.switches[:5]] == [
+        ("time.0", False), ("time.0", True), ("time.0", True), ("space.1", False), ("space.1", True),
+    ]  # fmt: skip
+    assert [s.tensor.split("[")[0] for s in plan.switches[-2:]] == ["left", "right"]
+    assert [s.shared for s in plan.switches[-2:]] == [False, True]
+    assert plan.calls == {"forward": 5, "backward": 5, "recompute": 0}
+    assert "12 switches, in 5 collectives" in str(plan)
+    wrap_checkpoints(model)
+    stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages)
+    assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
+
+
+def test_large_tensors_switch_alone(ranks) -> None:
+    """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
+    shape = 1, 320, 256
+    for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
+        assert counted == planned
+        assert called == calls == {"forward": 10, "backward": 10, "recompute": 0}
