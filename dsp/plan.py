@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dsp.hardware import Estimate, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import NotationError, StagePattern, parse
 from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
+from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Stage, find_stages
 from dsp.trace import Trace, trace
@@ -97,6 +99,16 @@ class Plan:
     flops: int = 0
     flops_alone: int = 0
     hardware: Hardware | None = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)
+    staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+
+    @cached_property
+    def residuals(self) -> list[Residual]:
+        """For every residual stream added to in glue: what it costs to switch the stream, and its branches instead."""
+        if self.problem is None or self.size == 1:
+            return []
+        own = self.bytes["forward"], self.calls["forward"] + sum(s.shared for s in self.switches)
+        return residuals(self.problem, self.staged, own)
 
     @property
     def estimate(self) -> Estimate:
@@ -140,6 +152,7 @@ class Plan:
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        foot += [_choices(r) for r in self.residuals]
         if self.hardware is not None:
             foot += self._timing(self.hardware)
         whole = [r for r in self.stages if r.layout is None and r.pattern]
@@ -164,6 +177,20 @@ class Plan:
         if self.peak > hardware.memory:
             lines.append(f"the peak does not fit in {human(hardware.memory)}")
         return lines
+
+
+def _choices(r: Residual) -> str:
+    """What it costs to switch a residual stream, or its branches."""
+
+    def cost(way: tuple[int, int]) -> str:
+        return f"{human(way[0])} in {way[1]}"
+
+    ways = [f"as planned {cost(r.plan)}"]
+    if r.switched is not None:
+        ways.append(f"only the stream switched {cost(r.switched)}")
+    if r.kept is not None:
+        ways.append(f"the stream kept along {r.along} and branches switched in and out {cost(r.kept)}")
+    return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
 
 
 def human(size: float) -> str:
@@ -306,7 +333,7 @@ def make_plan(
         n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
-        hardware=hardware,
+        hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
     )  # fmt: skip
 
 
