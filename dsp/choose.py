@@ -59,10 +59,8 @@ class Sizing:
         lines = [f"smallest sp that fits in {memory}: {self.smallest}"]
         e = self.plans[self.fastest].estimate
         if e.speedup > 1:
-            lines.append(
-                f"fastest: sp={self.fastest}, {clock(e.step)} a step, {e.speedup:.3g} times as fast as one rank with "
-                f"{self.fastest}"
-            )
+            times = f"{e.speedup:.3g} times as fast as one rank"
+            lines.append(f"fastest: sp={self.fastest}, {clock(e.step)} a step, {times}")
         slow = [n for n in self.plans if n > 1 and self.plans[n].estimate.speedup <= 1]
         if slow:
             best = min(slow, key=lambda n: self.plans[n].estimate.step)
