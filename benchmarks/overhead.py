@@ -32,6 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dsp
 import zoo
+from dsp.plan import make_plan, stages_of
+from dsp.trace import trace
 
 FEW, MANY = 10, 60
 SHAPE = (1, 4, 6, 8)  # b t s c
@@ -261,18 +263,27 @@ def run(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
 
 
 def planning() -> None:
-    """The 3B model at 4M tokens, on meta tensors."""
-    with torch.device("meta"):
-        model = zoo.create("transformer2d", "3b")
-        inputs = model.example_inputs(frames=1024, height=128, width=128)
-    start = time.perf_counter()
-    plan = dsp.plan(model, kwargs=inputs, size=32, dtype=torch.bfloat16)
-    seconds = time.perf_counter() - start
-    print(
-        f"dsp.plan of transformer2d 3b at {1024 * 64 * 64 / 1e6:.1f}M tokens for 32 ranks: {seconds:.2f} s "
-        f"({len(plan.stages)} stages, {plan.calls} switches)",
-        flush=True,
-    )
+    """Deep models at great length, on meta tensors: the forward on fake tensors, and the search over layouts."""
+    print(f"{'seconds to plan':44}{'all':>12}{'trace':>12}{'search':>12}{'cold':>12}")
+    cases = {
+        "transformer2d 3b, 4M tokens, 32 ranks": ("transformer2d", "3b", {}, 32),
+        "the same in 100 layers (200 stages)": ("transformer2d", "3b", {"depth": 100}, 32),
+        "latte XL/2 in 200 blocks, 4M tokens": ("latte", "XL/2", {"depth": 200}, 32),
+    }
+    for name, (family, size, changes, ranks) in cases.items():
+        with torch.device("meta"):
+            model = zoo.create(family, size, **changes)
+            inputs = model.example_inputs(frames=1024, height=128, width=128)
+        rounds = []
+        for _ in range(6):
+            start = time.process_time()
+            found, root = stages_of(model, None)
+            t = trace(model, found, root, (), inputs, ranks, gather_output=False, dtype=torch.bfloat16)
+            traced = time.process_time()
+            make_plan(t, {s.name: s for s in found}, ranks, None)
+            rounds.append((time.process_time() - start, traced - start, time.process_time() - traced))
+        medians = [statistics.median(r[i] for r in rounds[1:]) for i in range(3)]
+        print(f"{name:44}" + "".join(f"{s:12.2f}" for s in [*medians, rounds[0][0]]), flush=True)
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """Dynamic Sequence Parallelism: shard a multi-dimensional model along the dims a stage does not compute over."""
 
 from dsp.check import Report, check
+from dsp.choose import Sizing, choose
 from dsp.count import count_comm
+from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
 from dsp.parallel import parallelize
@@ -9,11 +11,16 @@ from dsp.plan import Plan, plan
 from dsp.rules import GlueError
 
 __all__ = [
+    "LINKS",
     "GlueError",
+    "Hardware",
+    "Link",
     "NotationError",
     "Plan",
     "Report",
+    "Sizing",
     "check",
+    "choose",
     "count_comm",
     "gather",
     "hand_over",

@@ -282,5 +282,7 @@ def _error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
         return float("inf")
     if not a.numel():
         return 0.0
+    if b.dtype == torch.bool:
+        return float((a != b).any())
     scale = float(b.abs().max()) if b.is_floating_point() else 1.0
     return float((a.detach() - b).abs().max()) / max(scale, floor, 1e-30)

@@ -22,6 +22,7 @@ from dsp.planner import chunk_sizes
 
 _lib = torch.library.Library("dsp", "DEF")
 _lib.define("switch(Tensor x, int src, int dst, int src_size, str group) -> Tensor")
+_lib.define("switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]")
 _lib.define("gather(Tensor x, int dim, int size, str group) -> Tensor")
 _lib.define("reduce_scatter(Tensor x, int dim, str group) -> Tensor")
 _lib.define("all_reduce(Tensor x, str group) -> Tensor")
@@ -114,6 +115,23 @@ def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
 
 
+def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
+    """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
+    raw = len({x.dtype for x in xs}) > 1 or xs[0].dtype not in _CARRIED  # as bytes, then
+    plans = [switch_plan(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
+    width = [x.element_size() if raw else 1 for x in xs]
+    packed = [p.pack(x).view(torch.uint8) if raw else p.pack(x) for p, x in zip(plans, xs)]
+    n = len(plans[0].in_splits)
+    ins = [[p.in_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
+    outs = [[p.out_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
+    blocks = zip(*(flat.split(sizes) for flat, sizes in zip(packed, zip(*ins))))
+    send = torch.cat([block for to_one in blocks for block in to_one])
+    received = _wait(_all_to_all(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group))
+    parts = received.split([size for sizes in outs for size in sizes])
+    joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]
+    return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
+
+
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     if x.dtype not in _CARRIED:
         raw = x.contiguous().unsqueeze(-1).view(torch.uint8)
@@ -150,17 +168,21 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 def _fresh(kernel: Any) -> Any:
     """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own."""
 
-    def run(*args: Any) -> Tensor:
-        out = kernel(*args)
+    def own(out: Tensor) -> Tensor:
         if not out._is_view():
             return out
         return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+
+    def run(*args: Any) -> Any:
+        out = kernel(*args)
+        return list(map(own, out)) if isinstance(out, list) else own(out)
 
     return run
 
 
 for _name, _kernel in [
-    ("switch", _switch), ("gather", _gather), ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
+    ("switch", _switch), ("switch_many", _switch_many), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
+    ("all_reduce", _all_reduce),
 ]:  # fmt: skip
     _lib.impl(_name, _fresh(_kernel), "CPU")
     _lib.impl(_name, _fresh(_kernel), "CUDA")
@@ -172,6 +194,11 @@ def _(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     shape = list(x.shape)
     shape[src], shape[dst] = src_size, chunk_sizes(int(x.shape[dst]), n)[rank]
     return x.new_empty(shape)
+
+
+@torch.library.register_fake("dsp::switch_many", lib=_lib)
+def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
+    return [torch.ops.dsp.switch(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
 
 
 @torch.library.register_fake("dsp::gather", lib=_lib)
@@ -209,6 +236,28 @@ torch.library.register_autograd(
     setup_context=_keep("src dst src_size group"),
     lib=_lib,
 )
+
+
+def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    xs, ctx.src, ctx.dst, _, ctx.group = inputs
+    ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
+    ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
+
+
+def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
+    # what nobody used has no gradient, and all ranks agree on that
+    asks = [i for i in ctx.asks if grads[i] is not None]
+    found: list[Tensor | None] = [None] * len(grads)
+    if asks:
+        where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
+        moved = torch.ops.dsp.switch_many([grads[i] for i in asks], *where, ctx.group)
+        for i, g in zip(asks, moved):
+            found[i] = g
+    return found, None, None, None, None
+
+
+torch.library.register_autograd("dsp::switch_many", _switch_many_back, setup_context=_keep_many, lib=_lib)
 torch.library.register_autograd(
     "dsp::gather",
     lambda ctx, g: (torch.ops.dsp.reduce_scatter(g, ctx.dim, ctx.group), None, None, None),

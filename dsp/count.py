@@ -73,6 +73,7 @@ class count_comm(TorchDispatchMode):
 
 COLLECTIVES = {
     "switch": "switch",
+    "switch_many": "switch",
     "all_to_all_single": "switch",
     "shard_dim_alltoall": "shard_dim_alltoall",
     "gather": "gather",
@@ -85,8 +86,10 @@ COLLECTIVES = {
 OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce)|SplitInput|WholeInput|_Launch|_Await")
 
 
-def sent(name: str, x: torch.Tensor, *args: Any) -> int:
+def sent(name: str, x: Any, *args: Any) -> int:
     """Bytes this rank sends to others in one collective."""
+    if name == "switch_many":
+        return sum(sent("switch", *one, args[-1]) for one in zip(x, *args[:-1]))
     n, rank = ranks(args[-1])
     own = x.numel() * x.element_size()
     if name == "switch":

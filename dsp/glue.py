@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from dsp.layout import Axis, Cut, connected_local, cut_of
-from dsp.ops import gather_local, switch_local
+from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import Script
 from dsp.rules import (
     RULES,
@@ -130,32 +130,52 @@ class Run:
         return Shell(local, cut, shape, node, Home(local, cut, shape))
 
     def move(self, shell: Shell, cut: Cut | None) -> Tensor:
-        """This rank's part under another cut (None: whole). The move is made once for a tensor and all its views."""
+        """This rank's part under another cut (None: whole)."""
+        return self.move_all([(shell, cut)])[0]
+
+    def move_all(self, wanted: Sequence[tuple[Shell, Cut | None]]) -> list[Tensor]:
+        """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
+        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
+        sources = [self.source(shell, cut) for shell, cut in wanted]
+        for (shell, _), source in zip(wanted, sources):
+            if isinstance(source, Cut) and source not in shell.home.copies:
+                todo.setdefault((id(shell.home), source), (shell.home, source))
+        parts = [Part(home.local, home.cut, cut, home.shape) for home, cut in todo.values()]
+        for (home, cut), local in zip(todo.values(), switch_all(parts, self.axis)):
+            home.copies[cut] = local
+        return [self.view(shell, cut, source) for (shell, cut), source in zip(wanted, sources)]
+
+    def source(self, shell: Shell, cut: Cut | None) -> Cut | Literal["whole", "view"]:
+        """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that."""
+        if cut is None:
+            return "whole"
+        if cut == shell.cut:
+            return shell.home.cut
+        if not shell.views:
+            return cut
+        candidates = [shell.home.cut, *shell.home.copies, *map(Cut, range(len(shell.home.shape)))]
+        return next((c for c in candidates if c is not None and self.seen(shell, c) == cut), "view")
+
+    def view(self, shell: Shell, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
+        home = shell.home
         if cut == shell.cut:
             return shell.local
-        home = shell.home
-        source = cut
-        if shell.views and cut is not None:
-            candidates = [*home.copies, *map(Cut, range(len(home.shape)))]
-            source = next((c for c in candidates if c is not None and self.seen(shell, c) == cut), None)
-            if source is None:  # no cut of the home looks like this one
-                return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
-        if source not in home.copies:
-            home.copies[source] = (
-                gather_local(home.local, home.cut, home.shape, self.axis)
-                if source is None
-                else switch_local(home.local, home.cut, source, home.shape, self.axis)
-            )
-        local = home.copies[source]
+        if source == "view":
+            assert cut is not None
+            return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+        at = None if source == "whole" else source
+        if at not in home.copies:
+            assert at is None
+            home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
+        local = home.copies[at]
         for func, frame in shell.views:
-            x = Operand(frame.args[0].shape, source)
+            x = Operand(frame.args[0].shape, at)
             again = replace(frame, args=(x, *frame.args[1:]))
-            outcome = RULES[frame.name](again) if source is not None else Outcome(None)
+            outcome = RULES[frame.name](again) if at is not None else Outcome(None)
             call_args = again.args if outcome.args is None else outcome.args
             call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
-            table = {id(x): local}
-            local = (outcome.func or func)(*without_operands(call_args, table), **call_kwargs)
-            source = outcome.cut
+            local = (outcome.func or func)(*without_operands(call_args, {id(x): local}), **call_kwargs)
+            at = outcome.cut
         return local
 
     def seen(self, shell: Shell, cut: Cut) -> Cut | None:
@@ -168,6 +188,12 @@ class Run:
             except GlueError:
                 return None
         return found
+
+    def push_all(self, parts: Sequence[Part]) -> list[Part]:
+        """What an operation or stage made, switched to where the plan wants it."""
+        moving = [p for p in parts if p.dst != p.src]
+        moved = iter(switch_all(moving, self.axis))
+        return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
 
     # --- activation checkpointing ---
 
@@ -284,7 +310,8 @@ class Glue(TorchFunctionMode):
                     raise
                 # without a plan: would another dim do?
                 wanted, frame, outcome = self.detour(rule, name, args, kwargs, tensors, shells)
-        locals_ = [run.move(s, c) if s is not None else t for t, s, c in zip(tensors, shells, wanted)]
+        moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None]))
+        locals_ = [next(moved) if s is not None else t for t, s in zip(tensors, shells)]
         push = step.push if step is not None else []
         if not any(c is not None for c in wanted):
             stream: Any = iter(locals_)
@@ -327,19 +354,14 @@ class Glue(TorchFunctionMode):
                 out = func(*call_args, **call_kwargs)
         if outcome.cut is None:
             return out
-        wrapped = []
+        made = []
         for k, t in enumerate(tensors_in(out)):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
-            cut = outcome.cut
             target = push[k] if k < len(push) else None
-            if target is not None and target != cut:
-                t, cut = switch_local(t, cut, target, shape, run.axis), target
-                wrapped.append(run.wrap(t, cut, tuple(shape)))
-            elif outcome.view:
-                wrapped.append(run.wrap(t, cut, tuple(shape), shells[0], (plain, frame)))
-            else:
-                wrapped.append(run.wrap(t, cut, tuple(shape)))
+            made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
+        view = (shells[0], (plain, frame)) if outcome.view else (None, None)
+        wrapped = [run.wrap(p.local, p.dst, p.shape, *view) for p in run.push_all(made)]
         if changing:
             self.changed(name, args[0], shells[0], wrapped[0], moved=wanted[0] != shells[0].cut)  # type: ignore[union-attr]
         return map_tensors(out, wrapped)

@@ -7,7 +7,9 @@ gradient; nothing else has to be scaled.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dsp import collectives
 from dsp.layout import Axis, Cut, connected_local, covered_exit, factor, sp_view
+from dsp.planner import fuses
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -159,6 +162,33 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     fine, (i, j) = factor(shape, (src, dst))
     out = torch.ops.dsp.switch(x.reshape(_localize(fine, i, sp)), i, j, fine[i], sp.group)
     return out.reshape(sp.local_shape(shape, dst))
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor of global `shape`, cut at `src`, that is wanted cut at `dst`."""
+
+    local: Tensor
+    src: Cut
+    dst: Cut
+    shape: tuple[int, ...]
+
+
+def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
+    """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
+    found: dict[int, Tensor] = {}
+    small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
+    if len(small) > 1:
+        opened = [factor(parts[i].shape, (parts[i].src, parts[i].dst)) for i in small]
+        moved = torch.ops.dsp.switch_many(
+            [parts[i].local.reshape(_localize(fine, at[0], sp)) for i, (fine, at) in zip(small, opened)],
+            [at[0] for _, at in opened],
+            [at[1] for _, at in opened],
+            [fine[at[0]] for fine, at in opened],
+            sp.group,
+        )
+        for i, t in zip(small, moved):
+            found[i] = t.reshape(sp.local_shape(parts[i].shape, parts[i].dst))
+    return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
 
 
 def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:

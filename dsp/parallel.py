@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from dsp.glue import ACTIVE, Run, Shell, active, fork, join
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
-from dsp.ops import ScaleGradient, SplitInput, WholeInput, gather_local, switch_local
+from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput, gather_local
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
 from dsp.stages import Option, Signature, Stage, map_tensors, sizes_of_root, tensors_in
@@ -261,9 +261,10 @@ class Runtime:
         if option is None:
             step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
         own = chunk(option.size, axis.size, axis.rank)[1] if option.name is not None else 1
+        moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
         for b, shell, cut in zip(bound, shells, option.cuts):
             if shell is not None:
-                local = run.move(shell, cut)
+                local = next(moved)
             elif cut is not None:
                 local = axis.narrow(b.tensor, cut)
             else:
@@ -304,21 +305,19 @@ class Runtime:
         tensors = tensors_in(output)
         patterns = stage.outputs(tensors)
         push = step.push if step is not None else [None] * len(tensors)
-        results: list[Tensor] = []
+        if option.name is None:
+            narrowed = [
+                run.wrap(self.axis.narrow(t, target), target, tuple(t.shape)) if target is not None else t
+                for t, target in zip(tensors, push)
+            ]
+            return map_tensors(output, narrowed)
+        made: list[Part] = []
         for t, pattern, target in zip(tensors, patterns, push):
-            if option.name is None:
-                if target is not None:
-                    results.append(run.wrap(self.axis.narrow(t, target), target, tuple(t.shape)))
-                else:
-                    results.append(t)
-                continue
             local, cut, shape = self.place(stage, t, pattern, option, sizes, max(own, 1))
             if own == 0:
                 local = local.narrow(cut.dim, 0, 0)
-            if target is not None and target != cut:
-                local, cut = switch_local(local, cut, target, shape, self.axis), target
-            results.append(run.wrap(local, cut, shape))
-        return map_tensors(output, results)
+            made.append(Part(local, cut, target or cut, shape))
+        return map_tensors(output, [run.wrap(p.local, p.dst, p.shape) for p in run.push_all(made)])
 
     def place(
         self, stage: Stage, t: Tensor, pattern: Any, option: Option, sizes: dict[str, int], own: int

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsp.hardware import Estimate, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import NotationError, StagePattern, parse
-from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, price, solve
+from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
+from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Stage, find_stages
 from dsp.trace import Trace, trace
@@ -29,6 +32,7 @@ class StageRow:
     switch: str  # "t → s", "gather s", or ""
     bytes: int
     peak: int
+    calls: int = 0  # collectives before this stage
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Switch:
     dst: str | None
     before: str
     bytes: int
+    shared: bool = False  # travels in the collective of one before it
 
 
 @dataclass
@@ -75,8 +80,11 @@ class Plan:
 
     stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
     one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
-    checkpointing). peak: an estimate of the most bytes a rank holds in forward: parameters whole (`resident`),
-    activations saved for backward, copies and work of the running stage. `exact` is False when the search was cut.
+    checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
+    forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
+    gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
+    on one rank: matrix products, convolutions and attention. `exact` is False when the search was cut. hardware: what
+    the plan is for, if that was said; then `estimate` has the seconds of a step.
     """
 
     size: int
@@ -87,22 +95,45 @@ class Plan:
     resident: int
     exact: bool
     script: Script = field(repr=False)
+    calls: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    flops_alone: int = 0
+    hardware: Hardware | None = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)
+    staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+
+    @cached_property
+    def residuals(self) -> list[Residual]:
+        """For every residual stream added to in glue: what it costs to switch the stream, and its branches instead."""
+        if self.problem is None or self.size == 1:
+            return []
+        own = self.bytes["forward"], self.calls["forward"] + sum(s.shared for s in self.switches)
+        return residuals(self.problem, self.staged, own)
 
     @property
-    def calls(self) -> int:
-        return len(self.switches)
+    def estimate(self) -> Estimate:
+        """Seconds of a step. Raises ValueError for a plan made without ``hardware=``."""
+        if self.hardware is None:
+            raise ValueError("how long a step takes depends on the hardware: dsp.plan(..., hardware=dsp.Hardware(...))")
+        link, speed = self.hardware.axis(self.size), self.hardware.flops
+        comm = link.seconds(sum(self.bytes.values()), sum(self.calls.values()))
+        return Estimate(self.flops / speed, comm, self.flops_alone / speed)
 
     def __str__(self) -> str:
-        head = ("stage", "computes", "sharded", "move", "sends", "peak")
+        head = ["stage", "computes", "sharded", "move", "sends", "peak"]
+        link = self.hardware.axis(self.size) if self.hardware is not None else None
+        if link is not None:
+            head.insert(5, "takes")
         rows = [
-            (
+            [
                 f"{r.name}{f'  ×{count}' if count > 1 else ''}",
                 " ".join(r.computes) or "-",
                 r.layout or "whole",
                 r.switch or "-",
                 human(r.bytes) if r.bytes else "-",
+                *([clock(link.seconds(r.bytes, r.calls)) if r.calls else "-"] if link is not None else []),
                 human(r.peak),
-            )
+            ]
             for r, count in _folded(self.stages)
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -113,11 +144,17 @@ class Plan:
         count = {k: moves.count(k) for k in dict.fromkeys(moves)}
         kinds = ", ".join(f"{c} {k if c == 1 else plural[k]}" for k, c in count.items()) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
+        shared = sum(s.shared for s in self.switches)
+        if shared:
+            kinds += f", in {len(moves) - shared} collectives"
         foot = [
             f"{self.size} ranks; moves forward: {kinds}",
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        foot += [_choices(r) for r in self.residuals]
+        if self.hardware is not None:
+            foot += self._timing(self.hardware)
         whole = [r for r in self.stages if r.layout is None and r.pattern]
         if whole:
             foot.append(
@@ -127,6 +164,33 @@ class Plan:
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
+
+    def _timing(self, hardware: Hardware) -> list[str]:
+        link, e, calls = hardware.axis(self.size), self.estimate, sum(self.calls.values())
+        lines = [
+            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
+            f"on one rank {clock(e.alone)}"
+        ]
+        if self.size > 1 and e.speedup <= 1:
+            idle = "the calls alone" if calls * link.alpha > e.comm / 2 else "the bytes"
+            lines.append(f"{self.size} ranks are no faster than one: {idle} take longer than is saved")
+        if self.peak > hardware.memory:
+            lines.append(f"the peak does not fit in {human(hardware.memory)}")
+        return lines
+
+
+def _choices(r: Residual) -> str:
+    """What it costs to switch a residual stream, or its branches."""
+
+    def cost(way: tuple[int, int]) -> str:
+        return f"{human(way[0])} in {way[1]}"
+
+    ways = [f"as planned {cost(r.plan)}"]
+    if r.switched is not None:
+        ways.append(f"only the stream switched {cost(r.switched)}")
+    if r.kept is not None:
+        ways.append(f"the stream kept along {r.along} and branches switched in and out {cost(r.kept)}")
+    return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
 
 
 def human(size: float) -> str:
@@ -162,12 +226,14 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
         last = rows[i + (times - 1) * period : i + times * period]
         for r in last:
             name = _generic(r.name) if times > 1 else r.name
-            shown.append((StageRow(name, r.pattern, r.computes, r.layout, r.switch, r.bytes, r.peak), times))
+            shown.append((replace(r, name=name), times))
         i += period * times
     return shown
 
 
-def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None) -> Plan:
+def make_plan(
+    t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None
+) -> Plan:
     problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
     solution = solve(problem)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
@@ -190,6 +256,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
             at_home = gives[op_index][position]
             if at_home not in used.get(v, set()) and all(m.src != at_home for m in moves[v][1:]):
                 push[v] = first.dst
+    _meet(t, solution, push, n)
 
     script = Script({}, [], {}, t.random_glue)
     for param, v in t.inputs.items():
@@ -222,22 +289,89 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None)
         later = range(at + 1, len(t.events)) if at == m.after else range(at, len(t.events))
         return any(t.events[j].region == t.events[at].region and t.events[j].kind == "stage" for j in later)
 
-    inside = [op.choices[c].bytes for op, c in zip(t.ops, solution.choices)]
-    total = {"forward": solution.bytes, "backward": 0, "recompute": 0}
-    for m in solution.moves:
-        if t.grads[m.value]:
-            total["backward"] += _adjoint_bytes(t.values[m.value], m, n)
-        if recomputed(m):
-            total["recompute"] += m.bytes
-    for event, sent in zip(t.events, inside):
-        total["backward"] += sent * event.grad
+    def collective(m: Move) -> Any:
+        """The same for moves that share one: switches of small tensors at one place."""
+        if m.kind != "switch" or not fuses(t.values[m.value].nbytes, n):
+            return m
+        return ("push", m.after) if push.get(m.value, "") == m.dst else ("use", m.before)
+
+    taken = [op.choices[c] for op, c in zip(t.ops, solution.choices)]
+    total = dict.fromkeys(("forward", "backward", "recompute"), 0)
+    calls = dict(total)
+
+    def count(phase: str, nbytes: int, times: int = 1) -> None:
+        total[phase] += nbytes
+        calls[phase] += times
+
+    own_call: dict[Move, int] = {}
+    seen: set[Any] = set()
+    for m in (m for m in solution.moves if m.kind != "split"):
+        for phase, happens, sent in (
+            ("forward", True, m.bytes),
+            ("backward", t.grads[m.value], _adjoint_bytes(t.values[m.value], m, n)),
+            ("recompute", recomputed(m), m.bytes),
+        ):
+            if happens:
+                new = (phase, collective(m)) not in seen
+                seen.add((phase, collective(m)))
+                count(phase, sent, int(new))
+                if phase == "forward":
+                    own_call[m] = int(new)
+    for event, own in zip(t.events, taken):
+        count("forward", own.bytes, own.calls)
+        if event.grad:
+            count("backward", own.bytes, own.calls)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
-    total["backward"] += 2 * t.whole_grads * (n - 1) // n
+    for size in t.whole_grads:
+        count("backward", 2 * size * (n - 1) // n)
     for param, v in t.inputs.items():
         if t.grads[v] and t.values[v].home == (None,):
-            total["backward"] += (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n
+            count("backward", (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n)
+    if n == 1:
+        calls = dict.fromkeys(calls, 0)
 
-    return Plan(n, *_rows(t, stages, solution, n), total, solution.peak, t.resident, solution.exact, script)
+    everything = [t.flops(event) for event in t.events]
+    shares = [_share(t, i, solution.choices[i], n) for i in range(len(t.ops))]
+    return Plan(
+        n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
+        flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
+        flops_alone=sum(everything) + t.whole_flops,
+        hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
+    )  # fmt: skip
+
+
+def _meet(t: Trace, solution: Solution, push: dict[int, str | None], n: int) -> None:
+    """Leave to their use the pushes of tensors that enter one op together: there they share a collective.
+
+    Not inside an activation checkpoint, which would repeat it; and not what only one op pushes, for it shares there.
+    """
+    uses: dict[int, list[int]] = {}
+    for k, op in enumerate(t.ops):
+        for v in op.inputs:
+            uses.setdefault(v, []).append(k)
+    entering: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        if m.kind == "switch" and fuses(t.values[m.value].nbytes, n):
+            entering.setdefault(m.before, []).append(m)
+    for k, moves in entering.items():
+        pushed = [m for m in moves if push.get(m.value, "") == m.dst]
+        free = [m for m in pushed if uses[m.value] == [k] and t.events[k].region is None]
+        at_use = len(moves) - len(pushed)
+        if len(free) + at_use > 1 and (at_use or len({m.after for m in free}) > 1):
+            for m in free:
+                del push[m.value]
+
+
+def _share(t: Trace, i: int, c: int, n: int) -> float:
+    """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
+    op, event = t.ops[i], t.events[i]
+    if event.kind == "stage":
+        return event.options[c].share(n)
+    choice = op.choices[c]
+    for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
+        if key is not None:
+            return t.values[v].local_bytes(key, n) / max(t.values[v].nbytes, 1)
+    return 1.0
 
 
 def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
@@ -250,13 +384,16 @@ def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
     return 0
 
 
-def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> tuple[list[StageRow], list[Switch]]:
+def _rows(
+    t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int, own_call: Mapping[Move, int]
+) -> tuple[list[StageRow], list[Switch]]:
     rows, switches = [], []
     before: dict[int, list[Move]] = {}
     for m in solution.moves:
         if m.kind != "split":
             before.setdefault(m.before, []).append(m)
-            switches.append(Switch(m.kind, t.values[m.value].name, m.src, m.dst, t.ops[m.before].name, m.bytes))
+            where = t.values[m.value].name, m.src, m.dst, t.ops[m.before].name
+            switches.append(Switch(m.kind, *where, m.bytes, shared=not own_call[m]))
     saved = 0
     for i, (op, event, c) in enumerate(zip(t.ops, t.events, solution.choices)):
         choice = op.choices[c]
@@ -269,13 +406,14 @@ def _rows(t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int) -> 
         held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
         held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
         peak = t.resident + saved + held + choice.work
+        calls = sum(own_call[m] for m in own) + choice.calls
         if event.kind == "stage":
             pattern = stages[event.name].pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
-            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak))
+            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak, calls))
         elif own or choice.bytes:
             whole = choice.needs[0] if choice.needs else None
-            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak))
+            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak, calls))
     return rows, switches
 
 
@@ -289,20 +427,22 @@ def plan(
     memory: int | None = None,
     dtype: torch.dtype | None = None,
     gather_output: bool = False,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
     args, kwargs: what its forward takes (meta tensors will do); stages: as for `parallelize`, by default
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: count the gather of the outputs, too. Raises ValueError on a stage
-    that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    by default that of the model; gather_output: count the gather of the outputs, too; hardware: what the ranks are and
+    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
+    ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = trace(model, found, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
-    return make_plan(t, {s.name: s for s in found}, size, memory)
+    return make_plan(t, {s.name: s for s in found}, size, memory, hardware)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

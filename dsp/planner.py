@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 ROWS = 20_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
 STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
+FUSE = 1 << 20  # bytes a rank of a tensor up to which it shares a collective (measured in benchmarks/README.md)
 RIVALS = 64  # labels, the most promising, that a new one is compared with
 
 
@@ -137,6 +138,14 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0."""
     chunk = -(-size // n)
     return tuple(min(chunk, max(0, size - chunk * rank)) for rank in range(n))
+
+
+def fuses(nbytes: int, n: int) -> bool:
+    """Whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
+
+    The shared buffer costs a copy more on either side: for large tensors more than the call that it saves.
+    """
+    return nbytes <= FUSE * n
 
 
 def price(value: Value, src: Layout, dst: Layout, n: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dsp.layout import Cut, fold_fits
+from dsp.layout import Cut, chunk_sizes, fold_fits
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, TensorPattern, parse, solve_sizes
 
 
@@ -111,6 +111,10 @@ class Option:
     cuts: tuple[Cut | None, ...]
     size: int
     last_resort: bool = False
+
+    def share(self, n: int) -> float:
+        """What the busiest of n ranks has of the work: 7 frames on 4 ranks give it 2/7."""
+        return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
 
 
 class Stage:

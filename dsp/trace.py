@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from dsp.layout import Cut, chunk_sizes
+from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
 from dsp.rules import (
@@ -39,6 +40,7 @@ from dsp.rules import (
     with_operands,
 )  # fmt: skip
 from dsp.stages import Bound, Option, Signature, Stage, cut_for, fits_fold, sizes_of_root, tensors_in
+from dsp.twins import Recipe, alike, call_key, fingerprint, recipe
 
 METADATA = frozenset(
     """
@@ -95,6 +97,7 @@ class Event:
     region: int | None = None  # the activation checkpoint it runs in
     grad: bool = False  # whether its outputs take part in backward
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
+    flops: int = 0  # of its forward at full size
     random: bool = False
 
 
@@ -111,18 +114,35 @@ class Trace:
     inputs: dict[str, int]  # model parameter -> value
     random_glue: bool
     resident: int
-    whole_grads: int = 0  # bytes of undeclared inputs that ask for their gradient
+    recompute: bool = False  # whether every stage is recomputed in backward
+    whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
+    whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
+
+    def flops(self, event: Event) -> int:
+        """Of a step, at full size: backward costs twice the forward, activation checkpointing one forward more."""
+        again = event.region is not None or (self.recompute and event.kind == "stage")
+        return event.flops * (1 + (2 + again) * event.grad)
 
 
-def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module]) -> nn.Module:
-    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run."""
+def skeleton(
+    module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module], twins: Mapping[int, nn.Module]
+) -> nn.Module:
+    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run.
+
+    `twins`: for the id of a module an earlier one like it, whose insides will do for both.
+    """
     if id(module) in memo:
         return memo[id(module)]
     inner = module._modules.get("_orig_mod")
     if inner is not None:
-        memo[id(module)] = skeleton(inner, fake, memo)
+        memo[id(module)] = skeleton(inner, fake, memo, twins)
         return memo[id(module)]
     clone = object.__new__(type(module))
+    if id(module) in twins:
+        clone.__dict__.update(skeleton(twins[id(module)], fake, memo, twins).__dict__)
+        clone.__dict__.update({k: OrderedDict() for k in ("_forward_hooks", "_forward_pre_hooks")})
+        memo[id(module)] = clone
+        return clone
     memo[id(module)] = clone
     state = dict(module.__dict__)
     state.pop("forward", None)
@@ -134,7 +154,9 @@ def skeleton(module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int
     state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
     state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
     clone.__dict__.update(state)
-    clone.__dict__["_modules"] = {k: None if m is None else skeleton(m, fake, memo) for k, m in module._modules.items()}
+    clone.__dict__["_modules"] = {
+        k: None if m is None else skeleton(m, fake, memo, twins) for k, m in module._modules.items()
+    }
     return clone
 
 
@@ -146,21 +168,33 @@ def _foreign(hook: Any) -> bool:
     return origin.startswith(("torch.distributed", "dsp."))
 
 
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: (
+        sdpa_flop_count(q.shape, k.shape, v.shape)
+    ),
+}
+
+
 class Watch(TorchDispatchMode):
-    """Peak bytes of the tensors a block of code makes, and whether it draws random numbers."""
+    """Peak bytes of the tensors a block of code makes, its FLOPs, and whether it draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.round = self.live = self.peak = 0
+        self.round = self.live = self.peak = self.flops = 0
         self.random = False
 
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = FLOPS.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
@@ -438,7 +472,17 @@ class Recorder:
         sizes = stage.sizes(bound, self.root_sizes)
         self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
 
-    def leave_stage(self, output: Any, *, work: int = 0, saved: int = 0, random: bool = True) -> None:
+    def leave_stage(
+        self,
+        output: Any,
+        *,
+        work: int = 0,
+        saved: int = 0,
+        flops: int = 0,
+        random: bool = True,
+        keeps_inputs: bool = False,
+    ) -> None:
+        """The stage entered last returned. `keeps_inputs`: backward starts anew from them."""
         stage, bound, sizes, options = self.pending
         index = self.stage_calls
         self.stage_calls += 1
@@ -479,13 +523,14 @@ class Recorder:
                     need.add(next((k for k, c in b_sym.cuts.items() if c == cut), None) if cut else None)
                 # one value in two arguments that need it differently: gathered, then cut for each
                 needs.append(need.pop() if len(need) == 1 else None)
-            share = 1.0 if option.name is None else chunk_sizes(option.size, self.n)[0] / option.size
+            share = option.share(self.n)
+            kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
             choices.append(
                 Choice(
                     tuple(needs),
                     tuple(option.name if option.name in c else None for c in out_cuts),
                     work=int(work * share),
-                    saved=int(saved * share),
+                    saved=int(saved * share) + kept,
                     rank=int(option.last_resort),
                 )
             )
@@ -494,7 +539,7 @@ class Recorder:
             for t, s, c in zip(tensors, out_sizes, out_cuts)
         ]
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
-        event.memory, event.random = (work, saved), random
+        event.memory, event.flops, event.random = (work, saved), flops, random
         event.grad = any(t.requires_grad for t in tensors)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
 
@@ -550,10 +595,14 @@ class Recorder:
 
 
 class Tracer(Recorder, TorchFunctionMode):
-    """Records a forward on fake tensors, and measures memory and randomness of its stages on the way."""
+    """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+    def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False) -> None:
         super().__init__(n, root_sizes)
+        self.recompute = recompute
+        self.known: dict[Any, Recipe] = {}
+        self.now: Recipe | None = None  # of the stage that runs
+        self.whole_flops = 0
         self.in_stage = False
         self.glue_ops = 0
         self.watch = Watch()
@@ -570,12 +619,36 @@ class Tracer(Recorder, TorchFunctionMode):
         self.watch.restart()
         out = func(*args, **kwargs)
         self.random_glue |= self.watch.random
+        flops, known = self.watch.flops, len(self.ops)
         self.record(index, name, args, kwargs, out)
+        if flops and len(self.ops) > known:
+            self.events[-1].flops = flops
+        elif flops:
+            grad = any(t.requires_grad for t in tensors_in(out))
+            self.whole_flops += flops * (1 + (2 + (checkpoint_frame() is not None)) * grad)
         return out
+
+    def once(self, forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
+        """A stage's forward that runs once for all calls alike, on any of its twins."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called, kept = call_key(args, kwargs)
+            inputs = tensors_in((args, kwargs))
+            self.now = self.known.get((twin, called))
+            if self.now is not None:
+                return self.now.make(inputs)
+            output = forward(*args, **kwargs)
+            self.now = recipe(output, inputs, kept)
+            if self.now is not None:
+                self.known[twin, called] = self.now
+            return output
+
+        return run
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         self.enter_stage(stage, args, kwargs)
         self.in_stage = True
+        self.now = None
         self.watch.restart()
         self.saved: dict[int, int] = {}
         self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
@@ -595,8 +668,20 @@ class Tracer(Recorder, TorchFunctionMode):
     def after_stage(self, output: Any) -> None:
         self.saved_hooks.__exit__(None, None, None)
         self.in_stage = False
-        saved = 0 if checkpoint_frame() is not None else sum(self.saved.values())
-        self.leave_stage(output, work=self.watch.peak, saved=saved, random=self.watch.random)
+        region = self.region()
+        again = self.recompute or region is not None
+        first = region is None or all(event.region != region for event in self.events)
+        measured: dict[str, Any] = {
+            "work": self.watch.peak,
+            "saved": sum(self.saved.values()),
+            "flops": self.watch.flops,
+            "random": self.watch.random,
+        }
+        if self.now is not None:
+            measured = self.now.measured = self.now.measured or measured
+        if again:
+            measured = {**measured, "saved": 0}
+        self.leave_stage(output, **measured, keeps_inputs=again and first and torch.is_grad_enabled())
 
 
 def trace(
@@ -610,10 +695,13 @@ def trace(
     gather_output: bool,
     dtype: torch.dtype | None = None,
     given: Mapping[str, Cut] | None = None,
+    recompute: bool = False,
+    twins: bool = True,
 ) -> Trace:
     """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
 
-    `given` maps parameters that arrive already sharded to their cut.
+    `given` maps parameters that arrive already sharded to their cut; with `recompute` every stage counts as one that
+    keeps only its inputs for backward. With `twins` stages that are alike run once (`dsp.twins`).
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -626,13 +714,21 @@ def trace(
             return nn.Parameter(new, requires_grad=t.requires_grad)
         return new.requires_grad_() if t.requires_grad else new
 
+    whole_args, whole_kwargs = args, kwargs
     fakes: dict[int, Tensor] = {}
     memo: dict[int, nn.Module] = {}
-    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo)
-    resident = sum(t.numel() * t.element_size() for t in fakes.values())
+    # autocast keeps the weights it has cast, so that a call does less than one before it
+    twins = twins and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    groups = alike([stage.module for stage in stages], _foreign) if twins else []
+    first = {id(other): group[0] for group in groups for other in group[1:]}
+    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo, first)
+    resident = 0
+    for t in {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}.values():
+        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        resident += t.numel() * kind.itemsize
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
-    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs))
+    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs), recompute)
     bound = Signature(model, root, "the model").bind(args, kwargs)[1] if root is not None else []
     tracer.root_inputs(bound, given or {})
     handles = []
@@ -640,6 +736,10 @@ def trace(
         module = memo.get(id(stage.module), stage.module)
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
+    before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
+    for twin, group in enumerate(groups):
+        for module in (memo[id(m)] for m in group):
+            module.forward = tracer.once(module.forward, twin)  # type: ignore[method-assign]
     try:
         with fake_mode, tracer.watch, tracer, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the model has to say it says when it runs
@@ -648,11 +748,18 @@ def trace(
         tracer.abandon()
         for handle in handles:
             handle.remove()
+    if before != [fingerprint(memo[id(group[0])], _foreign) for group in groups]:
+        # a stage that writes to itself: what it does may depend on how often it ran
+        return trace(
+            model, stages, root, whole_args, whole_kwargs, n,
+            gather_output=gather_output, dtype=dtype, given=given, recompute=recompute, twins=False,
+        )  # fmt: skip
     found = tracer.trace(resident)
+    found.recompute, found.whole_flops = recompute, tracer.whole_flops
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
     for t in tensors_in((args, kwargs)):
         if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:
-            found.whole_grads += t.numel() * t.element_size()
+            found.whole_grads.append(t.numel() * t.element_size())
     return found
 
 

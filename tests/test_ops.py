@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dsp
+from dsp.planner import chunk_sizes
 
 SIZES = [1, 2, 3, 4]
 
@@ -230,3 +231,62 @@ def selective(mesh: DeviceMesh) -> int:
 
 def test_selective_checkpointing_sees_the_switch(ranks) -> None:
     assert ranks(selective, 2) == [0, 0]
+
+
+def several(mesh: DeviceMesh, t: int, s: int) -> None:
+    """Three tensors in one exchange against one switch each: values, gradients, calls and bytes."""
+    group, n, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+    wholes = [torch.randn(2, t, s, 3, dtype=torch.float64), torch.randn(s, t), torch.randn(1, t, s) > 0]
+    where = [(1, 2), (1, 0), (2, 1)]
+    sizes = [x.shape[src] for x, (src, _) in zip(wholes, where)]
+
+    def leaves() -> list[Tensor]:
+        parts = [dsp.split(x, mesh, src).to_local().clone() for x, (src, _) in zip(wholes, where)]
+        return [x.requires_grad_(x.is_floating_point()) for x in parts]
+
+    one, each = leaves(), leaves()
+    with dsp.count_comm() as together:
+        got = torch.ops.dsp.switch_many(one, *map(list, zip(*where)), sizes, group)
+        assert together.forward.calls == {"switch": 1}
+        (got[0].square().sum() + got[1].sin().sum()).backward()
+    with dsp.count_comm() as apart:
+        expect = [torch.ops.dsp.switch(x, *dims, size, group) for x, dims, size in zip(each, where, sizes)]
+        (expect[0].square().sum() + expect[1].sin().sum()).backward()
+    assert all(torch.equal(a, b) and a.is_contiguous() and not a._is_view() for a, b in zip(got, expect))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one[:2], each))
+    assert (together.forward.calls, together.backward.calls) == ({"switch": 1}, {"switch": 1})
+    assert (together.recompute.calls, apart.forward.calls) == ({}, {"switch": 3})
+    assert (together.forward.bytes, together.backward.bytes) == (apart.forward.bytes, apart.backward.bytes)
+    # one that nobody used sends no gradient back, and one of a kind of dtype travels as it is
+    one = leaves()
+    with dsp.count_comm() as comm:
+        torch.ops.dsp.switch_many(one[:2], [1, 1], [2, 0], sizes[:2], group)[1].sum().backward()
+    assert one[0].grad is None
+    assert torch.equal(one[1].grad, torch.ones_like(one[1]))
+    assert comm.backward.bytes["switch"] == chunk_sizes(s, n)[rank] * (t - one[1].shape[1]) * 4
+    # and without gradients, or on other memory orders
+    with torch.no_grad():
+        x = dsp.split(wholes[0], mesh, 1).to_local()
+        odd = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+        for a in torch.ops.dsp.switch_many([x, odd], [1, 1], [2, 2], [t, t], group):
+            assert torch.equal(a, expect[0])
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_several_in_one_exchange(ranks, n: int) -> None:
+    for t, s in [(7, 5), (4, 8), (2, 3)]:
+        ranks(several, n, t, s)
+
+
+def fakes(mesh: DeviceMesh) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    group = mesh.get_group().group_name
+    with FakeTensorMode():
+        xs = [torch.empty(1, 2, 6, 3), torch.empty(2, 6, dtype=torch.bool)]
+        out = torch.ops.dsp.switch_many(xs, [1, 0], [2, 1], [4, 4], group)
+    assert [(tuple(x.shape), x.dtype) for x in out] == [((1, 4, 3, 3), torch.float32), ((4, 3), torch.bool)]
+
+
+def test_several_have_a_fake_kernel(ranks) -> None:
+    ranks(fakes, 2)

@@ -73,7 +73,7 @@ def test_size_one_costs_nothing() -> None:
     assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
 
 
-def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict]:
+def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict, dict, dict]:
     model = toys.make(name)
     stages = dict(model.stages)
     if ckpt:
@@ -84,22 +84,53 @@ def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) 
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with dsp.count_comm() as comm:
         out = as_tuple(model(**kwargs))
-        forward = sum(comm.forward.bytes.values())
+        forward, calls = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
         scalar(out).backward()
     counted = {
         "forward": forward,
         "backward": sum(v for k, v in comm.backward.bytes.items() if k != "all_reduce"),
         "recompute": sum(comm.recompute.bytes.values()),
     }
-    return counted, plan.bytes
+    called = {
+        "forward": calls,
+        "backward": sum(v for k, v in comm.backward.calls.items() if k != "all_reduce"),
+        "recompute": sum(comm.recompute.calls.values()),
+    }
+    return counted, plan.bytes, called, plan.calls
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global"])
-def test_planned_bytes_are_the_bytes_moved(ranks, name: str, ckpt: bool) -> None:
-    for counted, planned in ranks(moved, 2, name, (1, 8, 8), ckpt):
+@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global", "Streams"])
+def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
+    for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
         assert counted == planned
+        assert called == calls
     uneven = ranks(moved, 3, name, (1, 7, 5), ckpt)
     for phase in ("forward", "backward", "recompute"):
         # the plan adds up the busiest rank of each move, which need not be the same one
-        assert max(c[phase] for c, _ in uneven) <= uneven[0][1][phase]
+        assert max(c[phase] for c, *_ in uneven) <= uneven[0][1][phase]
+
+
+def test_tensors_that_switch_together_share_a_collective() -> None:
+    """Out of one stage, and from two stages into one; not where checkpointing would repeat it."""
+    model, kwargs = toys.make("Streams"), toys.inputs("Streams", 1, 8, 8)
+    plan = dsp.plan(model, kwargs=kwargs, size=2)
+    assert [(s.before, s.shared) for s in plan.switches[:5]] == [
+        ("time.0", False), ("time.0", True), ("time.0", True), ("space.1", False), ("space.1", True),
+    ]  # fmt: skip
+    assert [s.tensor.split("[")[0] for s in plan.switches[-2:]] == ["left", "right"]
+    assert [s.shared for s in plan.switches[-2:]] == [False, True]
+    assert plan.calls == {"forward": 5, "backward": 5, "recompute": 0}
+    assert "12 switches, in 5 collectives" in str(plan)
+    wrap_checkpoints(model)
+    stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages)
+    assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
+
+
+def test_large_tensors_switch_alone(ranks) -> None:
+    """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
+    shape = 1, 320, 256
+    for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
+        assert counted == planned
+        assert called == calls == {"forward": 10, "backward": 10, "recompute": 0}

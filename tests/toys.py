@@ -266,6 +266,55 @@ class Loss(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "target": torch.randn(batch, t, s, C)}
 
 
+class Streams(nn.Module):
+    """Two streams and a mask that switch together: out of one stage, and from several into one."""
+
+    stages = {
+        "": "x=b t s c, y=b t s k -> b t s c, b t s k",
+        "space.*": "b t [s c], b t [s k] -> b t [s c], b t [s k], b t [s 1]",
+        "time.*": "b [t] s [c], b [t] s [k], keep=b [t] s [1] -> b [t] s [c], b [t] s [k]",
+        "left": "b t [s c]",
+        "right": "b t [s k]",
+    }
+
+    class Both(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.x, self.y = Along(dim), nn.Linear(2, 2)
+            self.dim = dim
+
+        def forward(self, x: Tensor, y: Tensor, keep: Tensor | None = None) -> tuple[Tensor, ...]:
+            x, y = self.x(x), y + torch.tanh(self.y(y)).mean(self.dim, keepdim=True)
+            if keep is None:
+                return x, y, y[..., :1] > 0
+            return x.masked_fill(~keep, 0.5), y * x[..., :2]
+
+    class Right(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(2, 2)
+
+        def forward(self, y: Tensor) -> Tensor:
+            return y + self.w(y).softmax(2)
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.space = nn.ModuleList(self.Both(2) for _ in range(layers))
+        self.time = nn.ModuleList(self.Both(1) for _ in range(layers))
+        self.left, self.right = Along(2), self.Right()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        keep = None
+        for space, time in zip(self.space, self.time):
+            x, y, keep = space(x, y)
+            x, y = time(x, y, keep=keep)
+        return self.time[0](self.left(x), self.right(y), keep=keep)
+
+    @staticmethod
+    def inputs(batch: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, t, s, C), "y": torch.randn(batch, t, s, 2)}
+
+
 class Unplanned(nn.Module):
     """A forward that looks at its data, so that no plan can be made ahead of the run."""
 
@@ -285,7 +334,7 @@ class Unplanned(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "steps": torch.tensor(2)}
 
 
-TOYS: dict[str, Any] = {t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Unplanned)}
+TOYS: dict[str, Any] = {t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Streams, Unplanned)}
 
 
 def make(name: str) -> nn.Module:

@@ -1,0 +1,121 @@
+"""How many ranks? The smallest number that fits, the fastest, and whether sequence parallelism pays at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsp.hardware import Estimate, Hardware, clock
+from dsp.plan import Plan, human, make_plan, stages_of
+from dsp.planner import Infeasible
+from dsp.trace import trace
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A plan for every number of ranks, what fits and what it takes; ``print(sizing)`` is a table with a verdict.
+
+    smallest: the fewest ranks whose peak fits in the memory, None if none does. fastest: those of the shortest step
+    among the sizes that fit.
+    """
+
+    hardware: Hardware
+    plans: dict[int, Plan]
+    smallest: int | None
+    fastest: int | None
+
+    def fits(self, size: int) -> bool:
+        return self.plans[size].peak <= self.hardware.memory
+
+    def estimate(self, size: int) -> Estimate:
+        return self.plans[size].estimate
+
+    def __str__(self) -> str:
+        head = ["sp", "peak", "fits", "sends a step", "compute", "calls and bytes", "step", "speed-up"]
+        rows = []
+        for size, plan in self.plans.items():
+            e = plan.estimate
+            fits = "yes" if self.fits(size) else "no"
+            sends = human(sum(plan.bytes.values()))
+            times = clock(e.compute), clock(e.comm), clock(e.step)
+            rows.append([str(size), human(plan.peak), fits, sends, *times, f"{e.speedup:.2f}"])
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        text = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in [head, *rows]]
+        line = "  ".join("─" * w for w in widths)
+        return "\n".join([text[0], line, *text[1:], line, *self.verdict()])
+
+    def verdict(self) -> list[str]:
+        """What the table comes to, in sentences."""
+        memory = human(self.hardware.memory)
+        if self.smallest is None or self.fastest is None:
+            size = min(self.plans, key=lambda n: self.plans[n].peak)
+            need = human(self.plans[size].peak)
+            return [f"nothing fits in {memory}: sp={size} needs the least, {need}; recompute activations?"]
+        lines = [f"smallest sp that fits in {memory}: {self.smallest}"]
+        e = self.plans[self.fastest].estimate
+        if e.speedup > 1:
+            times = f"{e.speedup:.3g} times as fast as one rank"
+            lines.append(f"fastest: sp={self.fastest}, {clock(e.step)} a step, {times}")
+        slow = [n for n in self.plans if n > 1 and self.plans[n].estimate.speedup <= 1]
+        if slow:
+            best = min(slow, key=lambda n: self.plans[n].estimate.step)
+            plan = self.plans[best]
+            calls = sum(plan.calls.values())
+            delay = calls * self.hardware.axis(best).alpha
+            lines.append(
+                f"not worth it for speed: sp={', '.join(map(str, slow))}; at sp={best} a step takes "
+                f"{clock(plan.estimate.step)} where one rank takes {clock(plan.estimate.alone)}, and the latency of "
+                f"{calls} calls alone is {clock(delay)}"
+            )
+        return lines
+
+
+def choose(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    hardware: Hardware,
+    sizes: Sequence[int] = (1, 2, 4, 8),
+    stages: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    resident: Callable[[int], float] | None = None,
+    recompute: bool = False,
+) -> Sizing:
+    """Plan `model` for every number of ranks in `sizes`: which is the smallest that fits, and which the fastest.
+
+    args, kwargs, stages, dtype: as for `dsp.plan`; nothing is allocated or run, and meta tensors will do. hardware:
+    its memory is what has to suffice. resident: what weights, gradients and optimizer states take of a rank in bytes,
+    given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
+    of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. Where no
+    plan fits, the row shows the cheapest one's peak.
+    """
+    if not sizes or any(size < 1 for size in sizes):
+        raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
+    found, root = stages_of(model, stages)
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    named = {s.name: s for s in found}
+    plans: dict[int, Plan] = {}
+    for size in sorted(set(sizes)):
+        hardware.axis(size)
+        t = trace(
+            model, found, root, args, kwargs or {}, size, gather_output=False, dtype=dtype, recompute=recompute
+        )  # fmt: skip
+        if resident is not None:
+            t = replace(t, resident=int(resident(size)))
+        plan = make_plan(t, named, size, None, hardware)
+        if plan.peak > hardware.memory:
+            with suppress(Infeasible):  # one that sends more may take less
+                plan = make_plan(t, named, size, int(hardware.memory), hardware)
+        plans[size] = plan
+    fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
+    fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)
+    return Sizing(hardware, plans, min(fitting, default=None), fastest)
+
+
+__all__ = ["Sizing", "choose"]

@@ -1,0 +1,209 @@
+"""Stages alike run once in a trace: a deep model is a few different blocks, many times over.
+
+What a forward does on fake tensors depends on the module, on its inputs' shapes and types, and on nothing else: there
+is no data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what
+such a call returned before. Whatever cannot be compared by value is compared by identity, so a doubt costs time only.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VALUES = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+APART = frozenset(
+    """
+_parameters _buffers _modules _non_persistent_buffers_set forward _compiled_call_impl _backward_hooks
+_backward_pre_hooks _is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called
+_forward_pre_hooks _forward_pre_hooks_with_kwargs _state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks
+_load_state_dict_post_hooks
+""".split()
+)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    while module._modules.get("_orig_mod") is not None:
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+class _Reader:
+    """Values as something to compare; `order` numbers modules and tensors as they turn up, so that sharing shows."""
+
+    def __init__(self, tensor: Callable[[_Reader, Tensor], Hashable]) -> None:
+        self.tensor = tensor
+        self.order: dict[int, int] = {}
+        self.kept: list[Any] = []  # compared by identity: alive, so that no other object takes its id
+
+    def nth(self, thing: Any) -> int:
+        return self.order.setdefault(id(thing), len(self.order))
+
+    def read(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in VALUES:
+            return kind, value
+        if isinstance(value, Tensor):
+            return self.tensor(self, value)
+        if kind in (list, tuple, torch.Size, set, frozenset):
+            return kind, tuple(map(self.read, value))
+        if isinstance(value, dict):
+            return kind, tuple((self.read(k), self.read(v)) for k, v in value.items())
+        if kind is functools.partial:
+            return kind, self.read(value.func), self.read(value.args), self.read(value.keywords)
+        if kind is types.MethodType and id(value.__self__) in self.order:
+            return kind, self.order[id(value.__self__)], id(value.__func__)
+        self.kept.append(value)
+        return kind, id(value)
+
+    def module(self, module: nn.Module, foreign: Callable[[Any], bool]) -> Hashable:
+        module = unwrapped(module)
+        if id(module) in self.order:
+            return self.order[id(module)]
+        self.nth(module)
+        state = module.__dict__
+        own: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in APART]
+        if any(not foreign(h) for k in ("_forward_hooks", "_forward_pre_hooks") for h in state[k].values()):
+            own.append(id(module))  # a hook may do anything
+        tensors = [
+            (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad, type(t), self.nth(t)))
+            for group in ("_parameters", "_buffers")
+            for k, t in state[group].items()
+        ]
+        children = [(k, None if m is None else self.module(m, foreign)) for k, m in state["_modules"].items()]
+        return type(module), tuple(own), tuple(tensors), tuple(children)
+
+
+def fingerprint(module: nn.Module, foreign: Callable[[Any], bool]) -> Hashable:
+    """What a module's forward depends on, its numbers apart. `foreign` hooks do not count."""
+    # a tensor that is no buffer keeps its data in a trace
+    return _Reader(lambda _, t: ("tensor", id(t))).module(module, foreign)
+
+
+def alike(modules: Iterable[nn.Module], foreign: Callable[[Any], bool]) -> list[list[nn.Module]]:
+    """The modules in groups of one fingerprint."""
+    groups: dict[Hashable, list[nn.Module]] = {}
+    for module in modules:
+        groups.setdefault(fingerprint(module, foreign), []).append(unwrapped(module))
+    return list(groups.values())
+
+
+def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
+    """What a call depends on, the numbers apart; and the objects that must live as long as the key."""
+
+    def described(reader: _Reader, t: Tensor) -> Hashable:
+        storage = t.untyped_storage()
+        return (
+            tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf, type(t),
+            storage.nbytes(), reader.nth(t), reader.order.setdefault(storage._cdata, len(reader.order)),
+        )  # fmt: skip
+
+    reader = _Reader(described)
+    mode = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+    )
+    return (reader.read(args), reader.read(kwargs), mode), reader.kept
+
+
+_Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]  # and whether it requires grad
+
+
+class _Made(torch.autograd.Function):
+    """New fake tensors that look computed: they have a grad_fn and are no leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, metas: list[_Meta]) -> Any:  # type: ignore[override]
+        made = tuple(_made(meta) for meta in metas)
+        ctx.mark_non_differentiable(*(t for t, meta in zip(made, metas) if not meta[4]))
+        return made
+
+
+def _made(meta: _Meta) -> Tensor:
+    size, stride, dtype, device, _ = meta
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+@dataclass
+class Recipe:
+    """A stage's output, to be made again from the tensors of another call."""
+
+    kept: list[Any]
+    shape: Any  # the output with every tensor replaced by ("input", i) or ("made", i)
+    made: list[_Meta]
+    measured: Any = None  # what the tracer found of the stage as it ran
+
+    def make(self, inputs: list[Tensor]) -> Any:
+        """The output of a call with these inputs."""
+        if any(meta[4] for meta in self.made):
+            fresh = _Made.apply(torch.empty(0, requires_grad=True), self.made)
+        else:
+            fresh = tuple(_made(meta) for meta in self.made)
+        return _filled(self.shape, inputs, fresh)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    source: str  # "input" or "made"
+    index: int
+
+
+def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> Recipe | None:
+    """How to make such an output again; None where it is not simply new tensors, inputs and values."""
+    made: list[_Meta] = []
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    fresh: list[Tensor] = []
+
+    def visit(value: Any) -> Any:
+        if type(value) in VALUES:
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(map(visit, value))
+        if type(value) is dict:
+            return {k: visit(v) for k, v in value.items()}
+        if not isinstance(value, Tensor):
+            raise LookupError
+        for i, t in enumerate(inputs):
+            if t is value:
+                return _Slot("input", i)
+        for i, t in enumerate(fresh):
+            if t is value:
+                return _Slot("made", i)
+        storage = value.untyped_storage()
+        dense = storage.nbytes() == value.numel() * value.element_size() and value.storage_offset() == 0
+        if storage._cdata in storages or not dense:
+            raise LookupError
+        storages.add(storage._cdata)
+        fresh.append(value)
+        made.append((tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad))
+        return _Slot("made", len(made) - 1)
+
+    try:
+        return Recipe(kept, visit(output), made)
+    except LookupError:
+        return None
+
+
+def _filled(value: Any, inputs: list[Tensor], fresh: tuple[Tensor, ...]) -> Any:
+    def visit(value: Any) -> Any:
+        if isinstance(value, _Slot):
+            return (inputs if value.source == "input" else fresh)[value.index]
+        if type(value) in (list, tuple):
+            return type(value)(map(visit, value))
+        if type(value) is dict:
+            return {k: visit(v) for k, v in value.items()}
+        return value
+
+    return visit(value)
+
+
+__all__ = ["Recipe", "alike", "call_key", "fingerprint", "recipe", "unwrapped"]

@@ -1,0 +1,186 @@
+"""Seconds from bytes, calls and FLOPs; how many ranks are worth it. One process, but for the measured link."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toys
+from test_parallel import wrap_checkpoints
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
+
+import dsp
+import zoo
+from dsp.hardware import measure
+
+FLOPS = 1e12
+
+
+def machine(memory: float = 1e12, **changes: object) -> dsp.Hardware:
+    link = dsp.Link("wire", alpha=1e-3, bandwidth=1e9)
+    return dsp.Hardware(**{"link": link, "memory": memory, "flops": FLOPS, **changes})  # type: ignore[arg-type]
+
+
+def test_links() -> None:
+    wire = dsp.Link("wire", 1e-3, 1e9)
+    assert wire.seconds(2e9, 3) == pytest.approx(2.003)
+    assert dsp.Hardware("nvlink4", 80e9, 4e14).link is dsp.LINKS["nvlink4"]
+    with pytest.raises(ValueError, match=r"no link 'nvlink9' in the table; it has nvlink3"):
+        dsp.Hardware("nvlink9", 80e9, 4e14)
+    with pytest.raises(ValueError, match="bandwidth in bytes a second"):
+        dsp.Link("wire", 1e-3, 0)
+    with pytest.raises(ValueError, match="memory is in bytes"):
+        dsp.Hardware("nvlink4", 0, 4e14)
+    within = sorted(dsp.LINKS, key=lambda name: dsp.LINKS[name].bandwidth)
+    assert within[0] == "gloo-loopback"
+    assert within[-3:] == ["nvlink3", "nvlink4", "nvlink5"]
+
+
+def test_an_axis_longer_than_a_node_takes_the_network() -> None:
+    near, far = dsp.Link("near", 1e-5, 100e9), dsp.Link("far", 5e-5, 10e9)
+    hardware = dsp.Hardware(near, 1e9, 1e12, network=far, node=4)
+    assert hardware.axis(4) == near
+    # of 15 parts that leave a rank 12 leave the node
+    assert hardware.axis(16) == dsp.Link("far", 5e-5, 10e9 * 15 / 12)
+    assert dsp.Hardware(near, 1e9, 1e12, network=far, node=1).axis(2) == far
+    slow = dsp.Hardware(dsp.Link("near", 0, 1e9), 1e9, 1e12, network=far, node=4)
+    assert slow.axis(5).bandwidth == 1e9 * 4 / 3  # three of four parts stay on the slow link of the node
+    with pytest.raises(ValueError, match=r"9 ranks are more than one node of 8.*network="):
+        dsp.Hardware(near, 1e9, 1e12).axis(9)
+
+
+class Products(nn.Module):
+    """Stages of one matrix product each, and one in glue."""
+
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.between = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.time(self.between(self.space(x)))
+
+
+def test_flops_are_those_of_the_flop_counter() -> None:
+    model, x = Products(), torch.randn(1, 7, 5, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    plan = dsp.plan(model, (x,), size=4)
+    assert plan.flops_alone == counter.get_total_flops() == 3 * 3 * 2 * 7 * 5 * 8 * 8
+    # a rank has 2 of 7 frames, or 2 of 5 positions
+    layouts = [row.layout for row in plan.stages]
+    assert layouts == ["t", "s"]
+    each = plan.flops_alone / 3
+    assert plan.flops in (int(each * (2 / 7 + 2 / 7 + 2 / 5)), int(each * (2 / 7 + 2 / 5 + 2 / 5)))
+    with torch.no_grad():
+        assert dsp.plan(model, (x,), size=4).flops_alone == plan.flops_alone // 3
+    model = zoo.create("transformer2d", "test")
+    kwargs = model.example_inputs()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**kwargs)
+    with torch.no_grad():
+        plan = dsp.plan(model, kwargs=kwargs, size=2)
+    attention = 4 * 48 * (5 * 16**2 + 16 * 5**2) * 2  # which the counter does not know on a CPU
+    assert plan.flops_alone == counter.get_total_flops() + attention
+
+
+def test_seconds_of_a_plan() -> None:
+    model, x = Products(), torch.randn(1, 8, 8, 8)
+    plan = dsp.plan(model, (x,), size=4, hardware=machine())
+    assert plan.calls == {"forward": 1, "backward": 1, "recompute": 0}
+    sent = 8**3 * 4 * 3 // 16
+    assert plan.bytes == {"forward": sent, "backward": sent, "recompute": 0}
+    assert plan.estimate.comm == pytest.approx(2e-3 + 2 * sent / 1e9)
+    assert plan.estimate.alone == plan.flops_alone / FLOPS
+    assert plan.estimate.compute == pytest.approx(plan.estimate.alone / 4)
+    text = str(plan)
+    assert "takes" in text.splitlines()[0]
+    assert "2 calls over wire 2 ms" in text
+    assert "4 ranks are no faster than one: the calls alone take longer than is saved" in text
+    assert "does not fit" not in text
+    assert "does not fit in 1.0 KiB" in str(dsp.plan(model, (x,), size=4, hardware=machine(1024)))
+    bare = dsp.plan(model, (x,), size=4)
+    assert "takes" not in str(bare)
+    assert (bare.stages, bare.bytes) == (plan.stages, plan.bytes)
+    with pytest.raises(ValueError, match="hardware="):
+        _ = bare.estimate
+
+
+def sizing(height: int, memory: float, frames: int = 16, **options: object) -> dsp.Sizing:
+    with torch.device("meta"):
+        model = zoo.create("transformer2d", "720m", depth=2)
+        kwargs = model.example_inputs(frames=frames, height=height, width=height)
+    hardware = dsp.Hardware("nvlink4", memory, 4e14)
+    return dsp.choose(model, kwargs=kwargs, hardware=hardware, dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+
+
+def test_long_inputs_are_worth_it_and_short_ones_are_not() -> None:
+    long, short = sizing(128, 80e9), sizing(4, 80e9, frames=4)
+    assert long.fastest == 8
+    assert long.estimate(8).speedup > 6
+    assert short.fastest == 1
+    assert "not worth it for speed: sp=2, 4, 8; at sp=4 a step takes" in str(short)
+    assert "the latency of 8 calls alone is 160 µs" in str(short)
+    assert "not worth it" not in str(long)
+    assert "fastest: sp=8" in str(long)
+
+
+def test_the_smallest_that_fits() -> None:
+    peaks = {n: plan.peak for n, plan in sizing(64, 80e9).plans.items()}
+    assert sorted(peaks.values(), reverse=True) == list(peaks.values())
+    found = sizing(64, peaks[4])
+    assert found.smallest == 4
+    assert [found.fits(n) for n in (1, 2, 4, 8)] == [False, False, True, True]
+    assert "smallest sp that fits" in str(found)
+    none = sizing(64, peaks[8] // 2)
+    assert (none.smallest, none.fastest) == (None, None)
+    assert "nothing fits in" in str(none)
+    assert "sp=8 needs the least" in str(none)
+    # weights, gradients and optimizer sharded over these ranks too
+    weights = sizing(64, 80e9).plans[1].resident
+    sharded = sizing(64, 80e9, resident=lambda sp: 8 * weights / sp)
+    assert [p.resident for p in sharded.plans.values()] == [8 * weights // n for n in (1, 2, 4, 8)]
+    with pytest.raises(ValueError, match="sizes are numbers of ranks"):
+        sizing(64, 80e9, sizes=(0, 2))
+
+
+def test_where_the_cheapest_does_not_fit_another_may() -> None:
+    model, kwargs = toys.make("Pair"), toys.inputs("Pair", 1, 8, 16)
+    free = dsp.plan(model, kwargs=kwargs, size=2)
+    tight = dsp.choose(model, kwargs=kwargs, hardware=machine(free.peak - 1), sizes=(2,))
+    assert tight.smallest == 2
+    assert tight.plans[2].peak < free.peak
+    assert sum(tight.plans[2].bytes.values()) >= sum(free.bytes.values())
+
+
+@pytest.mark.parametrize("name", ["Grid", "Cube"])
+def test_recomputed_stages_keep_their_inputs(name: str) -> None:
+    """Told so, or found in the model's own forward: the same peak and FLOPs."""
+    kwargs = toys.inputs(name, 1, 8, 8)
+    bare = dsp.choose(toys.make(name), kwargs=kwargs, hardware=machine(), sizes=(2,)).plans[2]
+    told = dsp.choose(toys.make(name), kwargs=kwargs, hardware=machine(), sizes=(2,), recompute=True).plans[2]
+    model = toys.make(name)
+    wrap_checkpoints(model)
+    stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
+    found = dsp.plan(model, kwargs=kwargs, size=2, stages=stages)
+    assert (told.peak, told.flops) == (found.peak, found.flops)
+    assert told.peak < bare.peak
+    assert told.flops > bare.flops
+    with torch.no_grad():
+        free = dsp.choose(toys.make(name), kwargs=kwargs, hardware=machine(), sizes=(2,), recompute=True).plans[2]
+    assert free.peak < told.peak
+
+
+def measured(mesh: DeviceMesh) -> dsp.Link:
+    return measure(mesh, nbytes=1 << 18, rounds=3)
+
+
+def test_a_measured_link(ranks) -> None:
+    links = ranks(measured, 3)
+    assert len(set(links)) == 1
+    assert 0 < links[0].alpha < 10
+    assert links[0].bandwidth > 1e3
+    with pytest.raises(BaseException, match="two ranks or more"):
+        ranks(measured, 1)
