@@ -114,11 +114,15 @@ class Run:
     def push_all(self, parts: Sequence[Part]) -> list[Part]:
         """What an operation or stage made, switched to where the plan wants it."""
         moving = [p for p in parts if p.dst != p.src]
+        if not moving:
+            return list(parts)
         moved = iter(switch_all(moving, self.axis))
         return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
 
     def move_all(self, wanted: Sequence[tuple[Shell, Cut | None]]) -> list[Tensor]:
         """Several moves at one place: switches of small tensors share a collective."""
+        if len(wanted) == 1:
+            return [self.move(*wanted[0])]
         todo: dict[tuple[int, Any], tuple[Shell, Cut]] = {}
         for shell, cut in wanted:
             if cut is not None and cut != shell.cut and (cut, shell.shape) not in shell.copies:
