@@ -135,6 +135,8 @@ class Run:
 
     def move_all(self, wanted: Sequence[tuple[Shell, Cut | None]]) -> list[Tensor]:
         """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
+        if all(cut == shell.cut for shell, cut in wanted):
+            return [shell.local for shell, _ in wanted]
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
         sources = [self.source(shell, cut) for shell, cut in wanted]
         for (shell, _), source in zip(wanted, sources):
@@ -192,6 +194,8 @@ class Run:
     def push_all(self, parts: Sequence[Part]) -> list[Part]:
         """What an operation or stage made, switched to where the plan wants it."""
         moving = [p for p in parts if p.dst != p.src]
+        if not moving:
+            return list(parts)
         moved = iter(switch_all(moving, self.axis))
         return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
 
