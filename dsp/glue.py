@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from dsp.layout import Axis, Cut, connected_local, cut_of
+from dsp.layout import Axis, Cut, connected_local, cut_of, separable
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import Script
 from dsp.rules import (
@@ -31,12 +32,13 @@ from dsp.rules import (
     Outcome,
     localize_source,
     no_rule,
+    summed_in,
     tensor_args,
     with_operands,
     without_operands,
 )  # fmt: skip
 from dsp.stages import map_tensors, tensors_in
-from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, op_name
+from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, memory, op_name
 
 log = logging.getLogger("dsp")
 
@@ -48,11 +50,19 @@ class Home:
     local: Tensor
     cut: Cut
     shape: tuple[int, ...]
-    overwritten: str = ""  # the in-place operation that wrote this tensor in another layout
-    copies: dict[Cut | None, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copies = {self.cut: self.local}
+        self.forget()
+
+    def forget(self) -> None:
+        self.version = version(self.local)
+        self._copies: dict[Cut | None, Tensor] = {self.cut: self.local}
+
+    @property
+    def copies(self) -> dict[Cut | None, Tensor]:
+        if version(self.local) != self.version:  # written in place: the copies are of the past
+            self.forget()
+        return self._copies
 
 
 class Shell(NamedTuple):
@@ -64,6 +74,7 @@ class Shell(NamedTuple):
     node: Any  # the DTensor's own grad_fn when it was made: if it changed, somebody else's function came between
     home: Home
     views: tuple[tuple[Any, Frame], ...] = ()  # what made this tensor of its home
+    lent: StorageWeakRef | str | None = None  # its memory is a copy of this memory, or is what this text names
 
 
 class Run:
@@ -74,6 +85,7 @@ class Run:
         self.sizes_key = tuple(root_sizes.items())
         self.stage_index = self.glue_index = 0
         self.in_stage: Any = None
+        self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
@@ -91,18 +103,17 @@ class Run:
 
     def wrap(
         self, local: Tensor, cut: Cut, shape: tuple[int, ...],
-        of: Shell | None = None, view: tuple[Any, Frame] | None = None,
+        of: Shell | None = None, view: tuple[Any, Frame] | None = None, lent: Any = None,
     ) -> DTensor:  # fmt: skip
         """A DTensor that stands for `local`; the result of a `view` shares the copies `of` the tensor it views."""
         shell = self.axis.wrap(local, cut, shape)
         with torch._C.DisableTorchFunction():
             node = shell.grad_fn
-        shape = tuple(shape)
+        home = Home(local, cut, tuple(shape))
+        views: tuple[tuple[Any, Frame], ...] = ()
         if of is not None and view is not None:
-            found = Shell(local, cut, shape, node, of.home, (*of.views, view))
-        else:
-            found = Shell(local, cut, shape, node, Home(local, cut, shape))
-        shell._dsp_shell = found  # type: ignore[attr-defined]
+            home, views = of.home, (*of.views, view)
+        shell._dsp_shell = Shell(local, cut, tuple(shape), node, home, views, lent)  # type: ignore[attr-defined]
         return shell
 
     def open(self, t: Any) -> Shell | None:
@@ -113,11 +124,13 @@ class Run:
             node = t.grad_fn
             shell = t.__dict__.get("_dsp_shell")
             if shell is not None and shell.node is node:
-                if shell.home.overwritten:
-                    raise GlueError(
-                        f"{shell.home.overwritten}() changed a sharded tensor in place in another layout, and a view "
-                        "of it from before is used again between stages; write out of place"
-                    )
+                for written, name in self.stale:
+                    if written == memory(shell.local):
+                        raise GlueError(
+                            f"{name} wrote in place into a tensor that had to be switched or gathered for it, and what "
+                            "it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
+                            "of place"
+                        )
                 return shell
             mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
         cut = cut_of(placements[0]) if len(placements) == 1 else None
@@ -127,7 +140,7 @@ class Run:
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
         local = connected_local(t)
-        return Shell(local, cut, shape, node, Home(local, cut, shape))
+        return Shell(local, cut, shape, node, Home(local, cut, shape), lent=t.__dict__.get("_dsp_lent"))
 
     def move(self, shell: Shell, cut: Cut | None) -> Tensor:
         """This rank's part under another cut (None: whole)."""
@@ -140,23 +153,57 @@ class Run:
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
         sources = [self.source(shell, cut) for shell, cut in wanted]
         for (shell, _), source in zip(wanted, sources):
-            if isinstance(source, Cut) and source not in shell.home.copies:
-                todo.setdefault((id(shell.home), source), (shell.home, source))
+            if isinstance(source, Cut) and source not in (copies := shell.home.copies):
+                if None in copies:
+                    copies[source] = self.axis.narrow(copies[None], source)
+                else:
+                    todo.setdefault((id(shell.home), source), (shell.home, source))
         parts = [Part(home.local, home.cut, cut, home.shape) for home, cut in todo.values()]
         for (home, cut), local in zip(todo.values(), switch_all(parts, self.axis)):
             home.copies[cut] = local
         return [self.view(shell, cut, source) for (shell, cut), source in zip(wanted, sources)]
 
     def source(self, shell: Shell, cut: Cut | None) -> Cut | Literal["whole", "view"]:
-        """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that."""
+        """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
+
+        Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
+        """
         if cut is None:
             return "whole"
         if cut == shell.cut:
             return shell.home.cut
-        if not shell.views:
-            return cut
-        candidates = [shell.home.cut, *shell.home.copies, *map(Cut, range(len(shell.home.shape)))]
-        return next((c for c in candidates if c is not None and self.seen(shell, c) == cut), "view")
+        home, found = shell.home, cut
+        if shell.views:
+            candidates = [home.cut, *home.copies, *map(Cut, range(len(home.shape)))]
+            near = next((c for c in candidates if c is not None and self.seen(shell, c) == cut), None)
+            if near is None:
+                return "view"
+            found = near
+        if found not in home.copies and not separable(home.shape, home.cut, found, self.axis.size):
+            self.gather(home)
+        return found
+
+    def gather(self, home: Home) -> Tensor:
+        if None not in home.copies:
+            home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
+        return home.copies[None]
+
+    def gather_first(self, shells: Sequence[Shell | None], whole: Sequence[bool]) -> None:
+        """Gather what the plan gathers for several uses before it is cut for this one."""
+        for shell, gathered in zip(shells, whole):
+            if shell is not None and gathered:
+                self.gather(shell.home)
+
+    def wrote(self, who: str, t: Tensor, shell: Shell | None, local: Tensor) -> None:
+        """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
+        lent = owner(t, shell)
+        if isinstance(lent, str):
+            raise GlueError(f"{who} writes in place into {lent}; write it out of place")
+        if lent is not None:
+            self.stale.append((lent, who))
+        mine = memory(t if shell is None else shell.local)
+        if mine != memory(local):
+            self.stale.append((mine, who))
 
     def view(self, shell: Shell, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
         home = shell.home
@@ -164,12 +211,11 @@ class Run:
             return shell.local
         if source == "view":
             assert cut is not None
-            return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+            if separable(shell.shape, shell.cut, cut, self.axis.size):
+                return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
+            return self.axis.narrow(self.view(shell, None, "whole"), cut)
         at = None if source == "whole" else source
-        if at not in home.copies:
-            assert at is None
-            home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
-        local = home.copies[at]
+        local = self.gather(home) if at is None else home.copies[at]
         for func, frame in shell.views:
             x = Operand(frame.args[0].shape, at)
             again = replace(frame, args=(x, *frame.args[1:]))
@@ -277,7 +323,7 @@ class Glue(TorchFunctionMode):
         index = run.glue_index
         run.glue_index += 1
         out = self.operate(index, func, name, args, kwargs)
-        run.observe("record", index, name, args, kwargs, out)
+        run.observe("record", index, name, args, kwargs, out, in_place(func))
         return out
 
     def operate(self, index: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -294,7 +340,8 @@ class Glue(TorchFunctionMode):
             if step is not None and step.source is not None:
                 return self.source(step.source, name, args, kwargs, tensors)
             if changing or not any(asked):
-                return func(*args, **kwargs)
+                with self.writes(name, tensors, shells, tensors, shells) as views:
+                    return views(func(*args, **kwargs))
         if not changing and not any(s is not None and c is not None for s, c in zip(shells, asked)):
             shells = [s if c is None else self.start(t, c) for t, s, c in zip(tensors, shells, asked)]
         # another whole tensor needs no move: the rule narrows it to what the others need
@@ -305,34 +352,39 @@ class Glue(TorchFunctionMode):
             frame = self.frame(name, args, kwargs, tensors, wanted)
             if kwargs.get("out") is not None:
                 raise frame.refuse("out= has no rule for a sharded tensor")
-            if changing and shells[0] is None:
-                raise frame.refuse("it writes a sharded tensor into a whole one")
             try:
+                if changing and shells[0] is None:
+                    raise frame.refuse("it writes a sharded tensor into a whole one")
                 outcome = rule(frame)
-            except GlueError:
-                if run.script is not None:
+            except GlueError as refusal:
+                if run.script is not None and not run.script.recorded:
                     raise
-                # without a plan: would another dim do?
-                wanted, frame, outcome = self.detour(rule, name, args, kwargs, tensors, shells)
+                # nobody planned this: would another dim do, or else the whole tensors?
+                found = self.detour(rule, name, args, kwargs, tensors, shells)
+                if found is not None:
+                    wanted, frame, outcome = found
+                elif changing:
+                    raise
+                else:
+                    log.info("gathered: %s", refusal)
+                    wanted = [None] * len(wanted)
+        run.gather_first(shells, step.whole if step is not None else [])
         moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None]))
         locals_ = [next(moved) if s is not None else t for t, s in zip(tensors, shells)]
         push = step.push if step is not None else []
         if not any(c is not None for c in wanted):
             stream: Any = iter(locals_)
             call_args = tuple(with_operands(a, stream) for a in args)
-            out = func(*call_args, **{k: with_operands(v, stream) for k, v in kwargs.items()})
-            if not any(push) and not changing:
+            call_kwargs = {k: with_operands(v, stream) for k, v in kwargs.items()}
+            with self.writes(name, tensors, shells, locals_, wanted) as views:
+                out = views(func(*call_args, **call_kwargs))
+            if not any(push):
                 return out
-            results: list[Tensor] = []
-            for k, t in enumerate(tensors_in(out) or locals_[:1]):
-                target = push[k] if k < len(push) else None
-                if changing and target is None:
-                    target = shells[0].cut if shells[0] is not None else None
-                whole = tuple(t.shape)
-                results.append(t if target is None else run.wrap(run.axis.narrow(t, target), target, whole))
-            if changing:
-                self.changed(name, args[0], shells[0], results[0], moved=True)
-            return map_tensors(out, results)
+            results = tensors_in(out)
+            parted = [
+                t if c is None else run.wrap(run.axis.narrow(t, c), c, tuple(t.shape)) for t, c in zip(results, push)
+            ]
+            return map_tensors(out, parted)
         plain, func = func, outcome.func or func
         table = {
             id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
@@ -343,49 +395,78 @@ class Glue(TorchFunctionMode):
             k: without_operands(v, table)
             for k, v in (frame.kwargs if outcome.kwargs is None else outcome.kwargs).items()
         }
-        if name in RANDOM:
-            with forked(run.axis):
-                out = func(*call_args, **call_kwargs)
-        elif outcome.reduce is not None:
-            if name == "mean":
-                func = torch.Tensor.sum
-            part = func(*call_args, **call_kwargs)
-            wide = torch.promote_types(part.dtype, torch.float32) if part.is_floating_point() else part.dtype
-            total = torch.ops.dsp.all_reduce(part.to(wide), run.axis.group)
-            return (total / outcome.reduce if outcome.reduce != 1.0 else total).to(part.dtype)
-        else:
-            with quiet(locals_):
-                out = func(*call_args, **call_kwargs)
+        with self.writes(name, tensors, shells, locals_, wanted) as views:
+            if name in RANDOM:
+                with forked(run.axis):
+                    out = func(*call_args, **call_kwargs)
+            elif outcome.reduce is not None:
+                part = (torch.Tensor.sum if name == "mean" else func)(*call_args, **call_kwargs)
+                total = torch.ops.dsp.all_reduce(part.to(summed_in(part.dtype)), run.axis.group)
+                out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(part.dtype)
+                if name in ("select", "getitem"):  # would be a view
+                    assert shells[0] is not None
+                    out._dsp_lent = owner(tensors[0], shells[0]) or memory(shells[0].local)
+                return out
+            else:
+                with quiet(locals_):
+                    out = func(*call_args, **call_kwargs)
+            views(out)
         if outcome.cut is None:
             return out
-        made = []
+        made, lent = [], []
         for k, t in enumerate(tensors_in(out)):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
             target = push[k] if k < len(push) else None
+            if name in DENSE:
+                t = self.copied(t, locals_[0], tensors[0], outcome.cut, out_shape=shape)
             made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
-        view = (shells[0], (plain, frame)) if outcome.view else (None, None)
-        wrapped = [run.wrap(p.local, p.dst, p.shape, *view) for p in run.push_all(made)]
-        if changing:
-            self.changed(name, args[0], shells[0], wrapped[0], moved=wanted[0] != shells[0].cut)  # type: ignore[union-attr]
+            lent.append(None if target not in (None, outcome.cut) else getattr(t, "_dsp_lent", None))
+        of = shells[0] if outcome.view and memory_shared(made, locals_) else None
+        wrapped = [
+            run.wrap(p.local, p.dst, p.shape, of, (plain, frame), lent=x) for p, x in zip(run.push_all(made), lent)
+        ]
         return map_tensors(out, wrapped)
+
+    def copied(self, t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
+        """A result that has its own memory if it would on one device; parts of size 1 are contiguous too often."""
+        if t.shape[cut.dim] > cut.outer or memory(t) != memory(local):
+            return t
+        with torch._C.DisableTorchFunction():
+            model = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+        dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
+        return t if memory(dense) == memory(model) else t.clone()
+
+    @contextmanager
+    def writes(
+        self, name: str, tensors: list[Tensor], shells: Sequence[Any], locals_: list[Tensor], cuts: Sequence[Any]
+    ) -> Iterator[Any]:
+        """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
+
+        Yields a function to mark those of its results that are views of a copy.
+        """
+        versions = [version(t) for t in locals_]
+
+        def views(out: Any) -> Any:
+            lend(tensors_in(out), zip(tensors, shells, locals_))
+            return out
+
+        yield views
+        for t, x, s, c, before in zip(tensors, locals_, shells, cuts, versions):
+            if version(x) == before:
+                continue
+            self.run.wrote(f"{name}() between stages", t, s, x)
+            if s is not None:
+                with torch._C.DisableTorchFunction():
+                    node = t.grad_fn
+                if c is None:  # written whole, on every rank
+                    x, c = self.run.axis.narrow(x, s.cut), s.cut
+                t._dsp_shell = Shell(x, c, s.shape, node, Home(x, c, s.shape))  # type: ignore[attr-defined]
 
     def start(self, t: Tensor, cut: Cut) -> Shell:
         """This rank's part of a tensor that is whole so far."""
         local, shape = self.run.axis.narrow(t, cut), tuple(t.shape)
         return Shell(local, cut, shape, None, Home(local, cut, shape))
-
-    def changed(self, name: str, t: Any, before: Shell | None, after: Any, *, moved: bool) -> None:
-        """An in-place operation: the DTensor that it wrote now stands for the result."""
-        assert before is not None
-        written = after._dsp_shell
-        if moved:  # it wrote a copy: views of the tensor made before no longer tell the truth
-            before.home.overwritten = name
-        else:
-            before.home.copies = {before.home.cut: before.home.local}
-            written = written._replace(home=before.home, views=before.views)
-            after._dsp_shell = written
-        t._dsp_shell = written._replace(node=t.grad_fn)
 
     def frame(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Frame:
         shapes = [tuple(t.shape) for t in tensors]
@@ -396,8 +477,8 @@ class Glue(TorchFunctionMode):
 
     def detour(
         self, rule: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
-    ) -> tuple[list[Cut | None], Frame, Outcome]:
-        """The first dim along which all sharded operands could be cut for this operation; if there is none, whole."""
+    ) -> tuple[list[Cut | None], Frame, Outcome] | None:
+        """The first dim along which all sharded operands could be cut for this operation."""
         for dim in range(max(s.local.ndim for s in shells if s is not None)):
             cuts = [Cut(dim) if s is not None else None for s in shells]
             if any(s is not None and (dim >= len(s.shape) or s.shape[dim] < 2) for s in shells):
@@ -407,8 +488,7 @@ class Glue(TorchFunctionMode):
                 return cuts, frame, rule(frame)
             except GlueError:
                 continue
-        whole: list[Cut | None] = [None] * len(shells)
-        return whole, self.frame(name, args, kwargs, tensors, whole), Outcome(None)
+        return None
 
     def source(self, cut: Cut, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         run = self.run
@@ -433,6 +513,39 @@ class Glue(TorchFunctionMode):
                 assert shell is not None
                 return func(shell.local, *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+
+
+def memory_shared(made: Sequence[Part], operands: Sequence[Tensor]) -> bool:
+    """Whether a view really is one: a reshape may have made a copy, which is a tensor of its own."""
+    return any(memory(p.local) == memory(t) for p in made for t in operands)
+
+
+def owner(t: Tensor, shell: Shell | None) -> Any:
+    return getattr(t, "_dsp_lent", None) if shell is None else shell.lent
+
+
+def lend(outputs: list[Tensor], operands: Iterable[tuple[Tensor, Shell | None, Tensor]]) -> None:
+    """Mark results that are views of a copy: what is written into them, the tensor that was copied must not miss."""
+    lent: dict[Any, Any] = {}
+    for t, shell, local in operands:
+        of = owner(t, shell)
+        if of is None and shell is not None and local is not shell.local and memory(shell.local) != memory(local):
+            of = memory(shell.local)
+        if of is not None:
+            lent[memory(local)] = of
+    if lent:
+        for t in outputs:
+            of = lent.get(memory(t))
+            if of is not None:
+                t._dsp_lent = of  # type: ignore[attr-defined]
+
+
+def version(t: Tensor) -> int:
+    """Counts the writes into a tensor's memory; under inference_mode nothing does."""
+    return 0 if t.is_inference() else t._version
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:

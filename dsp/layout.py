@@ -141,6 +141,16 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
     return fine, where
 
 
+def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
+    """Whether two cuts are along dims of their own, so that one all-to-all leads from one to the other."""
+    if one.dim != two.dim:
+        return True
+    coarse, fine = sorted((one, two), key=lambda c: c.outer)
+    if coarse == fine or fine.outer % coarse.outer:
+        return False
+    return fold_fits(fine.outer // coarse.outer, shape[one.dim] // fine.outer, n)
+
+
 class _Wrap(torch.autograd.Function):
     """local tensor -> DTensor shell; the gradient that comes back is this rank's part."""
 

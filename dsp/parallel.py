@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dsp.glue import ACTIVE, Run, Shell, active, fork, join
+from dsp.glue import ACTIVE, Run, Shell, active, fork, join, lend, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
-from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput, gather_local
+from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
-from dsp.stages import Option, Signature, Stage, map_tensors, sizes_of_root, tensors_in
+from dsp.stages import Option, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
 from dsp.trace import Recorder, Trace, trace
 
 log = logging.getLogger("dsp")
@@ -119,7 +119,8 @@ class Runtime:
             run.observe("root_outputs", output, self.gather_output)
             if run.recorder is not None:
                 run.recorder.random_glue = True
-                self.plans[self.last_key] = self.solve(run.recorder.trace())
+                plan = self.plans[self.last_key] = self.solve(run.recorder.trace())
+                plan.script.recorded = True
             return self.leave(run, output)
         finally:
             if state is not None:
@@ -159,7 +160,10 @@ class Runtime:
         return self.solve(t)
 
     def solve(self, t: Trace) -> Plan:
-        return make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
+        plan = make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
+        if plan.advice and self.axis.rank == 0 and not self.plans:
+            log.warning(plan.advice)
+        return plan
 
     def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[dict[str, int], Any, Any]:
         """Split the declared inputs; give every input whose gradient is asked its true one."""
@@ -176,7 +180,10 @@ class Runtime:
                     local = SplitInput.apply(b.tensor, self.axis, cut)
                 else:
                     local = self.axis.narrow(b.tensor, cut)
-                call.replace(b, self.axis.wrap(local, cut, tuple(b.tensor.shape)))
+                shard = self.axis.wrap(local, cut, tuple(b.tensor.shape))
+                if local._is_view():  # of the caller's tensor
+                    shard._dsp_lent = f"the model's own input {b.param!r}"  # type: ignore[attr-defined]
+                call.replace(b, shard)
             args, kwargs = tuple(call.args), call.kwargs
 
         def true_gradient(t: Tensor) -> Tensor:
@@ -200,7 +207,7 @@ class Runtime:
             if shell is None:
                 finished.append(t)
             elif self.gather_output:
-                finished.append(covered_exit(gather_local(shell.local, shell.cut, shell.shape, self.axis)))
+                finished.append(covered_exit(run.move(shell, None)))
             else:
                 finished.append(self.axis.wrap(shell.local, shell.cut, shell.shape, guard=True))
         if self.root is not None and self.root.explicit_output:
@@ -261,6 +268,9 @@ class Runtime:
         if option is None:
             step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
         own = chunk(option.size, axis.size, axis.rank)[1] if option.name is not None else 1
+        given: list[tuple[Any, Shell | None, Tensor, int]] = []
+        whole = step.whole if step is not None and len(step.whole) == len(bound) else [False] * len(bound)
+        run.gather_first(shells, whole)
         moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
         for b, shell, cut in zip(bound, shells, option.cuts):
             if shell is not None:
@@ -268,13 +278,14 @@ class Runtime:
             elif cut is not None:
                 local = axis.narrow(b.tensor, cut)
             else:
-                continue
+                local = b.tensor
             if own == 0 and cut is not None:
                 local = torch.cat([local, dummy(local, cut)], cut.dim)
+            given.append((b, shell, local, version(local)))
             call.replace(b, local)
         drawing = option.name is not None and (step is None or step.random)
         random = fork(axis) if drawing else None
-        run.in_stage = (stage, option, sizes, own, step, random)
+        run.in_stage = (stage, option, sizes, own, step, random, given)
         return tuple(call.args), call.kwargs
 
     def leave_stage(self, stage: Stage, output: Any) -> Any:
@@ -284,13 +295,24 @@ class Runtime:
         run = current[1]
         if run.in_stage is None or run.in_stage[0] is not stage:
             return None
-        _, option, sizes, own, step, random = run.in_stage
+        _, option, sizes, own, step, random, given = run.in_stage
         run.in_stage = None
         try:
             if random is not None:
                 join(random)
             if sys.exc_info()[0] is not None and output is None:
                 return None  # the stage raised: only clean up
+            planned = step is not None and run.script is not None and not run.script.recorded
+            if planned and constants_in(output) != step.constants:
+                raise NotationError(
+                    f"{stage.where} returned {constants_in(output)} on a part of {option.name!r}, but "
+                    f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
+                    f"[{option.name}] in brackets"
+                )
+            for b, shell, local, before in given:
+                if version(local) != before:
+                    run.wrote(stage.where, b.tensor, shell, local)
+            lend(tensors_in(output), [(b.tensor, shell, local) for b, shell, local, _ in given])
             output = self.finish_stage(run, stage, output, option, sizes, own, step)
             run.observe("leave_stage", output)
             return output
@@ -317,7 +339,9 @@ class Runtime:
             if own == 0:
                 local = local.narrow(cut.dim, 0, 0)
             made.append(Part(local, cut, target or cut, shape))
-        return map_tensors(output, [run.wrap(p.local, p.dst, p.shape) for p in run.push_all(made)])
+        lent = [getattr(p.local, "_dsp_lent", None) if p.dst == p.src else None for p in made]
+        moved = zip(run.push_all(made), lent)
+        return map_tensors(output, [run.wrap(p.local, p.dst, p.shape, lent=x) for p, x in moved])
 
     def place(
         self, stage: Stage, t: Tensor, pattern: Any, option: Option, sizes: dict[str, int], own: int

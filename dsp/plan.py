@@ -13,7 +13,7 @@ from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
 from dsp.layout import Cut
-from dsp.notation import NotationError, StagePattern, parse
+from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
 from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
@@ -54,6 +54,8 @@ class StageStep:
     option: str | None
     push: list[Cut | None]
     random: bool
+    whole: list[bool]  # the tensors that no move brings to what the stage needs: gathered, then cut
+    constants: list[Any]  # what it returned beside tensors at full size
 
 
 @dataclass
@@ -62,6 +64,7 @@ class GlueStep:
     cuts: list[Cut | None] | None = None  # what each tensor operand must be; None: as they come
     push: list[Cut | None] = field(default_factory=list)
     source: Cut | None = None
+    whole: list[bool] = field(default_factory=list)  # operands to be gathered first, then cut
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Script:
     stages: list[StageStep]
     glue: dict[int, GlueStep]
     random_glue: bool
+    recorded: bool = False  # from a run, not ahead of it: the next run may go another way
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,28 @@ class Plan:
         comm = link.seconds(sum(self.bytes.values()), sum(self.calls.values()))
         return Estimate(self.flops / speed, comm, self.flops_alone / speed)
 
+    @property
+    def advice(self) -> str:
+        """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
+        calls = [r for r in self.stages if r.pattern]
+        whole = [r for r in calls if r.layout is None]
+        sent = sum(r.bytes for r in whole)
+        cost = f" ({human(sent)} a rank gathered for that)" if sent else ""
+        if calls and all(r.layout is None or r.layout in BATCH_NAMES for r in calls):
+            how = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
+            return (
+                f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {how}{cost}, "
+                "and no memory is saved. Attention can be sharded along its heads (as in Ulysses) if they are a dim of "
+                "a stage: q=b h [s d], k=b h [s d], v=b h [s d] -> b h [s d]"
+            )
+        if whole:
+            names = ", ".join(dict.fromkeys(_generic(r.name) for r in whole))
+            return (
+                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank{cost}, no dim being left to "
+                f"shard: {names}"
+            )
+        return ""
+
     def __str__(self) -> str:
         head = ["stage", "computes", "sharded", "move", "sends", "peak"]
         link = self.hardware.axis(self.size) if self.hardware is not None else None
@@ -155,12 +181,8 @@ class Plan:
         foot += [_choices(r) for r in self.residuals]
         if self.hardware is not None:
             foot += self._timing(self.hardware)
-        whole = [r for r in self.stages if r.layout is None and r.pattern]
-        if whole:
-            foot.append(
-                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank, no dim being left to shard: "
-                + ", ".join(dict.fromkeys(_generic(r.name) for r in whole))
-            )
+        if self.advice:
+            foot.append(self.advice)
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
@@ -251,12 +273,18 @@ def make_plan(
     # own dtype; all other moves happen at the use
     push: dict[int, str | None] = {}
     for v, first in ((v, ms[0]) for v, ms in moves.items()):
-        if v in producer and first.kind != "gather":
+        if v in producer and first.kind != "gather" and first.dst in t.cuts[v]:
             op_index, position = producer[v]
+            if t.events[op_index].shared:
+                continue
             at_home = gives[op_index][position]
             if at_home not in used.get(v, set()) and all(m.src != at_home for m in moves[v][1:]):
                 push[v] = first.dst
     _meet(t, solution, push, n)
+
+    def through_whole(v: int, layout: str | None) -> bool:
+        kinds = {m.dst: m.kind for m in moves.get(v, [])}
+        return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
 
     script = Script({}, [], {}, t.random_glue)
     for param, v in t.inputs.items():
@@ -269,7 +297,9 @@ def make_plan(
         pushes = [t.cuts[v][key] if (key := push.get(v)) is not None else None for v in op.outputs]
         if event.kind == "stage":
             option = event.options[choice].name
-            script.stages.append(StageStep(event.name, option, pushes, event.random))
+            asked = dict(zip(op.inputs, needs[i]))
+            whole = [s is not None and through_whole(s.value, asked[s.value]) for s in event.operands]
+            script.stages.append(StageStep(event.name, option, pushes, event.random, whole, event.constants))
             # run whole on every rank, it has to draw the same numbers there, as glue does
             script.random_glue |= event.random and option is None
         elif event.kind == "source":
@@ -280,14 +310,30 @@ def make_plan(
             if not any(pushes) and all(homes[v] == key for v, key in layout.items()):
                 continue
             cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
-            script.glue[event.index] = GlueStep(event.name, cuts, pushes)
+            whole = [s is not None and through_whole(s.value, layout[s.value]) for s in event.operands]
+            script.glue[event.index] = GlueStep(event.name, cuts, pushes, whole=whole)
+
+    def again(at: int, after: bool) -> bool:
+        """Whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
+        region = t.events[at].region if at >= 0 else None
+        if region is None:
+            return False
+        if region in t.saves:
+            return t.saves[region] > at or (t.saves[region] == at and not after)
+        return any(e.region == region and e.kind == "stage" for e in t.events[at + after :])
 
     def recomputed(m: Move) -> bool:
-        at = m.after if push.get(m.value, "") == m.dst else m.before
-        if at < 0 or t.events[at].region is None:
-            return False
-        later = range(at + 1, len(t.events)) if at == m.after else range(at, len(t.events))
-        return any(t.events[j].region == t.events[at].region and t.events[j].kind == "stage" for j in later)
+        if push.get(m.value, "") == m.dst:
+            return again(m.after, after=True)
+        # a copy made of what came from outside the region is still there
+        inside = m.after < 0 or t.events[m.after].region == t.events[m.before].region
+        return inside and again(m.before, after=False)
+
+    by_grad = {(v, k) for op, need, e in zip(t.ops, needs, t.events) if e.grad for v, k in zip(op.inputs, need)}
+    by_grad |= {(m.value, m.src) for m in solution.moves}
+
+    def differentiated(m: Move) -> bool:
+        return t.grads[m.value] and (m.value, m.dst) in by_grad
 
     def collective(m: Move) -> Any:
         """The same for moves that share one: switches of small tensors at one place."""
@@ -308,7 +354,7 @@ def make_plan(
     for m in (m for m in solution.moves if m.kind != "split"):
         for phase, happens, sent in (
             ("forward", True, m.bytes),
-            ("backward", t.grads[m.value], _adjoint_bytes(t.values[m.value], m, n)),
+            ("backward", differentiated(m), _adjoint_bytes(t.values[m.value], m, n)),
             ("recompute", recomputed(m), m.bytes),
         ):
             if happens:
@@ -317,10 +363,12 @@ def make_plan(
                 count(phase, sent, int(new))
                 if phase == "forward":
                     own_call[m] = int(new)
-    for event, own in zip(t.events, taken):
+    for i, (event, own) in enumerate(zip(t.events, taken)):
         count("forward", own.bytes, own.calls)
         if event.grad:
             count("backward", own.bytes, own.calls)
+        if again(i, after=True):
+            count("recompute", own.bytes, own.calls)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
     for size in t.whole_grads:
         count("backward", 2 * size * (n - 1) // n)
@@ -412,8 +460,8 @@ def _rows(
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
             rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak, calls))
         elif own or choice.bytes:
-            whole = choice.needs[0] if choice.needs else None
-            rows.append(StageRow(f"({op.name})", "", (), whole, text, sent, peak, calls))
+            along = next((k for k in choice.needs if k is not None), None)
+            rows.append(StageRow(f"({op.name})", "", (), along, text, sent, peak, calls))
     return rows, switches
 
 

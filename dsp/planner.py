@@ -43,13 +43,15 @@ class Infeasible(ValueError):
 class Value:
     """A tensor that lives between ops: its dims in order, folds unfolded, and the bytes of an element.
 
-    `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first.
+    `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
+    is for one that is written in place and has views: it is moved only if nothing else will do.
     """
 
     name: str
     sizes: tuple[tuple[str, int], ...]
     itemsize: int
     home: tuple[Layout, ...] = ()
+    fixed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -200,7 +202,10 @@ class _Shape:
     def __init__(self, value: Value, layouts: Sequence[Layout], n: int):
         self.layouts = layouts
         self.local = {a: value.local_bytes(a, n) for a in layouts}
-        self.price = {(a, b): _cost(0, *price(value, a, b, n)) for a in layouts for b in layouts}
+        extra = 1 << 92 if value.fixed else 0  # more than all bytes
+        self.price = {
+            (a, b): _cost(0, *price(value, a, b, n)) + (extra if a != b else 0) for a in layouts for b in layouts
+        }
         self.reach = cache(self._reach)
         self.spread = cache(self._spread)
 
@@ -298,9 +303,14 @@ class _Facts:
             for choice in op.choices:
                 for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives):
                     named[v].add(layout)
-        shape = cache(lambda *key: _Shape(Value("", *key[:2]), key[2], self.problem.size))  # alike values share one
+        # alike values share one
+        shape = cache(
+            lambda sizes, itemsize, fixed, layouts: _Shape(
+                Value("", sizes, itemsize, fixed=fixed), layouts, self.problem.size
+            )
+        )
         return [
-            shape(value.sizes, value.itemsize, (None, *(dim for dim, _ in value.sizes if dim in dims)))
+            shape(value.sizes, value.itemsize, value.fixed, (None, *(dim for dim, _ in value.sizes if dim in dims)))
             for value, dims in zip(self.problem.values, named)
         ]
 

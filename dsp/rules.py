@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsp.layout import Cut, chunk_sizes, fold_fits
+from dsp.layout import Cut, chunk, chunk_sizes, fold_fits
 
 
 class GlueError(RuntimeError):
@@ -101,6 +101,13 @@ class Frame:
         if not -ndim <= dim < ndim:
             raise self.refuse(f"dim {dim} is out of range")
         return dim % ndim
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which local results are summed over ranks: fp32 at least."""
+    if dtype == torch.bool:
+        return torch.uint8
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -511,8 +518,10 @@ def trailing_norm(f: Frame) -> Outcome:
 def per_sample(f: Frame) -> Outcome:
     x, cut = first(f)
     spatial = next((int(c) for c in f.name if c.isdigit()), 0)
-    if f.name == "unfold" and not isinstance(f.get(1, "kernel_size"), (int, tuple)):
-        raise f.refuse("it has no rule for a sharded tensor")
+    if f.name == "unfold" and (len(f.args) > 2 or "dimension" in f.kwargs):  # Tensor.unfold: windows of one dim
+        if f.normal(f.get(1, "dimension"), x.ndim) == cut.dim:
+            raise f.refuse("its windows run over the sharded dim")
+        return Outcome(cut, x.shape[cut.dim])
     if spatial and x.ndim != spatial + 2:
         raise f.refuse("its input has no batch dim")
     if cut.dim != 0:
@@ -679,21 +688,41 @@ def drop(f: Frame) -> Outcome:
     x, cut = first(f)
     dim = f.normal(f.get(1, "dim", 0), x.ndim)
     if dim == cut.dim:
+        if f.name == "select":
+            return one_of(f, x, cut, f.get(2, "index"), ())
         raise f.refuse("it takes parts of the sharded dim")
     return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
 
 
+def one_of(f: Frame, x: Operand, cut: Cut, index: int, rest: tuple[Any, ...]) -> Outcome:
+    """One position of the sharded dim, then `x[rest]`: its owner's numbers, plus nothing from everybody else."""
+    size = x.shape[cut.dim]
+    if cut.outer != 1 or not -size <= index < size:
+        raise f.refuse("it takes parts of the sharded dim")
+    start, length = chunk(size, f.n, f.rank)
+    return Outcome(None, args=(x, cut.dim, index % size - start, length, rest), kwargs={}, func=_one_of, reduce=1.0)
+
+
+def _one_of(x: torch.Tensor, dim: int, index: int, length: int, rest: tuple[Any, ...]) -> torch.Tensor:
+    mine = x.select(dim, index) if 0 <= index < length else x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
+    return mine[rest]
+
+
 @rule("getitem")
 def getitem(f: Frame) -> Outcome:
-    x, cut = first(f)
     index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
-    if any(isinstance(i, (Operand, list, bool)) for i in index):
-        raise f.refuse("indexing with a tensor or a list has no rule for a sharded tensor", "Use index_select")
+    x, cut = first(f)
+    lists = [i for i in index if isinstance(i, (Operand, list))]
+    flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
+    if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
+        raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
+    if lists and any(isinstance(i, int) for i in index):
+        raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
     real = sum(i is not None and i is not Ellipsis for i in index)
-    if Ellipsis not in index:
+    if not any(i is Ellipsis for i in index):
         index = (*index, Ellipsis)
     dim = out = 0
-    for i in index:
+    for at, i in enumerate(index):
         if i is None:
             out += 1
             continue
@@ -705,19 +734,46 @@ def getitem(f: Frame) -> Outcome:
             continue
         if dim == cut.dim:
             size = x.shape[dim]
+            if isinstance(i, int):
+                return one_of(f, x, cut, i, (*index[:at], *index[at + 1 :]))
             if not isinstance(i, slice) or i.indices(size) != (0, size, 1):
                 raise f.refuse("it takes parts of the sharded dim")
             # an explicit end such as x[:, :7] is local, too
-            position = f_index(index, i)
-            whole = (*index[:position], slice(None), *index[position + 1 :])
+            whole = (*index[:at], slice(None), *index[at + 1 :])
             return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
         dim += 1
         out += not isinstance(i, int)
     raise f.refuse("too many indices")
 
 
-def f_index(index: tuple[Any, ...], item: Any) -> int:
-    return next(k for k, v in enumerate(index) if v is item)
+@rule("setitem")
+def setitem(f: Frame) -> Outcome:
+    x, value = f.args[0], f.args[2]
+    others = [o for o in f.operands() if o is not x and o is not value]
+    if x.cut is None or any(o.cut is not None for o in others):
+        raise f.refuse("it writes a sharded tensor into a whole one")
+    frame = Frame(f.name, (x, f.args[1]), {}, f.n, f.rank)
+    part = getitem(frame)
+    if part.cut is None:
+        raise f.refuse("it writes one position of the sharded dim")
+    index = f.args[1] if part.args is None else part.args[1]
+    outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
+    if isinstance(value, Operand):
+        target = Operand(indexed_shape(f.args[1], x), part.cut)
+        if value.ndim > target.ndim:
+            raise f.refuse("the value has more dims than what it is written to")
+        _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
+        if 1 in aligned.narrow:
+            outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
+    return outcome
+
+
+def indexed_shape(index: Any, x: Operand) -> tuple[int, ...]:
+    def plain(i: Any) -> Any:
+        return torch.empty(i.shape, dtype=torch.long, device="meta") if isinstance(i, Operand) else i
+
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(torch.empty(x.shape, device="meta")[tuple(plain(i) for i in items)].shape)
 
 
 @rule("pad")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from dsp.layout import Cut, chunk_sizes, fold_fits
@@ -147,7 +148,21 @@ class Stage:
                 fits = fits and (cut is None or fits_fold(b.pattern, name, sizes, n))
             if fits and any(c is not None for c in cuts):
                 found.append(Option(name, tuple(cuts), sizes[name], name in BATCH_NAMES))
+        if found:
+            self.refuse_statistics(found)
         return found or [Option(None, (None,) * len(bound), 1)]
+
+    def refuse_statistics(self, options: list[Option]) -> None:
+        """A batch norm in training has statistics over more than a slice, whatever the pattern says."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
+                where = f"its {clean(name)!r}" if name else "it"
+                dims = " ".join(str(o.name) for o in options)
+                raise NotationError(
+                    f"{self.where}: {where} is a {type(module).__name__} in training, whose statistics run over all "
+                    f"dims but the channels: it is not independent along {dims}. Write [{dims}] in "
+                    f"'{self.pattern.text}', or use a norm that acts on each sample alone"
+                )
 
     def outputs(self, tensors: list[Tensor]) -> list[TensorPattern]:
         """The pattern of each output tensor. Raises if they do not fit in number or rank."""
@@ -271,6 +286,13 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif _plain_dataclass(leaf):
             found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
     return found
+
+
+def constants_in(value: Any) -> list[Any]:
+    """The numbers among a forward's output: sizes, say."""
+    if _plain_dataclass(value):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float, tuple))]
 
 
 def map_tensors(value: Any, new: Iterable[Any]) -> Any:

@@ -12,13 +12,15 @@ import math
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,10 +38,21 @@ from dsp.rules import (
     Outcome,
     no_rule,
     source_cuts,
+    summed_in,
     tensor_args,
     with_operands,
 )  # fmt: skip
-from dsp.stages import Bound, Option, Signature, Stage, cut_for, fits_fold, sizes_of_root, tensors_in
+from dsp.stages import (
+    Bound,
+    Option,
+    Signature,
+    Stage,
+    constants_in,
+    cut_for,
+    fits_fold,
+    sizes_of_root,
+    tensors_in,
+)  # fmt: skip
 from dsp.twins import Recipe, alike, call_key, fingerprint, recipe
 
 METADATA = frozenset(
@@ -66,7 +79,9 @@ def in_place(func: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDER
 
 
-_INPLACE_DUNDER = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"})
+_INPLACE_DUNDER = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"}
+)
 ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
@@ -99,6 +114,8 @@ class Event:
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
     random: bool = False
+    shared: bool = False  # a glue op that writes into memory of which there are views
+    constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
 
 
 @dataclass
@@ -117,6 +134,7 @@ class Trace:
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
+    saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
 
     def flops(self, event: Event) -> int:
         """Of a step, at full size: backward costs twice the forward, activation checkpointing one forward more."""
@@ -212,6 +230,16 @@ class Watch(TorchDispatchMode):
             self.live -= size
 
 
+def memory(t: Tensor) -> StorageWeakRef:
+    """Whose storage a tensor lives in: tensors that share it are views of each other."""
+    shell = t.__dict__.get("_dsp_shell")  # of a real run
+    return StorageWeakRef((t if shell is None else shell.local).untyped_storage())
+
+
+def is_batch(key: str) -> bool:
+    return key.rstrip("'") in BATCH_NAMES
+
+
 def checkpoint_frame() -> Any:
     """The activation checkpoint (non-reentrant) that the current code runs in, if any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -245,10 +273,13 @@ class Recorder:
     def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
         super().__init__()
         self.n, self.root_sizes = n, dict(root_sizes)
+        self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
         self.values: list[Value] = []
         self.grads: list[bool] = []
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
+        self.memory: list[StorageWeakRef] = []
+        self.viewed: set[int] = set()  # values of which there are views
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
@@ -257,6 +288,7 @@ class Recorder:
         self.stage_calls = 0
         self.random_glue = False
         self.frames: list[Any] = []
+        self.saves: dict[int, float] = {}
 
     # --- values ---
 
@@ -271,8 +303,14 @@ class Recorder:
         self.shapes.append(tuple(t.shape))
         self.whole.append(whole)
         index = len(self.values) - 1
+        self.memory.append(memory(t))
         named = {c.dim for c in cuts.values()}
-        spare = {d: Cut(d) for d, size in enumerate(t.shape) if size > 1 and d not in named}
+        spare = {}
+        for d, size in enumerate(t.shape):
+            # the first dim of a fold is batch, as a rule, which is not for sharding
+            outer = self.batch if d == 0 and size % self.batch == 0 else 1
+            if d not in named and size > outer:
+                spare[d] = Cut(d, outer)
         t._dsp_sym = Sym(index, dict(cuts), spare)  # type: ignore[attr-defined]
         return index
 
@@ -283,16 +321,18 @@ class Recorder:
                 continue
             del sym.spare[d]
             value, known = self.values[sym.value], self.cuts[sym.value]
-            key = next((k for k, c in known.items() if c == Cut(d)), f"dim{d}")
-            while known.get(key, Cut(d)) != Cut(d):
+            outer = self.batch if d == 0 and self.shapes[sym.value][0] % self.batch == 0 else 1
+            base = Cut(d, outer)
+            key = next((k for k, c in known.items() if c == base), f"dim{d}")
+            while known.get(key, base) != base:
                 key += "'"
             if key not in known:
-                extent = self.shapes[sym.value][d]
+                extent = self.shapes[sym.value][d] // outer
                 sizes = dict(value.sizes)
                 sizes[key] = extent
                 sizes[""] = sizes.pop("") // extent
                 self.values[sym.value] = replace(value, sizes=tuple(sizes.items()))
-                self.cuts[sym.value][key] = Cut(d)
+                self.cuts[sym.value][key] = base
             sym.cuts[key] = cut
 
     def region(self) -> int | None:
@@ -305,12 +345,12 @@ class Recorder:
 
     # --- glue ---
 
-    def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Glue operation number `index`."""
+    def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
+        """Glue operation number `index`; `written`: in place, into its first operand."""
         tracked = tensor_args(args, kwargs)
         syms = [getattr(t, "_dsp_sym", None) for t in tracked]
         if any(s is not None for s in syms):
-            self.glue(index, name, args, kwargs, tracked, syms, out)
+            self.glue(index, name, args, kwargs, tracked, syms, out, written)
         elif name in SOURCES and tracked and isinstance(out, Tensor):
             self.source(index, name, args, kwargs, out)
 
@@ -331,10 +371,13 @@ class Recorder:
         return Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, self.n)
 
     def glue(
-        self, index: int, name: str, args: Any, kwargs: Any, tracked: list[Tensor], syms: list[Sym | None], out: Any
-    ) -> None:
+        self, index: int, name: str, args: Any, kwargs: Any, tracked: list[Tensor], syms: list[Sym | None], out: Any,
+        written: bool,
+    ) -> None:  # fmt: skip
         outputs = tensors_in(out)
-        if not outputs:
+        if not outputs and written and syms[0] is not None:
+            outputs = [tracked[0]]  # x[...] = y
+        if not outputs and not written:
             if out is None or name in ("__setattr__", "set"):
                 return
             raise GlueError(
@@ -344,22 +387,29 @@ class Recorder:
         if kwargs.get("out") is not None:
             raise self.frame(name, args, kwargs, {}).refuse("out= has no rule for a sharded tensor")
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
+        shared = written and syms[0] is not None and self.fix(tracked[0], syms[0].value)
         every: Callable[[int], bool] = self.whole.__getitem__
-        if name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+        if written and syms[0] is None:  # into a tensor that is whole: so must be what it writes
+            found = Ways()
+        elif name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
             for s in syms:
                 if s is not None:
                     self.name_spare(s)
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
         else:
-            largest = max(t.numel() for t in outputs)
+            largest = max((t.numel() for t in outputs), default=0)
             small = {s.value for s, t in zip(syms, tracked) if s is not None and 2 * t.numel() <= largest}
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: every(v) or v in small)
-        if not found.choices:
+        if found.refusal and all(c.rank or not any(c.needs) for c in found.choices):
+            # nothing but batch, or what is whole already, gets through as it is: what if it came along another dim?
             for s in syms:
                 if s is not None:
                     self.name_spare(s)
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
         if not found.choices:
+            if written and syms[0] is not None:
+                assert found.refusal is not None
+                raise found.refusal
             self.run_whole(found, syms, values, outputs)
         size = max(t.numel() * t.element_size() for t in (*tracked, *outputs))
         if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
@@ -374,6 +424,7 @@ class Recorder:
                 if not isinstance(moved, GlueError) and moved.cut is not None:
                     spare[d] = moved.cut
             outputs[0]._dsp_sym = Sym(sym.value, mapped, spare)  # type: ignore[attr-defined]
+            self.viewed.add(sym.value)
             return
         choices = found.choices
         if not found.cuts:
@@ -387,8 +438,18 @@ class Recorder:
             produced = [self.value(t, f"{name} {list(t.shape)}", found.sizes, found.cuts, whole) for t in outputs]
         self.add(
             Op(name, tuple(values), tuple(produced), tuple(choices)),
-            Event("glue", index, name, operands=syms, grad=outputs[0].requires_grad),
+            Event("glue", index, name, operands=syms, grad=(outputs or tracked)[0].requires_grad, shared=shared),
         )
+
+    def fix(self, t: Tensor, value: int) -> bool:
+        """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
+        mine = memory(t)
+        kin = {v for v, m in enumerate(self.memory) if m == mine} | {value}
+        if len(kin) == 1 and value not in self.viewed:
+            return False
+        for v in kin:
+            self.values[v] = replace(self.values[v], fixed=True)
+        return True
 
     def outcome(self, name: str, args: Any, kwargs: Any, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
         try:
@@ -414,6 +475,8 @@ class Recorder:
             shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
             keys.append([*shared, *([None] if gathered(v) else [])])
         found = Ways()
+        if any(not k for k in keys):
+            found.refusal = self.frame(name, args, kwargs, {}).refuse("no dim of it can be sharded")
         combos: Iterable[tuple[str | None, ...]] = itertools.product(*keys)
         if len(values) > 3:
             every = set(keys[0]).intersection(*keys[1:])
@@ -431,27 +494,33 @@ class Recorder:
                 found.view = False
                 continue
             if outcome.cut is None:
-                size = sum(t.numel() * t.element_size() for t in outputs)
-                sent = 2 * size * (self.n - 1) // self.n
+                size = sum(t.numel() * summed_in(t.dtype).itemsize for t in outputs)
+                sent = -(-2 * size * (self.n - 1) // self.n)
                 found.choices.append(Choice(combo, (None,) * len(outputs), bytes=sent, calls=1))
                 found.view = False
                 continue
             found.view &= outcome.view
-            first = next(k for k in combo if k is not None)
+            # the model's own name for the dim, if there is one; batch is batch whatever else it is called
+            first = min((k for k in combo if k is not None), key=lambda k: (not is_batch(k), k.startswith("dim")))
             key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
             if key is None:
                 key = first
                 while key in found.cuts:
                     key += "'"
                 found.cuts[key] = outcome.cut
-                found.sizes[key] = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
-            found.choices.append(Choice(combo, (key,) * len(outputs), rank=int(key in BATCH_NAMES)))
+                # the dim itself, without those folded into its chunks
+                known = dict(self.values[values[combo.index(first)]].sizes)[first]
+                extent = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
+                found.sizes[key] = known if extent % known == 0 else extent
+            found.choices.append(Choice(combo, (key,) * len(outputs), rank=int(is_batch(key))))
         return found
 
     def run_whole(self, found: Ways, syms: list[Sym | None], values: list[int], outputs: list[Tensor]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
         found.view = False
         found.choices.append(Choice((None,) * len(values), (None,) * len(outputs)))
+        if not outputs:
+            return
         known = next(s for s in syms if s is not None)
         shape = self.shapes[known.value]
         for d, size in enumerate(outputs[0].shape):
@@ -541,6 +610,7 @@ class Recorder:
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
         event.memory, event.flops, event.random = (work, saved), flops, random
         event.grad = any(t.requires_grad for t in tensors)
+        event.constants = constants_in(output)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
 
     # --- the model's own inputs and outputs ---
@@ -568,7 +638,7 @@ class Recorder:
     ) -> int:
         index = self.value(t, param, sizes, cuts, whole=given is None)
         v = self.values[index]
-        self.values[index] = Value(v.name, v.sizes, v.itemsize, home=(given,))
+        self.values[index] = replace(v, home=(given,))
         return index
 
     def root_outputs(self, output: Any, gather: bool) -> None:
@@ -578,7 +648,7 @@ class Recorder:
     def trace(self, resident: int = 0) -> Trace:
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident,
+            resident, saves=self.saves,
         )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:
@@ -587,7 +657,7 @@ class Recorder:
             return
         choices = [Choice((None,), ())]
         if not gather:
-            choices = [Choice((k,), (), rank=int(k in BATCH_NAMES)) for k in sym.cuts] or choices
+            choices = [Choice((k,), (), rank=int(is_batch(k))) for k in sym.cuts] or choices
         self.add(
             Op("output", (sym.value,), (), tuple(choices)),
             Event("output", position, "output", operands=[sym], grad=t.requires_grad),
@@ -604,6 +674,7 @@ class Tracer(Recorder, TorchFunctionMode):
         self.now: Recipe | None = None  # of the stage that runs
         self.whole_flops = 0
         self.in_stage = False
+        self.depth = 0
         self.glue_ops = 0
         self.watch = Watch()
 
@@ -617,10 +688,14 @@ class Tracer(Recorder, TorchFunctionMode):
         index = self.glue_ops
         self.glue_ops += 1
         self.watch.restart()
-        out = func(*args, **kwargs)
+        region, kept = self.region(), list[Tensor]()
+        with saving(kept) if region is not None else nullcontext():
+            out = func(*args, **kwargs)
         self.random_glue |= self.watch.random
         flops, known = self.watch.flops, len(self.ops)
-        self.record(index, name, args, kwargs, out)
+        self.record(index, name, args, kwargs, out, in_place(func))
+        if region is not None and kept:  # an op that is no event comes after the one before
+            self.saves[region] = known if len(self.events) > known else known - 0.5
         if flops and len(self.ops) > known:
             self.events[-1].flops = flops
         elif flops:
@@ -646,15 +721,20 @@ class Tracer(Recorder, TorchFunctionMode):
         return run
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+        self.depth += 1
+        if self.in_stage:
+            return  # called by another stage: part of it
         self.enter_stage(stage, args, kwargs)
         self.in_stage = True
         self.now = None
+        self.keeps = False
         self.watch.restart()
         self.saved: dict[int, int] = {}
         self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
         self.saved_hooks.__enter__()
 
     def _save(self, t: Tensor) -> Tensor:
+        self.keeps = True
         if not isinstance(t, nn.Parameter):
             self.saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
@@ -666,6 +746,9 @@ class Tracer(Recorder, TorchFunctionMode):
             self.in_stage = False
 
     def after_stage(self, output: Any) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
         self.saved_hooks.__exit__(None, None, None)
         self.in_stage = False
         region = self.region()
@@ -676,12 +759,28 @@ class Tracer(Recorder, TorchFunctionMode):
             "saved": sum(self.saved.values()),
             "flops": self.watch.flops,
             "random": self.watch.random,
+            "keeps": self.keeps,
         }
         if self.now is not None:
             measured = self.now.measured = self.now.measured or measured
+        measured = {**measured}
+        if measured.pop("keeps") and region is not None:
+            self.saves[region] = len(self.events)
         if again:
-            measured = {**measured, "saved": 0}
+            measured["saved"] = 0
         self.leave_stage(output, **measured, keeps_inputs=again and first and torch.is_grad_enabled())
+
+
+@contextmanager
+def saving(kept: list[Tensor]) -> Iterator[None]:
+    """Collect what is saved for backward."""
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
 
 
 def trace(

@@ -443,7 +443,6 @@ def refused(mesh: DeviceMesh) -> None:
 
     x = kwargs["x"]
     for glue, word in [
-        (lambda y: torch.zeros(y.shape, dtype=y.dtype).add_(y), "writes a sharded tensor into a whole one"),
         (lambda y: torch.add(y, 1, out=torch.empty(y.shape, dtype=y.dtype)), "out="),
         (lambda y: y.sum().backward(), "backward inside a parallelized forward"),
     ]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_diffusers_latte import Sizes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dsp
-from test_diffusers_latte import Sizes
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
 

@@ -1,0 +1,218 @@
+"""Models of others, unmodified: a video classifier, a time series model, axial attention over three dims. A dict each.
+
+On 2, 3 and 4 ranks: outputs and every gradient, the bytes by a formula, and what a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_diffusers_latte import Sizes
+from test_parallel import averaged, same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import dsp
+from dsp.planner import chunk_sizes
+from dsp.stages import tensors_in
+
+
+@dataclass
+class Model:
+    build: Callable[[int, int], nn.Module]  # of two lengths
+    inputs: Callable[[int, int, int], dict[str, Tensor]]  # of batch and two lengths
+    stages: dict[str, str]
+
+
+def timesformer(frames: int, side: int) -> nn.Module:
+    """Divided space-time attention, with a class token that is copied for every frame and averaged over them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.TimesformerConfig(
+        image_size=2 * side, patch_size=2, num_channels=2, num_frames=frames, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=5,
+    )  # fmt: skip
+    return transformers.TimesformerForVideoClassification(config)
+
+
+def patchtst(steps: int, variables: int) -> nn.Module:
+    """Attention over time within each variable, then, by the same weights, over variables at each time."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PatchTSTConfig(
+        num_input_channels=variables, context_length=4 * steps, patch_length=4, patch_stride=4, prediction_length=3,
+        d_model=16, num_attention_heads=2, ffn_dim=32, num_hidden_layers=2, norm_type="layernorm",
+        channel_attention=True, scaling="std", loss="mse", dropout=0.0, head_dropout=0.0,
+    )  # fmt: skip
+    return transformers.PatchTSTForPrediction(config)
+
+
+def axial(height: int, width: int) -> nn.Module:
+    """Axial attention over the three dims of a video, twice."""
+    axial_attention = pytest.importorskip("axial_attention")
+    return nn.Sequential(
+        *(axial_attention.AxialAttention(16, num_dimensions=3, heads=2, sum_axial_out=False) for _ in range(2))
+    )
+
+
+MODELS = {
+    "timesformer": Model(
+        timesformer,
+        lambda b, t, s: {"pixel_values": torch.randn(b, t, 2, 2 * s, 2 * s)},
+        {
+            "": "pixel_values=b t c h w",
+            "timesformer.embeddings.patch_embeddings.projection": "(b t) [c h w] -> (b t) [d p q]",
+            "timesformer.encoder.layer.*.temporal_attention": "(b s) [t d]",
+            "timesformer.encoder.layer.*.attention": "(b t) [s d]",
+        },
+    ),
+    "patchtst": Model(
+        patchtst,
+        lambda b, t, v: {"past_values": torch.randn(b, 4 * t, v)},
+        {"": "past_values=b l v", "model.encoder.layers.*.self_attn": "(b n) [l d]"},
+    ),
+    "axial": Model(
+        axial,
+        lambda b, h, w: {"input": torch.randn(b, 3, h, w, 16)},
+        {
+            "": "input=b t h w d",
+            "*.axial_attentions.0.fn": "(b h w) [t d]",
+            "*.axial_attentions.1.fn": "(b t w) [h d]",
+            "*.axial_attentions.2.fn": "(b t h) [w d]",
+        },
+    ),
+}
+
+
+def make(name: str, one: int, two: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name].build(one, two)
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.3)
+    return model.double().train()
+
+
+def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    leaves = {k: v.double().requires_grad_() for k, v in kwargs.items()}
+    outputs = [y for y in tensors_in(model(**leaves)) if y.requires_grad]
+    sum((dsp.gather(y).sin() * torch.linspace(0.5, 2, y.numel()).view(y.shape)).sum() for y in outputs).backward()
+    return outputs, {k: v.grad for k, v in leaves.items()}
+
+
+def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int]) -> None:
+    single, model = make(name, *shape[1:]), make(name, *shape[1:])
+    dsp.parallelize(model, mesh, MODELS[name].stages)
+    torch.manual_seed(1)
+    kwargs = MODELS[name].inputs(*shape)
+    expect, expect_inputs = step(single, kwargs)
+    for _ in range(2):
+        model.zero_grad()
+        got, inputs = step(model, kwargs)
+        assert len(got) == len(expect)
+        for a, b in zip(got, expect):
+            torch.testing.assert_close(a, b)
+        same(inputs, expect_inputs)
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_outputs_and_every_gradient(ranks, n: int, name: str) -> None:
+    ranks(parity, n, name, (2, 5, 3))
+    ranks(parity, n, name, (1, 7, 4))
+
+
+# what one rank sends forward and backward: the switches, each of `size` elements of 8 bytes; and the sums over ranks
+
+
+def switched(elements: int, n: int) -> int:
+    return elements * 8 * (n - 1) // n**2
+
+
+def summed(elements: int, n: int) -> int:
+    return 2 * elements * 8 * (n - 1) // n
+
+
+def axial_bytes(n: int, rank: int, h: int, w: int) -> tuple[int, int]:
+    # six attentions over t, h, w, t, h, w: w is sharded for the first two, h for the next, w, h
+    total = 3 * switched(3 * h * w * 16, n)
+    return total, total
+
+
+def patchtst_bytes(n: int, rank: int, steps: int, variables: int) -> tuple[int, int]:
+    # time, variables, time, variables; the head averages over time, which is sharded by then
+    total = 3 * switched(steps * variables * 16, n) + summed(variables * 16, n)
+    return total, total
+
+
+def timesformer_bytes(n: int, rank: int, t: int, side: int) -> tuple[int, int]:
+    # A class token among the positions is no fold of t and s, so what joins it to them or takes it away is sharded by
+    # channel: tokens of all frames (E), with a class token in each (F), with one for all (G, by hand: 1 + t s is odd)
+    s, d = side * side, 16
+    e, f = switched(t * s * d, n), switched(t * (s + 1) * d, n)
+    own = chunk_sizes(1 + t * s, n)[rank]
+    to_tokens, to_channels = d // n * (1 + t * s - own) * 8, own * (d - d // n) * 8
+    # after attention within frames all of it goes back to channels, or, if cheaper, the class tokens are averaged first
+    back = min(f, e + summed(d, n))
+    both = e + 2 * (2 * e + f + back) + summed(d, n)  # at the end the class token is read from the rank that has it
+    return both + 2 * to_tokens + to_channels, both + 2 * to_channels + to_tokens
+
+
+BYTES = {"timesformer": timesformer_bytes, "patchtst": patchtst_bytes, "axial": axial_bytes}
+
+
+def moved(mesh: DeviceMesh, name: str, one: int, two: int) -> tuple[dict, dict, int]:
+    model = make(name, one, two)
+    kwargs = {k: v.double() for k, v in MODELS[name].inputs(1, one, two).items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=MODELS[name].stages)
+    dsp.parallelize(model, mesh, MODELS[name].stages, gather_output=False)
+    with dsp.count_comm() as comm:
+        outputs = [y for y in tensors_in(model(**kwargs)) if y.requires_grad]
+        sum(dsp.mean(y) for y in outputs).backward()
+    return comm.by_collective(), plan.bytes, sum(isinstance(y, DTensor) for y in outputs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_equal_the_formula(ranks, n: int, name: str) -> None:
+    lengths = (8, 4) if name == "timesformer" else (16, 8)
+    formula = [BYTES[name](n, rank, *lengths) for rank in range(n)]
+    for (counted, planned, sharded), (forward, backward) in zip(ranks(moved, n, name, *lengths), formula):
+        losses = sharded * summed(1, n)  # the test's own
+        for phase, expect in (("forward", forward), ("backward", backward)):
+            assert set(counted[phase]) <= {"switch", "all_reduce"}
+            assert sum(v["bytes"] for v in counted[phase].values()) == expect + losses, (phase, counted)
+        assert counted["recompute"] == {}
+        assert planned["forward"] >= max(f for f, _ in formula)
+        if name != "timesformer":  # every rank the same
+            assert planned == {"forward": forward, "backward": backward, "recompute": 0}
+        else:
+            assert planned["forward"] <= 1.02 * max(f for f, _ in formula)
+
+
+def held(mesh: DeviceMesh, name: str, batch: int, one: int, two: int) -> tuple[float, float]:
+    kwargs = {k: v.double() for k, v in MODELS[name].inputs(batch, one, two).items()}
+    found = []
+    for parallel in (False, True):
+        model = make(name, one, two)
+        if parallel:
+            dsp.parallelize(model, mesh, MODELS[name].stages, gather_output=False)
+            model(**kwargs)
+        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
+            outputs = [y for y in tensors_in(model(**kwargs)) if y.requires_grad]
+            sum(dsp.mean(y) for y in outputs).backward()
+        found.append(sizes)
+    single, sharded = found
+    return sharded.largest / single.largest, sharded.total / single.total
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_rank_holds_more_than_its_share(ranks, n: int, name: str) -> None:
+    for largest, total in ranks(held, n, name, 1, 32, 16 if name == "patchtst" else 8):
+        assert largest <= 1.3 / n
+        assert 1 / n <= total <= 1.3 / n
