@@ -175,6 +175,8 @@ class Part(NamedTuple):
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
+    if len(parts) == 1:
+        return [switch_local(*parts[0], sp)]
     found: dict[int, Tensor] = {}
     small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
     if len(small) > 1:
