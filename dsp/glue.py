@@ -422,7 +422,8 @@ class Glue(TorchFunctionMode):
                 t = self.copied(t, locals_[0], tensors[0], outcome.cut, out_shape=shape)
             made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
             lent.append(None if target not in (None, outcome.cut) else getattr(t, "_dsp_lent", None))
-        of = shells[0] if outcome.view and memory_shared(made, locals_) else None
+        # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
+        of = shells[0] if outcome.view and run.script is not None and index not in run.script.copies else None
         wrapped = [
             run.wrap(p.local, p.dst, p.shape, of, (plain, frame), lent=x) for p, x in zip(run.push_all(made), lent)
         ]
@@ -516,11 +517,6 @@ class Glue(TorchFunctionMode):
 
 
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
-
-
-def memory_shared(made: Sequence[Part], operands: Sequence[Tensor]) -> bool:
-    """Whether a view really is one: a reshape may have made a copy, which is a tensor of its own."""
-    return any(memory(p.local) == memory(t) for p in made for t in operands)
 
 
 def owner(t: Tensor, shell: Shell | None) -> Any:

@@ -75,6 +75,7 @@ class Script:
     stages: list[StageStep]
     glue: dict[int, GlueStep]
     random_glue: bool
+    copies: frozenset[int] = frozenset()  # glue that only looks like a view: it copies
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
 
 
@@ -286,7 +287,7 @@ def make_plan(
         kinds = {m.dst: m.kind for m in moves.get(v, [])}
         return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
 
-    script = Script({}, [], {}, t.random_glue)
+    script = Script({}, [], {}, t.random_glue, frozenset(t.copies))
     for param, v in t.inputs.items():
         layouts = used.get(v, set())
         only = next(iter(layouts)) if len(layouts) == 1 else None

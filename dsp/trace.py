@@ -134,6 +134,7 @@ class Trace:
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
+    copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
 
     def flops(self, event: Event) -> int:
@@ -289,6 +290,7 @@ class Recorder:
         self.random_glue = False
         self.frames: list[Any] = []
         self.saves: dict[int, float] = {}
+        self.copies: set[int] = set()
 
     # --- values ---
 
@@ -305,14 +307,23 @@ class Recorder:
         index = len(self.values) - 1
         self.memory.append(memory(t))
         named = {c.dim for c in cuts.values()}
-        spare = {}
-        for d, size in enumerate(t.shape):
-            # the first dim of a fold is batch, as a rule, which is not for sharding
-            outer = self.batch if d == 0 and size % self.batch == 0 else 1
-            if d not in named and size > outer:
-                spare[d] = Cut(d, outer)
+        fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
+        spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.outer}
         t._dsp_sym = Sym(index, dict(cuts), spare)  # type: ignore[attr-defined]
         return index
+
+    def sym(self, t: Tensor) -> Sym | None:
+        """What is known of a tensor, with the dims of its value that another use has named since."""
+        found: Sym | None = getattr(t, "_dsp_sym", None)
+        if found is not None:
+            known = {cut: key for key, cut in self.cuts[found.value].items()}
+            for d in [d for d in found.spare if self.spare_cut(found.value, d) in known]:
+                found.cuts[known[self.spare_cut(found.value, d)]] = found.spare.pop(d)
+        return found
+
+    def spare_cut(self, value: int, d: int) -> Cut:
+        """Along a dim that nobody named: the first is a fold with batch, as a rule, which is not for sharding."""
+        return Cut(d, self.batch if d == 0 and self.shapes[value][0] % self.batch == 0 else 1)
 
     def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
         """Let a value be sharded along the dims of this tensor that nobody named, or along the one `wanted`."""
@@ -320,19 +331,16 @@ class Recorder:
             if wanted is not None and cut != wanted:
                 continue
             del sym.spare[d]
-            value, known = self.values[sym.value], self.cuts[sym.value]
-            outer = self.batch if d == 0 and self.shapes[sym.value][0] % self.batch == 0 else 1
-            base = Cut(d, outer)
-            key = next((k for k, c in known.items() if c == base), f"dim{d}")
-            while known.get(key, base) != base:
+            value, known, base = self.values[sym.value], self.cuts[sym.value], self.spare_cut(sym.value, d)
+            key = f"dim{d}"
+            while key in known:
                 key += "'"
-            if key not in known:
-                extent = self.shapes[sym.value][d] // outer
-                sizes = dict(value.sizes)
-                sizes[key] = extent
-                sizes[""] = sizes.pop("") // extent
-                self.values[sym.value] = replace(value, sizes=tuple(sizes.items()))
-                self.cuts[sym.value][key] = base
+            extent = self.shapes[sym.value][d] // base.outer
+            sizes = dict(value.sizes)
+            sizes[key] = extent
+            sizes[""] = sizes.pop("") // extent
+            self.values[sym.value] = replace(value, sizes=tuple(sizes.items()))
+            known[key] = base
             sym.cuts[key] = cut
 
     def region(self) -> int | None:
@@ -348,7 +356,7 @@ class Recorder:
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
         """Glue operation number `index`; `written`: in place, into its first operand."""
         tracked = tensor_args(args, kwargs)
-        syms = [getattr(t, "_dsp_sym", None) for t in tracked]
+        syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
             self.glue(index, name, args, kwargs, tracked, syms, out, written)
         elif name in SOURCES and tracked and isinstance(out, Tensor):
@@ -397,6 +405,7 @@ class Recorder:
                     self.name_spare(s)
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
         else:
+            self.align(tracked, syms)
             largest = max((t.numel() for t in outputs), default=0)
             small = {s.value for s, t in zip(syms, tracked) if s is not None and 2 * t.numel() <= largest}
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: every(v) or v in small)
@@ -415,6 +424,9 @@ class Recorder:
         if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = [c for c in found.choices if any(c.needs)]
+        if found.view and not self.is_view(outputs[0], tracked[0]):
+            self.copies.add(index)
+            found.view = False
         if found.view and len(outputs) == 1 and len(values) == 1:
             sym = next(s for s in syms if s is not None)
             mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
@@ -441,6 +453,18 @@ class Recorder:
             Event("glue", index, name, operands=syms, grad=(outputs or tracked)[0].requires_grad, shared=shared),
         )
 
+    def align(self, tracked: list[Tensor], syms: list[Sym | None]) -> None:
+        """What one operand may be sharded along, the others may be, too, where their dims meet."""
+        known = {
+            (c.dim - t.ndim, c.outer, t.shape[c.dim])
+            for t, s in zip(tracked, syms) if s is not None
+            for c in s.cuts.values()
+        }  # fmt: skip
+        for t, s in zip(tracked, syms):
+            for cut in list(s.spare.values()) if s is not None else []:
+                if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
+                    self.name_spare(s, cut)  # type: ignore[arg-type]
+
     def fix(self, t: Tensor, value: int) -> bool:
         """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
         mine = memory(t)
@@ -449,6 +473,10 @@ class Recorder:
             return False
         for v in kin:
             self.values[v] = replace(self.values[v], fixed=True)
+        return True
+
+    def is_view(self, out: Tensor, x: Tensor) -> bool:
+        """Whether what looks like a view is one. A run on shards cannot tell: the next rank may see it otherwise."""
         return True
 
     def outcome(self, name: str, args: Any, kwargs: Any, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
@@ -557,7 +585,7 @@ class Recorder:
         self.stage_calls += 1
         tensors = tensors_in(output)
         patterns = stage.outputs(tensors)
-        syms = [getattr(b.tensor, "_dsp_sym", None) for b in bound]
+        syms = [self.sym(b.tensor) for b in bound]
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         out_sizes = [dict(sizes) for _ in tensors]
         for s, p, t in zip(out_sizes, patterns, tensors):
@@ -648,11 +676,11 @@ class Recorder:
     def trace(self, resident: int = 0) -> Trace:
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves,
+            resident, saves=self.saves, copies=self.copies,
         )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:
-        sym = getattr(t, "_dsp_sym", None)
+        sym = self.sym(t)
         if sym is None:
             return
         choices = [Choice((None,), ())]
@@ -702,6 +730,9 @@ class Tracer(Recorder, TorchFunctionMode):
             grad = any(t.requires_grad for t in tensors_in(out))
             self.whole_flops += flops * (1 + (2 + (checkpoint_frame() is not None)) * grad)
         return out
+
+    def is_view(self, out: Tensor, x: Tensor) -> bool:
+        return memory(out) == memory(x)
 
     def once(self, forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
         """A stage's forward that runs once for all calls alike, on any of its twins."""
