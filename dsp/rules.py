@@ -2,8 +2,8 @@
 
 A rule reads an operation's arguments, tensors replaced by `Operand`s (global shape and cut), and says how the same
 operation runs on local parts: which whole operands to narrow, which size arguments to localize, and where the result is
-cut. It touches no data, so the planner and the run share one table. An operation without a rule is refused by name: it
-may be exact, but nobody has shown it.
+cut. It touches no data, so the planner and the run share one table. An operation without a rule runs on whole tensors,
+which the plan gathers for it: on shards it may be exact, but nobody has shown it.
 """
 
 from __future__ import annotations
