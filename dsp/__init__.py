@@ -2,6 +2,7 @@
 
 from dsp.check import Report, check
 from dsp.count import count_comm
+from dsp.discover import discover
 from dsp.notation import NotationError
 from dsp.ops import gather, mean, split, start_switch, switch
 from dsp.parallel import parallelize
@@ -15,6 +16,7 @@ __all__ = [
     "Report",
     "check",
     "count_comm",
+    "discover",
     "gather",
     "mean",
     "parallelize",
