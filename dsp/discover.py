@@ -233,7 +233,10 @@ class Search:
         self.params = [b.param for b in bound]
         shapes = [tuple(b.tensor.shape) for b in bound]
         if not shapes or not max(map(len, shapes)):
-            raise ValueError(f"discover: no argument of {type(model).__name__} is a tensor with dims")
+            raise ValueError(
+                f"discover: no argument of {type(model).__name__} is a tensor with dims; patterns cannot name tensors "
+                "inside lists and dicts, so pass the sequence as an argument of its own"
+            )
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
         if shapes[self.main][0] == 1:
             raise ValueError(
@@ -346,7 +349,18 @@ class Search:
                     dim = self.dims.born(("apart", node.index, n), g.size)
                 taken |= set(dim)
                 self.claim(t, g.outputs[k], dim, ("out", node.index, k))
+            self.keep_names(node, t)
         node.outputs = [axes_of(t) or [] for t in tensors]
+
+    def keep_names(self, node: Node, t: Tensor) -> None:
+        """Where input and output have one shape, an axis that the rules lost inside keeps its name: no more than that."""
+        mine, passed = axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
+        for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
+            if live and shape == tuple(t.shape):
+                for old, new in zip(known(axes), mine):
+                    if not passed & set(new):
+                        self.dims.unify(old, new)
+                return
 
     def dim_of(self, node: Node, g: Group) -> tuple[Dim, ...] | None:
         arg, cut = g.primary
@@ -414,9 +428,11 @@ class Search:
             elif same:
                 options.append([*same, None])
             else:
+                options.append([None])
+            if i != arg:
                 likely = (node.shapes[arg][cut.dim], cut.outer)
-                inside = self.inside(node, i, dim.size, taken)
-                options.append([None, *sorted(inside, key=lambda c: (node.shapes[i][c.dim], c.outer) != likely)])
+                inside = [c for c in self.inside(node, i, dim.size, taken) if c not in same]
+                options[-1] += sorted(inside, key=lambda c: (node.shapes[i][c.dim], c.outer) != likely)
         order = itertools.islice(itertools.product(*(range(len(o)) for o in options)), 4096)
         for way in sorted(order, key=lambda w: (sum(x > 0 for x in w), w)):
             yield tuple(o[x] for o, x in zip(options, way))
@@ -743,6 +759,7 @@ class Result:
     def name(self) -> None:
         """Labels for the dims of the model's own inputs and for those that stages are sharded along."""
         self.labels: dict[Chain, str] = {}
+        self.folds: dict[Dim, Chain] = {}
         main = known(self.root.inputs[self.search.main])
         units = [(n, c) for n, axis in enumerate(main) for c in self.units(axis)]
         free = self.sequence | {d for node in self.chosen.values() for d in node.free()}
@@ -765,6 +782,18 @@ class Result:
             for row in itertools.chain(*self.rows(node)):
                 for s in [s for axis in row for s in self.symbols(node, axis) if s.groups]:
                     self.label(s.dims, POOL)
+                    self.one_fold(s.dims)
+
+    def one_fold(self, dims: Chain) -> None:
+        """A dim sharded as part of a fold here and by itself there: only if the inputs tell its size."""
+        for d in dims:
+            if self.folds.setdefault(d, dims) != dims:
+                sizes = " x ".join(str(d.size) for d in max(dims, self.folds[d], key=len))
+                raise ValueError(
+                    f"discover: a fold of {sizes} is sharded as a whole by one stage and taken apart by another, and no "
+                    "input shows its dims apart, so no pattern can open it; let the model's forward take the tensor "
+                    "unfolded, or another tensor that has one of these dims by itself"
+                )
 
     def label(self, dims: Chain, pool: str) -> None:
         if dims not in self.labels:
