@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class Stages(dict[str, str]):
     """Submodule pattern to stage string; prints as python, ready to paste."""
 
     def __repr__(self) -> str:
-        return "".join(["{\n", *(f"    {k!r}: {v!r},\n" for k, v in self.items()), "}"]).replace("'", '"')
+        return "".join(["{\n", *(f"    {json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.items()), "}"])
 
     __str__ = __repr__
 

@@ -338,13 +338,13 @@ class Search:
                     )
 
     def find_batch(self, root: Node) -> tuple[Dim, ...]:
-        """The first dim of the main input, if the model, or each of its submodules, is independent along it.
+        """The first dim of the main input, if the model is independent along it: in eval mode will do.
 
-        A model that is so in eval mode alone will do: a norm over the batch does not make it a sequence.
+        Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.
         """
         axis = known(root.inputs[self.main])[0]
-        calls = [n for n in root.walk() if n.tested and n is not root]
-        if root.group(self.main, Cut(0)) is not None or not any(axis[0] in n.blocked() for n in calls):
+        single = [n for n in root.walk() if n.tested and n is not root and axis[0] in n.blocked() and n.groups]
+        if root.group(self.main, Cut(0)) is not None or not single:
             return axis[:1]
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
