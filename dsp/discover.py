@@ -67,7 +67,8 @@ def discover(
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     _inspect(model, args, kwargs)
-    cuda = sorted({t.device.index or 0 for t in tensors_in((args, kwargs)) if t.device.type == "cuda"})
+    tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
         torch.manual_seed(seed)
         clone, some_args, some_kwargs = _randomised(model, args, kwargs)
