@@ -330,11 +330,13 @@ class Search:
                 continue
             for other in self.inside(node, i, dim.size, set()):
                 if other != cut and probe.independent((*choice[:i], other, *choice[i + 1 :]), dim.size) is not None:
+                    where = f"its axes {cut.dim} and {other.dim} both"
+                    if cut.dim == other.dim:
+                        where = f"the outer and the inner part of its axis {cut.dim} both"
                     raise ValueError(
                         f"discover: {node.params[i]!r} of {node.path or 'the model'} has shape {node.shapes[i]}, and "
-                        f"both its axis {cut.dim} and its axis {other.dim} (or another order of a fold) could be the "
-                        f"dim of size {dim.size} of {node.params[arg]!r}; pass inputs whose batch, frames and tokens "
-                        "all have different sizes, and whose values differ"
+                        f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}; pass inputs whose "
+                        "values differ, and whose batch, frames and tokens have different sizes"
                     )
 
     def find_batch(self, root: Node) -> tuple[Dim, ...]:

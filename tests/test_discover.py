@@ -147,16 +147,15 @@ class Between(nn.Module):
         return self.time(self.odd(self.space(x)))
 
 
-def of(f: Any, x: Tensor | None = None) -> str | None:
+def of(f: Any) -> str | None:
     """What discover says of an odd module; None if it may stay between stages."""
-    x = torch.randn(2, 7, 5, C) if x is None else x
-    stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (x,))
+    stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
     assert stages["space"] == "b t [s c]"
     assert stages["time"] == "b [t] s [c]"
     return stages.get("odd")
 
 
-def drawn(*shape: int | str) -> Any:
+def drawn(*shape: int) -> Any:
     """Multiplies by random numbers of x's own sizes, or of size 1."""
 
     def f(m: Odd, x: Tensor) -> Tensor:
@@ -450,15 +449,24 @@ class InADict(nn.Module):
         return self.space(given["x"])
 
 
-class Told(nn.Module):
-    """A mask in no order that its sizes or values could tell."""
+class Labelled(nn.Module):
+    """Frames with a label each, in one list for all samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
+        self.space, self.time, self.label = toys.Along(2), toys.Along(1), nn.Embedding(4, C)
 
-    def forward(self, x: Tensor, frames: Tensor) -> Tensor:
-        return self.time(self.space(x))
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.time(self.space(x) + self.label(labels).unflatten(0, x.shape[:2])[:, :, None])
+
+
+def test_what_sizes_and_values_cannot_tell_is_asked_for() -> None:
+    x, labels = torch.randn(2, 7, 5, C), torch.arange(14) % 4
+    with pytest.raises(ValueError, match=r"'labels' of the model has shape .* could be the dim of size 2 of 'x'"):
+        dsp.discover(Labelled(), (x, torch.zeros_like(labels)))
+    assert dsp.discover(Labelled(), (x, labels)) == {
+        "": "x=b t s c, labels=(b t) -> b t s c", "space": "b t [s c]", "time": "b [t] s [c]",
+    }  # fmt: skip
 
 
 def test_errors() -> None:
