@@ -3,6 +3,7 @@
 from dsp.check import Report, check
 from dsp.choose import Sizing, choose
 from dsp.count import count_comm
+from dsp.discover import discover
 from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
@@ -22,6 +23,7 @@ __all__ = [
     "check",
     "choose",
     "count_comm",
+    "discover",
     "gather",
     "hand_over",
     "mean",

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from dsp.layout import Axis, Cut
+from dsp.layout import Axis
 from dsp.notation import StagePattern
 from dsp.parallel import parallelize
 from dsp.plan import stages_of
+from dsp.slices import TOLERANCE, call_part, copies, error, part, slices
 from dsp.stages import Stage, clean, cut_for, sizes_of_root, tensors_in
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 
 @dataclass
@@ -123,10 +122,10 @@ def _check(
 
     try:
         outputs, grads, _ = _run(parallel, args, kwargs, {}, average=average if axis.size > 1 else lambda g: g)
-    except Exception as error:
-        report.problems.append(f"the parallel run raised {type(error).__name__}: {error}")
+    except Exception as reason:
+        report.problems.append(f"the parallel run raised {type(reason).__name__}: {reason}")
         return report
-    report.output = max((_error(a, b) for a, b in zip(outputs, expected)), default=0.0)
+    report.output = max((error(a, b) for a, b in zip(outputs, expected)), default=0.0)
     if not report.output <= tolerance:
         report.problems.append(f"outputs differ by {report.output:.1e}")
     # a gradient that is zero but for rounding (the bias of attention keys, say) is measured against the others
@@ -138,7 +137,7 @@ def _check(
         if g is None or mine is None:
             off = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
         else:
-            off = _error(mine, g, floor)
+            off = error(mine, g, floor)
         report.gradients[name] = off
         if not off <= 10 * tolerance:
             wrong.append(f"the gradient of {name} differs by {off:.1e}")
@@ -150,30 +149,22 @@ def _check(
 
 def _prepare(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any, torch.dtype]:
     """A copy without randomness, in float64 if it runs there, with inputs to match."""
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    first_error: Exception | None = None
-    for dtype in dict.fromkeys((torch.float64, own)):
-        clone = copy.deepcopy(model).to(dtype)
-
-        def cast(t: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            t = t.detach()
-            return (t.to(dtype) if t.is_floating_point() else t).clone()
-
-        a, k = pytree.tree_map_only(Tensor, cast, (args, kwargs))
+    first: Exception | None = None
+    for dtype, clone, a, k in copies(model, args, kwargs):
         try:
             with torch.no_grad():
                 torch.manual_seed(0)
                 one = tensors_in(clone(*a, **k))
                 torch.manual_seed(1)
                 two = tensors_in(clone(*a, **k))
-        except Exception as error:
-            first_error = first_error or error
+        except Exception as reason:
+            first = first or reason
             continue
         if any(not torch.equal(x, y) for x, y in zip(one, two)):
             clone.eval()  # dropout and the like cannot be compared number by number
         return clone, a, k, dtype
-    assert first_error is not None
-    raise first_error
+    assert first is not None
+    raise first
 
 
 def _run(
@@ -229,7 +220,7 @@ def _module(model: nn.Module, clean_name: str) -> nn.Module:
 def _slices(
     stage: Stage, args: Any, kwargs: Any, root_sizes: Mapping[str, int], report: Report, tolerance: float
 ) -> None:
-    """f(slice) == slice of f, along every dim outside brackets, in two uneven parts."""
+    """f(slice) == slice of f, along every dim outside brackets, in uneven parts."""
     _, bound = stage.signature.bind(args, kwargs)
     sizes = stage.sizes(bound, root_sizes)
     with torch.no_grad():
@@ -239,25 +230,21 @@ def _slices(
         size = sizes.get(name, 1)
         if size < 2:
             continue
-        middle = max(1, size // 3)
+        cuts = [cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound]
         worst, failure = 0.0, ""
-        for start, length in ((0, middle), (middle, size - middle)):
-            call, again = stage.signature.bind(args, kwargs)
-            for b in again:
-                cut = cut_for(b.pattern, b.tensor.shape, name, sizes)
-                if cut is not None:
-                    call.replace(b, part(b.tensor, cut, size, start, length))
+        for start, length in slices(size):
+            call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
             try:
                 with torch.no_grad():
                     outputs = tensors_in(stage.module(*call.args, **call.kwargs))
-            except Exception as error:
-                worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(error).__name__}: {error})"
+            except Exception as reason:
+                worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
                 break
             for t, w, p in zip(outputs, whole, patterns):
                 out_sizes = {**{m: w.shape[p.axis_of(m)] for m in p.names if len(p.axes[p.axis_of(m)]) == 1}, **sizes}
                 cut = cut_for(p, w.shape, name, out_sizes)
                 expected = part(w, cut, size, start, length) if cut is not None else w
-                worst = max(worst, _error(t, expected))
+                worst = max(worst, error(t, expected))
         report.slices[(stage.name, name)] = worst
         if not worst <= tolerance:
             failure = failure or (
@@ -267,22 +254,3 @@ def _slices(
                 f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}', or, if one of its other tensors "
                 f"varies along {name!r}, give that one a pattern"
             )
-
-
-def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
-    """A slice of the dim of `size` that `cut` points at, inside its fold."""
-    inner = t.shape[cut.dim] // (cut.outer * size)
-    fine = t.unflatten(cut.dim, (cut.outer, size, inner)).narrow(cut.dim + 1, start, length)
-    return fine.flatten(cut.dim, cut.dim + 2)
-
-
-def _error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
-    """Largest difference, relative to the largest value of `b`."""
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.numel():
-        return 0.0
-    if b.dtype == torch.bool:
-        return float((a != b).any())
-    scale = float(b.abs().max()) if b.is_floating_point() else 1.0
-    return float((a.detach() - b).abs().max()) / max(scale, floor, 1e-30)

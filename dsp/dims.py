@@ -1,0 +1,248 @@
+"""Which dim is which: the dims of a model's inputs followed through its forward, by the rules of glue.
+
+Every axis of a followed tensor is a fold of dims. What the rules of `dsp.rules` say of a sharded dim, they say of any
+dim: where it lies after the operation. A dim that an operation loses ends there, and a new one is born in its place.
+Dims turn out to be the same when they meet (two tensors added), and to be folds when a reshape takes them apart, so a
+`Dim` is a node of a union-find whose leaves are what they are known to be so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dsp.layout import Cut
+from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands
+from dsp.stages import tensors_in
+from dsp.trace import ATTRIBUTE_OPS, METADATA, op_name
+
+
+@dataclass(eq=False)
+class Dim:
+    size: int
+    order: int
+    same: Dim | None = None
+    parts: tuple[Dim, ...] = ()
+    apart: set[Dim] = field(default_factory=set)  # dims of one tensor, which cannot be the same
+
+    def atoms(self) -> tuple[Dim, ...]:
+        """The dims that this one is known to consist of, itself if it is one of its own."""
+        d = self
+        while d.same is not None:
+            d = d.same
+        return tuple(a for p in d.parts for a in p.atoms()) if d.parts else (d,)
+
+
+Axes = list[tuple[Dim, ...]]  # for each axis the dims it folds, outermost first; none for size 1
+
+
+class Dims:
+    """All dims of a model. Runs of one forward are alike, so what is born at a place is the same dim in each."""
+
+    def __init__(self) -> None:
+        self.births: dict[Any, Dim] = {}
+        self.changes = 0
+
+    def born(self, key: Any, size: int) -> tuple[Dim, ...]:
+        if (key, size) not in self.births:
+            self.births[key, size] = Dim(size, len(self.births))
+        return self.births[key, size].atoms()
+
+    def split(self, dim: Dim, outer: int) -> None:
+        """This dim is a fold, of which the outer part has size `outer`."""
+        dim.parts = tuple(Dim(size, dim.order, apart=set(dim.apart)) for size in (outer, dim.size // outer))
+        self.changes += 1
+
+    def unify(self, one: tuple[Dim, ...], two: tuple[Dim, ...]) -> bool:
+        """Two folds of the same size are the same; False where that cannot be."""
+        one, two = atoms(one), atoms(two)
+        while one and two:
+            a, b = one[0], two[0]
+            if a is b:
+                one, two = one[1:], two[1:]
+                continue
+            if a.size == b.size:
+                if any(b in x.atoms() for x in a.apart) or any(a in x.atoms() for x in b.apart):
+                    return False
+                old, new = sorted((a, b), key=lambda d: d.order)
+                new.same = old
+                old.apart |= new.apart
+                self.changes += 1
+            else:
+                large, small = (a, b) if a.size > b.size else (b, a)
+                if large.size % small.size:
+                    return False
+                self.split(large, small.size)
+            one, two = atoms(one), atoms(two)
+        return True
+
+    def fill(self, shape: Sequence[int], found: list[tuple[Cut, tuple[Dim, ...]]], key: Any) -> Axes:
+        """The axes of a tensor in which dims were found, with new dims where none was; what overlaps is the same."""
+        axes: Axes = []
+        for d, size in enumerate(shape):
+            spans: list[tuple[int, Dim]] = []
+            marks = {1, size}
+            for cut, dims in found:
+                start = cut.outer
+                for dim in atoms(dims) if cut.dim == d else ():
+                    ends = sorted({*marks, start, start * dim.size})
+                    if size % (start * dim.size) == 0 and all(b % a == 0 for a, b in itertools.pairwise(ends)):
+                        marks |= {start, start * dim.size}
+                        spans.append((start, dim))
+                    start *= dim.size
+            axis: list[Dim] = []
+            for a, b in itertools.pairwise(sorted(marks)):
+                here = []
+                for start, dim in spans:
+                    if start <= a and b <= start * dim.size:
+                        here.append(self.between(dim, a // start, b // start))
+                dims = here[0] if here else self.born((key, d, a), b // a)
+                for other in here[1:]:
+                    self.unify(dims, other)
+                axis += atoms(dims)
+            axes.append(tuple(axis))
+        return axes
+
+    def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
+        """The part of a fold that spans [start, end) of it, as products of sizes."""
+        at, taken = 1, []
+        pending = list(dim.atoms())
+        while pending:
+            a = pending.pop(0)
+            for mark in (start, end):
+                if at < mark < at * a.size:
+                    self.split(a, mark // at)
+                    break
+            if a.parts:
+                pending = [*a.atoms(), *pending]
+                continue
+            if start <= at and at * a.size <= end:
+                taken.append(a)
+            at *= a.size
+        return tuple(taken)
+
+
+def atoms(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    return tuple(a for d in dims for a in d.atoms())
+
+
+def places(axes: Axes) -> Iterator[tuple[Dim, Cut]]:
+    """Every dim of a tensor, and where it lies."""
+    for d, axis in enumerate(axes):
+        outer = 1
+        for dim in axis:
+            yield dim, Cut(d, outer)
+            outer *= dim.size
+
+
+def axes_of(t: Tensor) -> Axes | None:
+    """The dims of a followed tensor."""
+    axes = getattr(t, "_dsp_axes", None)
+    return None if axes is None else [atoms(axis) for axis in axes]
+
+
+def is_live(t: Tensor) -> bool:
+    """Whether a tensor is computed from the inputs whose dims are to be sharded."""
+    return bool(getattr(t, "_dsp_live", False))
+
+
+def follow(t: Tensor, axes: Axes, live: bool) -> None:
+    every = {dim for axis in axes for dim in axis}
+    for dim in every:
+        dim.apart |= every - {dim}
+    t._dsp_axes, t._dsp_live = axes, live  # type: ignore[attr-defined]
+
+
+@dataclass
+class GlueOp:
+    """One operation on followed tensors: for each of their dims, whether it can run with that dim sharded."""
+
+    name: str
+    live: bool
+    accepts: dict[Dim, bool]
+
+
+class Follower(TorchFunctionMode):
+    """Follows dims through a forward; `on_op` is told of every operation."""
+
+    def __init__(self, dims: Dims, on_op: Callable[[GlueOp], None]) -> None:
+        super().__init__()
+        self.dims, self.on_op = dims, on_op
+        self.asleep = False
+        self.index = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, attribute = op_name(func)
+        if self.asleep or (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+            return func(*args, **kwargs)
+        shapes = [tuple(t.shape) for t in tensor_args(args, kwargs)]
+        out = func(*args, **kwargs)
+        self.index += 1
+        tensors = tensor_args(args, kwargs)
+        if any(axes_of(t) is not None for t in tensors):
+            self.step(name, args, kwargs, tensors, shapes, tensors_in(out))
+        return out
+
+    def step(
+        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shapes: list[tuple[int, ...]], out: list[Tensor]
+    ) -> None:
+        live = any(is_live(t) for t in tensors)
+        if RULES.get(name) in _RESHAPES and len(out) == 1:
+            self.take_apart(axes_of(tensors[0]) or [], out[0].shape)
+        where = {i: dict(places(axes)) for i, t in enumerate(tensors) if (axes := axes_of(t)) is not None}
+        accepts: dict[Dim, bool] = {}
+        found: list[tuple[Cut, tuple[Dim, ...]]] = []
+        for dim in dict.fromkeys(d for own in where.values() for d in own):
+            carriers = {i: own[dim] for i, own in where.items() if dim in own}
+            outcome = self.outcome(name, args, kwargs, shapes, carriers, dim.size)
+            accepts[dim] = outcome is not None
+            tried = [outcome]
+            if outcome is None and len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
+                tried = [self.outcome(name, args, kwargs, shapes, {i: c}, dim.size) for i, c in carriers.items()]
+            for i, cut in (outcome.narrow if outcome is not None else {}).items():
+                self.meet(tensors[i], cut, dim)
+            cuts = [o.cut for o in tried if o is not None and o.cut is not None]
+            for k, cut in enumerate(dict.fromkeys(cuts)):
+                found.append((cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size)))
+        self.on_op(GlueOp(name, live, accepts))
+        for k, t in enumerate(out):
+            fit = [(c, d) for c, d in found if c.dim < t.ndim]
+            follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
+
+    def meet(self, t: Tensor, cut: Cut, dim: Dim) -> None:
+        """A whole tensor that the operation narrows has the dim, too."""
+        axes = axes_of(t)
+        if axes is not None:
+            known: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
+            follow(t, self.dims.fill(t.shape, [*known, (cut, (dim,))], ("op", self.index)), is_live(t))
+
+    def outcome(
+        self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int
+    ) -> Outcome | None:
+        """What the rule says with one element of the dim on each of n ranks, so that every structure fits."""
+        operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
+        converted = tuple(with_operands(a, operands) for a in args)
+        frame = Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, n)
+        try:
+            return RULES.get(name, no_rule)(frame)
+        except Exception:  # GlueError says no; a rule given what it was not made for says nothing
+            return None
+
+    def take_apart(self, axes: Axes, new: Sequence[int]) -> None:
+        """A reshape that cuts through a dim shows that it is a fold."""
+        for mark in itertools.accumulate(new, lambda a, b: a * b):
+            at = 1
+            for dim in [d for axis in axes for d in axis]:
+                for a in dim.atoms():
+                    if at < mark < at * a.size and mark % at == 0 and a.size % (mark // at) == 0:
+                        self.dims.split(a, mark // at)
+                    at *= a.size
+
+
+_RESHAPES = {RULES[name] for name in ("view", "view_as", "flatten", "unflatten")}

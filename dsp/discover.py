@@ -1,0 +1,151 @@
+"""discover: what each submodule of a model nobody annotated computes over, as a stages dict.
+
+1. A copy of the model runs once on the example inputs, every dim of which is followed through glue by the rules that
+   will run on shards (`dsp.dims`). So a submodule's tensors arrive with dims that are known to be the same, or folds.
+2. Each submodule is called again on slices of its own inputs (`dsp.slices`): along which dims, sliced in which of its
+   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.search`).
+3. Reshapes and meetings show what dims are; the run is repeated until it shows nothing new.
+4. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
+   operations that glue can run, stays glue (`dsp.patterns`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dsp.notation import BATCH_NAMES, NotationError
+from dsp.patterns import Patterns
+from dsp.plan import make_plan, stages_of
+from dsp.rules import GlueError
+from dsp.search import Search
+from dsp.slices import copies
+from dsp.stages import tensors_in
+from dsp.trace import trace
+
+log = logging.getLogger("dsp")
+
+
+class Stages(dict[str, str]):
+    """Submodule pattern to stage string; prints as python, ready to paste."""
+
+    def __repr__(self) -> str:
+        return "".join(["{\n", *(f"    {json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.items()), "}"])
+
+    __str__ = __repr__
+
+
+def discover(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+) -> dict[str, str]:
+    """Find out what each submodule of `model` computes over: the stages for `parallelize`, `plan` and `check`.
+
+    args, kwargs: example inputs of its forward, real tensors, small, with at least two of everything that may grow
+    (samples, frames, tokens); sizes that differ make the result easiest to read. The tensor with the most dims, the
+    first of these, is taken for the sequence; its first dim for the batch if the model is independent along it. Only
+    dims that are sharded are named in the root pattern. ``print`` shows the dict as python.
+
+    How dims are told apart: not by their size but by following them from the inputs through every operation between
+    submodules, by the rules that glue runs by; only dims of tensors that come another way are matched by size, and
+    then by the test. How independence is tested: f(slice) == slice of f, for uneven slices, on a copy of the model in
+    float64, in train mode, with random parameters (so that no zero-initialised gate hides anything); numbers that a
+    submodule draws are sliced, too. The model, its buffers and the random state are left as they were.
+
+    Raises ValueError when the inputs do not tell enough, or when nothing is left to shard; `GlueError` when an
+    operation outside any submodule cannot run on shards. Takes some dozen forwards per submodule.
+    """
+    kwargs = dict(kwargs or {})
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    _inspect(model, args, kwargs)
+    tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        torch.manual_seed(seed)
+        clone, some_args, some_kwargs = _randomised(model, args, kwargs)
+        search = Search(clone, some_args, some_kwargs, seed)
+        patterns = Patterns(search, search.settle())
+    stages = Stages(patterns.stages())
+    found, root = stages_of(model, stages)
+    try:
+        t = trace(model, found, root, args, kwargs, 2, gather_output=False)
+        rows = make_plan(t, {s.name: s for s in found}, 2, None).stages
+    except (NotationError, GlueError) as reason:
+        raise type(reason)(f"discover found\n{stages}\nbut between these stages: {reason}") from None
+    except Exception as reason:  # a forward that looks at its data is planned as it runs
+        log.info("discover: not planned ahead: %s", reason)
+        return stages
+    free = {s.name: set(s.pattern.free) - BATCH_NAMES for s in found}
+    if any(row.layout in BATCH_NAMES and free.get(row.name) for row in rows):
+        raise GlueError(
+            f"discover found\n{stages}\nbut what runs between these stages leaves only the batch to shard: "
+            f"{patterns.refusing() or 'an operation'} can run along no sequence dim. Move it into a submodule"
+        )
+    return stages
+
+
+def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Inputs that cannot tell are refused."""
+    tensors = tensors_in((args, kwargs))
+    if not tensors:
+        raise ValueError("discover needs example inputs: the tensors that the model's forward takes, as args or kwargs")
+    if any(t.is_meta for t in [*tensors, *model.parameters(), *model.buffers()]):
+        raise ValueError("discover runs the model: build it, and its inputs, on a real device and with small sizes")
+    for t in tensors:
+        counts = not t.is_floating_point() and t.dtype != torch.bool
+        if counts and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
+            raise ValueError(
+                f"discover got an integer input {tuple(t.shape)} whose elements are all {t.flatten()[0].item()}: what "
+                "moves in it cannot be seen; pass values that differ"
+            )
+
+
+def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+    """A copy in train mode with random parameters, and inputs that hide nothing by being alike."""
+    first: Exception | None = None
+    for _, clone, a, k in copies(model, args, kwargs):
+        clone.train()
+        for boldly in (True, False):
+            if boldly:
+                ra, rk = pytree.tree_map_only(Tensor, _vary, (a, k))
+                for p in clone.parameters():
+                    if p.is_floating_point():
+                        p.copy_(torch.randn_like(p) / max(1, p[0].numel() if p.ndim > 1 else 1) ** 0.5)
+            else:  # a forward that takes roots or logarithms: stay near what the model holds
+                ra, rk = a, k
+                for p, q in zip(clone.parameters(), model.parameters()):
+                    if p.is_floating_point():
+                        p.copy_(q.detach() + torch.randn_like(p) * 0.02)
+            try:
+                state = {n: b.clone() for n, b in clone.named_buffers()}
+                copied = pytree.tree_map_only(Tensor, torch.clone, (ra, rk))
+                out = tensors_in(clone(*copied[0], **copied[1]))
+                for n, b in clone.named_buffers():
+                    b.copy_(state[n])
+            except Exception as reason:
+                first = first or reason
+                continue
+            if all(t.isfinite().all() for t in out if t.is_floating_point()):
+                return clone, ra, rk
+    if first is not None:
+        raise first
+    raise ValueError("discover: the model returns numbers that are not finite on these inputs")
+
+
+def _vary(t: Tensor) -> Tensor:
+    if t.is_floating_point():
+        return t + torch.randn_like(t)
+    if t.dtype == torch.bool and t.numel() > 1 and (t == t.flatten()[0]).all():
+        varied = torch.rand(t.shape, device=t.device) < 0.5
+        varied.select(-1, 0).fill_(True)  # a mask leaves something to see in every row
+        return varied
+    return t

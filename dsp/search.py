@@ -1,0 +1,414 @@
+"""The search of `discover`: runs of a model in which dims are followed and every submodule is called on slices."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dsp.dims import Axes, Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
+from dsp.layout import Cut
+from dsp.notation import StagePattern
+from dsp.parallel import describe
+from dsp.slices import Probe, divisors
+from dsp.stages import Signature, clean, tensors_in
+
+log = logging.getLogger("dsp")
+
+PASSES = 6
+COMBINATIONS = 64  # ways to slice the tensors of one call along one dim
+SLOW = 3.0  # seconds after which progress is logged
+ANY = StagePattern("", (), (), False)
+
+
+@dataclass
+class Group:
+    """One dim along which a call is independent: where it lies in each tensor argument and in each output."""
+
+    primary: tuple[int, Cut]  # the argument and place that the search began with
+    cuts: tuple[Cut | None, ...]
+    outputs: tuple[Cut, ...]
+    size: int
+
+
+@dataclass(eq=False)
+class Node:
+    """One call of a submodule: its tensor arguments, what it is independent along, what runs inside it."""
+
+    path: str
+    module: nn.Module
+    index: int
+    params: list[str] = field(default_factory=list)
+    inputs: list[Axes] = field(default_factory=list)
+    lives: list[bool] = field(default_factory=list)
+    outputs: list[Axes] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    ops: list[GlueOp] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    tested: bool = False
+    local: bool = False  # acts on each position alone: computes over one axis at most, the channels
+
+    @property
+    def live(self) -> bool:
+        return any(self.lives)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(s) for s, live in zip(self.shapes, self.lives) if live)
+
+    def group(self, arg: int, cut: Cut) -> int | None:
+        return next((n for n, g in enumerate(self.groups) if g.cuts[arg] == cut), None)
+
+    def slots(self) -> Iterator[tuple[int, Dim, Cut]]:
+        """Every dim of the arguments that may be sharded, and where it lies."""
+        for i, axes in enumerate(self.inputs):
+            if self.lives[i]:
+                yield from ((i, d, c) for d, c in places(known(axes)))
+
+    def free(self) -> set[Dim]:
+        return {d for i, d, c in self.slots() if self.group(i, c) is not None}
+
+    def blocked(self) -> set[Dim]:
+        return {d for i, d, c in self.slots() if self.group(i, c) is None}
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def known(axes: Axes) -> Axes:
+    """The dims of a tensor as far as they are known by now."""
+    return [atoms(axis) for axis in axes]
+
+
+class Search:
+    """Runs of the model in which dims are followed and every submodule is tested."""
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, seed: int) -> None:
+        self.model, self.args, self.kwargs, self.seed = model, args, kwargs, seed
+        self.dims = Dims()
+        self.paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self.paths.setdefault(id(module), clean(path))
+        self.signature = Signature(model, ANY, "the model")
+        self.known: dict[Any, list[Group]] = {}
+        self.alike: dict[Any, list[Group]] = {}
+        self.runs = 0
+        self.start = self.told = time.monotonic()
+        bound = self.signature.bind(args, kwargs)[1]
+        self.params = [b.param for b in bound]
+        shapes = [tuple(b.tensor.shape) for b in bound]
+        if not shapes or not max(map(len, shapes)):
+            raise ValueError(
+                f"discover: no argument of {type(model).__name__} is a tensor with dims; patterns cannot name tensors "
+                "inside lists and dicts, so pass the sequence as an argument of its own"
+            )
+        self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
+        if shapes[self.main][0] == 1:
+            raise ValueError(
+                f"discover: {self.params[self.main]!r} has shape {shapes[self.main]}, and a dim of size 1 cannot be "
+                "sliced; pass at least two of everything that may grow: samples, frames, tokens"
+            )
+        self.live = {self.main}
+        self.batch: tuple[Dim, ...] = ()
+
+    def settle(self) -> Node:
+        for _ in range(PASSES):
+            before = (self.dims.changes, len(self.live))
+            root = self.run()
+            self.batch = self.find_batch(root)
+            self.widen(root)
+            if (self.dims.changes, len(self.live)) == before:
+                break
+        took = time.monotonic() - self.start
+        log.info("discover: %d runs of submodules on slices, %.1f s", self.runs, took)
+        return root
+
+    def widen(self, root: Node) -> None:
+        """Inputs that share a sequence dim with the main one are to be sharded, too."""
+        wanted = {d for i in self.live for axis in root.inputs[i] for d in atoms(axis)} & self.sequence(root)
+        for i, axes in enumerate(root.inputs):
+            if wanted & {d for axis in axes for d in atoms(axis)}:
+                self.live.add(i)
+
+    def sequence(self, root: Node) -> set[Dim]:
+        """Sequence dims: those along which some module with parameters is independent; the batch aside."""
+        found: set[Dim] = set()
+        for node in root.walk():
+            if node.live and node.tested and any(True for _ in node.module.parameters()):
+                found |= node.free()
+        return found - set(atoms(self.batch))
+
+    # --- one run ---
+
+    def run(self) -> Node:
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (self.args, self.kwargs))
+        for i, b in enumerate(self.signature.bind(args, kwargs)[1]):
+            follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
+        self.stack: list[Node] = []
+        self.count = 0
+        self.follower = Follower(self.dims, self.on_op)
+        root: list[Node] = []
+        handles = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self.leave))
+        before = [(b, b.detach().clone()) for b in self.model.buffers()]
+        self.on_root = root.append
+        try:
+            torch.manual_seed(self.seed)
+            with self.follower:
+                self.model(*args, **kwargs)
+        finally:
+            for h in handles:
+                h.remove()
+            for buffer, value in before:
+                buffer.detach().copy_(value)
+        return root[0]
+
+    def on_op(self, op: GlueOp) -> None:
+        if self.stack:
+            self.stack[-1].ops.append(op)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.follower.asleep:
+            return
+        node = Node(self.paths[id(module)], module, self.count)
+        self.count += 1
+        if self.stack:
+            self.stack[-1].children.append(node)
+        else:
+            self.on_root(node)
+        self.stack.append(node)
+        bound = Signature(module, ANY, node.path).bind(args, kwargs)[1]
+        tensors = [b.tensor for b in bound]
+        node.params = [b.param for b in bound]
+        node.shapes = [tuple(t.shape) for t in tensors]
+        for i, t in enumerate(tensors):
+            if axes_of(t) is None:
+                follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
+            node.lives.append(is_live(t))
+        node.inputs = [axes_of(t) or [] for t in tensors]
+        if node.live and not any(n.local for n in self.stack[:-1]):
+            self.test(node, args, kwargs)
+            for g in node.groups:
+                dim = self.dim_of(node, g)
+                for i, (t, cut) in enumerate(zip(tensors, g.cuts)):
+                    if cut is not None and dim is not None:
+                        self.claim(t, cut, dim, ("arg", node.index, i))
+            node.inputs = [axes_of(t) or [] for t in tensors]
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.follower.asleep:
+            return
+        node = self.stack.pop()
+        tensors = tensors_in(output)
+        for k, t in enumerate(tensors):
+            if axes_of(t) is None:
+                follow(t, self.dims.fill(t.shape, [], ("out", node.index, k)), node.live)
+            taken: set[Dim] = set()
+            for n, g in enumerate(node.groups):
+                dim = self.dim_of(node, g)
+                if dim is None or k >= len(g.outputs):
+                    continue
+                if taken & set(dim):  # one dim in two operands, sliced apart: two dims in the output
+                    dim = self.dims.born(("apart", node.index, n), g.size)
+                taken |= set(dim)
+                self.claim(t, g.outputs[k], dim, ("out", node.index, k))
+            self.keep_names(node, t)
+        node.outputs = [axes_of(t) or [] for t in tensors]
+
+    def keep_names(self, node: Node, t: Tensor) -> None:
+        """Where input and output have one shape, an axis that the rules lost inside keeps its name, no more."""
+        mine, passed = axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
+        for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
+            if live and shape == tuple(t.shape):
+                for old, new in zip(known(axes), mine):
+                    if not passed & set(new):
+                        self.dims.unify(old, new)
+                return
+
+    def dim_of(self, node: Node, g: Group) -> tuple[Dim, ...] | None:
+        arg, cut = g.primary
+        return dim_at([atoms(a) for a in node.inputs[arg]], cut, g.size)
+
+    def claim(self, t: Tensor, cut: Cut, dim: tuple[Dim, ...], key: Any) -> None:
+        axes = axes_of(t)
+        assert axes is not None
+        known = [(c, (d,)) for d, c in places(axes)]
+        follow(t, self.dims.fill(t.shape, [*known, (cut, dim)], key), is_live(t))
+
+    # --- one submodule ---
+
+    def test(self, node: Node, args: Any, kwargs: Any) -> None:
+        self.follower.asleep = True
+        try:
+            probe = Probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
+            look = (node.index, structure(node))
+            if look not in self.known:
+                kind = (fingerprint(node.module), look[1], str(describe(args, kwargs)))
+                if kind in self.alike:  # a block like another: true along the same dims, or along fewer
+                    for g in self.alike[kind]:
+                        outputs = probe.independent(g.cuts, g.size)
+                        if outputs is not None:
+                            node.groups.append(Group(g.primary, g.cuts, tuple(outputs), g.size))
+                else:
+                    self.explore(node, probe)
+                    self.alike[kind] = node.groups
+                self.known[look] = node.groups
+            node.groups = self.known[look]
+            node.tested = True
+            node.local = acts_locally(node, [tuple(t.shape) for t in probe.whole])
+            self.runs += probe.runs
+        finally:
+            self.follower.asleep = False
+        if time.monotonic() - self.told > SLOW:
+            self.told = time.monotonic()
+            log.info("discover: at %s, %d runs of submodules so far", node.path or "the model", self.runs)
+
+    def explore(self, node: Node, probe: Probe) -> None:
+        """Every dim of its tensors that the call is independent along."""
+        taken: set[tuple[int, Cut]] = set()
+        for arg, dim, cut in node.slots():
+            if (arg, cut) in taken:
+                continue
+            for choice in itertools.islice(self.ways(node, arg, dim, cut, taken), COMBINATIONS):
+                outputs = probe.independent(choice, dim.size)
+                if outputs is None:
+                    continue
+                self.unambiguous(node, probe, choice, arg, dim, cut)
+                node.groups.append(Group((arg, cut), choice, tuple(outputs), dim.size))
+                taken |= {(i, c) for i, c in enumerate(choice) if c is not None}
+                break
+
+    def ways(
+        self, node: Node, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
+    ) -> Iterable[tuple[Cut | None, ...]]:
+        """How the tensors of a call may be sliced together along a dim of one of them: the likeliest first."""
+        options: list[list[Cut | None]] = []
+        for i, axes in enumerate(node.inputs):
+            slots = [(d, c) for d, c in places(known(axes)) if (i, c) not in taken]
+            same = [c for d, c in slots if d is dim]
+            options.append([cut] if i == arg else [*same, None])
+            if i != arg:
+                likely = (node.shapes[arg][cut.dim], cut.outer)
+                others = [c for c in self.inside(node, i, dim.size, taken) if c not in same]
+                apart = [(node.shapes[i][c.dim], c.outer) != likely for c in others]
+                options[-1] += [c for _, c in sorted(zip(apart, others), key=lambda x: x[0])]
+        order = itertools.islice(itertools.product(*(range(len(o)) for o in options)), 4096)
+        for way in sorted(order, key=lambda w: (sum(x > 0 for x in w), w)):
+            yield tuple(o[x] for o, x in zip(options, way))
+
+    def inside(self, node: Node, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
+        """Where a dim of `size` may lie in an argument, for all that its sizes tell."""
+        found = []
+        for d, c in places(known(node.inputs[arg])):
+            if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):
+                continue
+            found += [Cut(c.dim, c.outer * o) for o in divisors(d.size // size)]
+        return found
+
+    def unambiguous(
+        self, node: Node, probe: Probe, choice: tuple[Cut | None, ...], arg: int, dim: Dim, at: Cut
+    ) -> None:
+        """A tensor matched by size and test alone must not pass the test another way, unless folded as its partner."""
+        for i, cut in enumerate(choice):
+            if i == arg or cut is None or any(d is dim for d, _ in places(known(node.inputs[i]))):
+                continue
+            if (node.shapes[i][cut.dim], cut.outer) == (node.shapes[arg][at.dim], at.outer):
+                continue
+            for other in self.inside(node, i, dim.size, set()):
+                if other != cut and probe.independent((*choice[:i], other, *choice[i + 1 :]), dim.size) is not None:
+                    where = f"its axes {cut.dim} and {other.dim} both"
+                    if cut.dim == other.dim:
+                        where = f"the outer and the inner part of its axis {cut.dim} both"
+                    raise ValueError(
+                        f"discover: {node.params[i]!r} of {node.path or 'the model'} has shape {node.shapes[i]}, and "
+                        f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}; pass inputs whose "
+                        "values differ, and whose batch, frames and tokens have different sizes"
+                    )
+
+    def find_batch(self, root: Node) -> tuple[Dim, ...]:
+        """The first dim of the main input, if the model is independent along it: in eval mode will do.
+
+        Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.
+        """
+        axis = known(root.inputs[self.main])[0]
+        single = [n for n in root.walk() if n.tested and n is not root and axis[0] in n.blocked() and n.groups]
+        if root.group(self.main, Cut(0)) is not None or not single:
+            return axis[:1]
+        modes = [(m, m.training) for m in self.model.modules()]
+        self.model.eval()
+        try:
+            probe = Probe(self.model, self.signature, self.args, self.kwargs, self.seed)
+            ways = itertools.islice(self.ways(root, self.main, axis[0], Cut(0), set()), COMBINATIONS)
+            free = any(probe.independent(way, axis[0].size) is not None for way in ways)
+        finally:
+            for m, mode in modes:
+                m.training = mode
+        return axis[:1] if free else ()
+
+
+def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
+    """The dims that a place of a tensor holds."""
+    outer, taken = 1, []
+    for d in axes[cut.dim]:
+        if cut.outer <= outer and outer * d.size <= cut.outer * size:
+            taken.append(d)
+        outer *= d.size
+    return tuple(taken) if math.prod(d.size for d in taken) == size else None
+
+
+def acts_locally(node: Node, outputs: list[tuple[int, ...]]) -> bool:
+    blocked = {(i, c.dim) for i, _, c in node.slots() if node.group(i, c) is None}
+    if len(blocked) > len({i for i, _ in blocked}):
+        return False
+    for k, shape in enumerate(outputs):
+        left = list(shape)
+        for g in node.groups:
+            left[g.outputs[k].dim] //= g.size
+        if sum(s > 1 for s in left) > 1:
+            return False
+    return True
+
+
+def structure(node: Node) -> Any:
+    """The dims of a call's arguments, numbered: which are the same, which are folds."""
+    numbers: dict[Dim, int] = {}
+    return tuple(
+        (live, tuple(tuple((numbers.setdefault(d, len(numbers)), d.size) for d in axis) for axis in known(axes)))
+        for live, axes in zip(node.lives, node.inputs)
+    )
+
+
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def fingerprint(value: Any, depth: int = 0) -> Any:
+    """Equal for modules that compute the same function of their parameters."""
+    if isinstance(value, nn.Module):
+        own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
+        tensors = [*value._parameters.items(), *value._buffers.items()]
+        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors)
+        return (type(value), own, shapes, tuple((k, fingerprint(m, depth)) for k, m in value._modules.items()))
+    if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
+        return (type(value).__name__, value)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(fingerprint(v, depth) for v in value))
+    if isinstance(value, Mapping):
+        return tuple((str(k), fingerprint(v, depth)) for k, v in value.items())
+    if inspect.isfunction(value) or inspect.isbuiltin(value) or isinstance(value, Tensor) or depth > 3:
+        return id(value)
+    attributes = sorted(getattr(value, "__dict__", {}).items())
+    return (type(value), tuple((k, fingerprint(v, depth + 1)) for k, v in attributes))

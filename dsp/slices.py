@@ -1,0 +1,207 @@
+"""The slice test, what independence means: f(slice of x) == slice of f(x), for uneven slices.
+
+`check` holds a declared stage to it, `discover` finds with it what a submodule computes over. A part draws its own
+random numbers, so the test treats what f draws as one more input, sliced along with the others. Numbers that are shared
+along the dim (row-wise dropout) cannot be sliced: along it f is not independent.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsp.layout import Cut
+from dsp.stages import Call, Signature, tensors_in
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dtype, nn.Module, Any, Any]]:
+    """Copies of a model and its inputs: in float64, and for a model that does not run there in its own type."""
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for dtype in dict.fromkeys((torch.float64, own)):
+
+        def cast(t: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+            t = t.detach()
+            return (t.to(dtype) if t.is_floating_point() else t).clone()
+
+        yield (dtype, copy.deepcopy(model).to(dtype), *pytree.tree_map_only(Tensor, cast, (args, kwargs)))
+
+
+def slices(size: int) -> list[tuple[int, int]]:
+    """(start, length) of uneven parts of a dim: they cover it, and one starts off every even boundary."""
+    middle = max(1, size // 3)
+    odd = [(1, size - 2)] if size > 3 else []
+    return [(0, middle), (middle, size - middle), *odd]
+
+
+def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
+    """A slice of the dim of `size` that `cut` points at, inside its fold."""
+    inner = t.shape[cut.dim] // (cut.outer * size)
+    fine = t.unflatten(cut.dim, (cut.outer, size, inner)).narrow(cut.dim + 1, start, length)
+    return fine.flatten(cut.dim, cut.dim + 2)
+
+
+def call_part(
+    signature: Signature, args: Any, kwargs: Any, cuts: Sequence[Cut | None], size: int, start: int, length: int
+) -> Call:
+    """The call with a part of every tensor argument that `cuts` (by position, as `bind` numbers them) points into."""
+    call, bound = signature.bind(args, kwargs)
+    for b, cut in zip(bound, cuts):
+        if cut is not None:
+            call.replace(b, part(b.tensor, cut, size, start, length))
+    return call
+
+
+def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
+    """Largest difference, relative to the largest value of `b`."""
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    if not b.is_floating_point() and not b.is_complex():
+        return float((a.double() - b.double()).abs().max())
+    return float((a.detach() - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
+
+
+class Shared(RuntimeError):
+    """Random numbers that do not shrink with the slice."""
+
+
+# operations whose result is nothing but random numbers
+_DRAWS = frozenset(
+    """
+rand randn randint randperm normal rand_like randn_like randint_like uniform_ normal_ random_ exponential_ cauchy_
+log_normal_ geometric_ bernoulli_
+""".split()
+)
+
+
+class Draws(TorchDispatchMode):
+    """Records the random numbers that a call draws, or hands a call on a slice its part of those recorded.
+
+    size, start, length: the slice; outers: where the dim lies in a folded axis, by the size of that axis.
+    """
+
+    def __init__(
+        self, recorded: Draws | None = None, size: int = 0, start: int = 0, length: int = 0,
+        outers: Mapping[int, int] = {},
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.numbers: list[Tensor] = []
+        self.recorded, self.size, self.start, self.length, self.outers = recorded, size, start, length, outers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            x, p, train = args
+            if not train:
+                return func(*args, **kwargs)
+            keep = self.take(torch.rand_like(x)) >= p
+            return x * keep / max(1 - p, 1e-30), keep
+        if name == "bernoulli" or (name == "bernoulli_" and isinstance(args[1] if len(args) > 1 else 0.5, Tensor)):
+            p = args[0] if name == "bernoulli" else args[1]
+            hit = (self.take(torch.rand(args[0].shape, dtype=p.dtype, device=p.device)) < p).to(args[0].dtype)
+            return hit if name == "bernoulli" else args[0].copy_(hit)
+        out = func(*args, **kwargs)
+        if name not in _DRAWS:
+            return out  # attention without dropout carries the tag, too
+        numbers = self.take(out)
+        return out if numbers is out else args[0].copy_(numbers) if name.endswith("_") else numbers
+
+    def take(self, fresh: Tensor) -> Tensor:
+        """Remember numbers just drawn; or those of the whole call, sliced to the same shape, in their place."""
+        if self.recorded is None:
+            self.numbers.append(fresh.clone())
+            return fresh
+        if len(self.numbers) == len(self.recorded.numbers):
+            raise Shared("a slice draws more random numbers")
+        whole = self.recorded.numbers[len(self.numbers)]
+        self.numbers.append(fresh)
+        axes = [d for d in range(whole.ndim) if fresh.ndim == whole.ndim and fresh.shape[d] != whole.shape[d]]
+        if len(axes) != 1 or whole.shape[axes[0]] * self.length != fresh.shape[axes[0]] * self.size:
+            raise Shared(f"random numbers {tuple(whole.shape)} are {tuple(fresh.shape)} on a slice")
+        extent = whole.shape[axes[0]]
+        outer = self.outers.get(extent, extent // self.size)
+        return part(whole, Cut(axes[0], outer), self.size, self.start, self.length)
+
+
+class Probe:
+    """One recorded call of a module, to be run again on slices.
+
+    Modules that change their buffers find them as they were; inputs are copied, for a module may work in place.
+    """
+
+    def __init__(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any, seed: int = 0) -> None:
+        self.module, self.signature, self.seed = module, signature, seed
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
+        self.bound = signature.bind(self.args, self.kwargs)[1]
+        self.draws = Draws()
+        self.runs = 0
+        self.whole = self.run(self.args, self.kwargs, self.draws)
+
+    def run(self, args: Any, kwargs: Any, draws: Draws) -> list[Tensor]:
+        before = [(b, b.detach().clone()) for b in self.module.buffers()]
+        args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
+        self.runs += 1
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), draws:
+                warnings.simplefilter("ignore")  # of shapes that a model was not made for
+                torch.manual_seed(self.seed)
+                return [t.detach() for t in tensors_in(self.module(*args, **kwargs))]
+        finally:
+            for b, value in before:
+                b.detach().copy_(value)
+
+    def independent(self, cuts: Sequence[Cut | None], size: int) -> list[Cut] | None:
+        """Where each output carries the dim that `cuts` point at in the inputs; None if the call depends on it.
+
+        A dim that some output lacks, or has in another size, is one that the call computes over.
+        """
+        outers = {b.tensor.shape[c.dim]: c.outer for b, c in zip(self.bound, cuts) if c is not None}
+        places: list[list[Cut]] | None = None
+        for start, length in slices(size):
+            try:
+                call = call_part(self.signature, self.args, self.kwargs, cuts, size, start, length)
+                found = self.run(call.args, call.kwargs, Draws(self.draws, size, start, length, outers))
+            except Exception:  # what does not run on a slice is not independent, for whatever reason
+                return None
+            if len(found) != len(self.whole) or not found:
+                return None
+            if places is None:
+                places = [_places(t.shape, w.shape, size, length, outers) for t, w in zip(found, self.whole)]
+            for k, (t, w) in enumerate(zip(found, self.whole)):
+                tolerance = TOLERANCE.get(t.dtype, 3e-2)
+                places[k] = [c for c in places[k] if error(t, part(w, c, size, start, length)) <= tolerance]
+            if not all(places):
+                return None
+        assert places is not None
+        return [p[0] for p in places]
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone()
+
+
+def _places(own: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:
+    """Where a dim may lie in an output that has shape `whole`, and `own` on a slice; the likeliest first."""
+    axes = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
+    if len(axes) != 1 or whole[axes[0]] % size or own[axes[0]] * size != whole[axes[0]] * length:
+        return []
+    rest = whole[axes[0]] // size
+    likely = outers.get(whole[axes[0]], 1)
+    return [Cut(axes[0], o) for o in sorted(divisors(rest), key=lambda o: (o != likely, o))]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
