@@ -61,7 +61,7 @@ size dim numel nelement ndimension stride is_contiguous is_floating_point is_com
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
 promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
 data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
-has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device.default
+has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
 """.split()
 )
 

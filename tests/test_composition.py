@@ -443,7 +443,8 @@ def refused(mesh: DeviceMesh) -> None:
 
     x = kwargs["x"]
     for glue, word in [
-        (lambda y: torch.add(y, 1, out=torch.empty(y.shape, dtype=y.dtype)), "out="),
+        (lambda y: torch.exp(y, out=torch.zeros_like(y)), r"exp\(.*out="),
+        (lambda y: y[0, 0, 0].mul_(2) + y, r"mul\(\) between stages wrote in place"),
         (lambda y: y.sum().backward(), "backward inside a parallelized forward"),
     ]:
         model = dsp.parallelize(Bad(glue), mesh)

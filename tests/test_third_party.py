@@ -113,7 +113,7 @@ def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[list[Tensor], dic
 def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> None:
     single, model = make(name, *shape[1:]), make(name, *shape[1:])
     if ckpt and name == "timesformer":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     dsp.parallelize(model, mesh, MODELS[name].stages)
     torch.manual_seed(1)
     kwargs = MODELS[name].inputs(*shape)
