@@ -268,7 +268,7 @@ class Runtime:
         if option is None:
             step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
         own = chunk(option.size, axis.size, axis.rank)[1] if option.name is not None else 1
-        given: list[tuple[Any, Shell | None, Tensor, int]] = []
+        given: list[tuple[Any, Shell | None, Tensor, Tensor, int]] = []
         whole = step.whole if step is not None and len(step.whole) == len(bound) else [False] * len(bound)
         run.gather_first(shells, whole)
         moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
@@ -279,9 +279,10 @@ class Runtime:
                 local = axis.narrow(b.tensor, cut)
             else:
                 local = b.tensor
+            own_part = local
             if own == 0 and cut is not None:
                 local = torch.cat([local, dummy(local, cut)], cut.dim)
-            given.append((b, shell, local, version(local)))
+            given.append((b, shell, own_part, local, version(local)))
             call.replace(b, local)
         drawing = option.name is not None and (step is None or step.random)
         random = fork(axis) if drawing else None
@@ -309,10 +310,10 @@ class Runtime:
                     f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
                     f"[{option.name}] in brackets"
                 )
-            for b, shell, local, before in given:
+            for b, shell, own_part, local, before in given:
                 if version(local) != before:
-                    run.wrote(stage.where, b.tensor, shell, local)
-            lend(tensors_in(output), [(b.tensor, shell, local) for b, shell, local, _ in given])
+                    run.wrote(stage.where, b.tensor, shell, own_part)
+            lend(tensors_in(output), [(b.tensor, shell, own_part) for b, shell, own_part, *_ in given])
             output = self.finish_stage(run, stage, output, option, sizes, own, step)
             run.observe("leave_stage", output)
             return output

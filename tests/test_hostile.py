@@ -366,6 +366,13 @@ class Small(nn.Module):
         return self.time(self.glue(self.space(self.first(x))))
 
 
+class UsedAgain(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.time(x)
+        y = self.time(x)
+        return y + self.space(x) + x
+
+
 class NormInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -451,6 +458,16 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
         lambda: Small(Writes()),
         {},
         ["stage 'space' writes in place into the model's own input 'x'", "out of place"],
+    ),
+    "a stage that writes into its part of a whole tensor": (
+        lambda: Small(Writes(), first=lambda x: torch.ones(x.shape) * 2),
+        {},
+        ["stage 'space' writes in place into its part of a tensor that is whole", "out of place"],
+    ),
+    "a stage whose input is needed as it was in another layout": (
+        lambda: UsedAgain(Writes()),
+        {},
+        ["stage 'space' wrote in place into a tensor that had to be switched or gathered", "out of place"],
     ),
     "a view of what was switched and written": (
         lambda: Small(glue=viewed_and_written),

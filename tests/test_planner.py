@@ -492,3 +492,17 @@ def test_nothing_to_do():
     assert solve(Problem((Value("x", EVEN, 2, ("t", None)),), (), 4, resident=7)) == Solution(
         (), {0: "t"}, (), 0, 0, 0, peak=7, exact=True, states=0
     )
+
+
+def test_a_value_that_is_written_in_place_stays_where_it_is() -> None:
+    """A view of it must see what is written: it is moved only where there is no other way."""
+
+    def solved(fixed: bool, other: bool) -> Solution:
+        value = Value("x", (("t", 4), ("s", 4)), 4, fixed=fixed)
+        dear = (Choice(("t",), (), bytes=10**6),) if other else ()
+        ops = (Op("make", (), (0,), (Choice((), ("t",)),)), Op("write", (0,), (), (Choice(("s",), ()), *dear)))
+        return solve(Problem((value,), ops, 2))
+
+    assert [m.kind for m in solved(False, True).moves] == ["switch"]
+    assert solved(True, True).moves == ()
+    assert solved(True, False).bytes == 16  # what the switch costs, not what keeps from it
