@@ -233,3 +233,23 @@ def test_pair_activations_are_shared_out(ranks, n: int) -> None:
     for largest, total in ranks(held, n, "evoformer"):
         assert largest <= 1.3 / n
         assert total <= 1.3 / n
+
+
+def test_triangles_switch_channels_where_a_gather_does_not_fit() -> None:
+    from openfold3.core.model.layers.triangular_multiplicative_update import TriangleMultiplicationOutgoing
+
+    r, n = 384, 3  # as many bytes one way as the other, in one call or three
+    with torch.device("meta"):
+        model = TriangleMultiplicationOutgoing(96, 96)
+        kwargs = {"z": torch.empty(1, r, r, 96), "mask": torch.empty(1, r, r)}
+
+    def plan(memory: int | None) -> dsp.Plan:
+        stages = {"": "z=b i j d, mask=b i j -> b i j d"}
+        return dsp.plan(model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, memory=memory)
+
+    roomy = plan(None)
+    assert [s.kind for s in roomy.switches] == ["gather"]
+    tight = plan(roomy.peak - 1)
+    assert [s.kind for s in tight.switches] == ["switch"] * 3
+    assert tight.peak < roomy.peak
+    assert tight.bytes["forward"] == roomy.bytes["forward"]
