@@ -342,7 +342,7 @@ class Glue(TorchFunctionMode):
             if step is not None and step.source is not None:
                 return self.source(step.source, name, args, kwargs, tensors)
             if changing or not any(asked):
-                with self.writes(name, tensors, shells, tensors, shells) as views:
+                with self.writes(name, changing, tensors, shells, tensors, shells) as views:
                     return views(func(*args, **kwargs))
         if not changing and not any(s is not None and c is not None for s, c in zip(shells, asked)):
             shells = [s if c is None else self.start(t, c) for t, s, c in zip(tensors, shells, asked)]
@@ -378,7 +378,7 @@ class Glue(TorchFunctionMode):
             stream: Any = iter(locals_)
             call_args = tuple(with_operands(a, stream) for a in args)
             call_kwargs = {k: with_operands(v, stream) for k, v in kwargs.items()}
-            with self.writes(name, tensors, shells, locals_, wanted) as views:
+            with self.writes(name, changing, tensors, shells, locals_, wanted) as views:
                 out = views(func(*call_args, **call_kwargs))
             if not any(push):
                 return out
@@ -397,7 +397,7 @@ class Glue(TorchFunctionMode):
             k: without_operands(v, table)
             for k, v in (frame.kwargs if outcome.kwargs is None else outcome.kwargs).items()
         }
-        with self.writes(name, tensors, shells, locals_, wanted) as views:
+        with self.writes(name, changing, tensors, shells, locals_, wanted) as views:
             if name in RANDOM:
                 with forked(run.axis):
                     out = func(*call_args, **call_kwargs)
@@ -442,8 +442,9 @@ class Glue(TorchFunctionMode):
 
     @contextmanager
     def writes(
-        self, name: str, tensors: list[Tensor], shells: Sequence[Any], locals_: list[Tensor], cuts: Sequence[Any]
-    ) -> Iterator[Any]:
+        self, name: str, changing: bool,
+        tensors: list[Tensor], shells: Sequence[Any], locals_: list[Tensor], cuts: Sequence[Any],
+    ) -> Iterator[Any]:  # fmt: skip
         """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
 
         Yields a function to mark those of its results that are views of a copy.
@@ -455,9 +456,11 @@ class Glue(TorchFunctionMode):
             return out
 
         yield views
-        for t, x, s, c, before in zip(tensors, locals_, shells, cuts, versions):
-            if version(x) == before:
+        for i, (t, x, s, c, before) in enumerate(zip(tensors, locals_, shells, cuts, versions)):
+            if version(x) == before and not (changing and i == 0 and x.is_inference()):
                 continue
+            if s is not None:
+                s.home.forget()
             self.run.wrote(f"{name}() between stages", t, s, x)
             if s is not None:
                 with torch._C.DisableTorchFunction():

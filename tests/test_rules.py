@@ -249,6 +249,8 @@ def planned_op(mesh: DeviceMesh, names: list[str]) -> list[str]:
         with dsp.count_comm() as comm:
             got = model(*inputs)
         torch.testing.assert_close(got, expect, msg=lambda m, w=name: f"{w}: {m}")
+        with torch.inference_mode():
+            torch.testing.assert_close(model(*inputs), expect, msg=lambda m, w=name: f"{w}, inference: {m}")
         if got.requires_grad:
             got.sin().sum().backward()
             expect.sin().sum().backward()
