@@ -290,6 +290,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def constants_in(value: Any) -> list[Any]:
     """The numbers among a forward's output: sizes, say."""
+    if isinstance(value, Tensor):
+        return []
     if _plain_dataclass(value):
         value = [getattr(value, f.name) for f in dataclasses.fields(value)]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float, tuple))]
