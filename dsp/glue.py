@@ -325,7 +325,8 @@ class Glue(TorchFunctionMode):
         index = run.glue_index
         run.glue_index += 1
         out = self.operate(index, func, name, args, kwargs)
-        run.observe("record", index, name, args, kwargs, out, in_place(func))
+        if run.recorder is not None:
+            run.observe("record", index, name, args, kwargs, out, in_place(func))
         return out
 
     def operate(self, index: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -279,7 +279,7 @@ class Recorder:
         self.grads: list[bool] = []
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
-        self.memory: list[StorageWeakRef] = []
+        self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
         self.viewed: set[int] = set()  # values of which there are views
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
@@ -305,7 +305,7 @@ class Recorder:
         self.shapes.append(tuple(t.shape))
         self.whole.append(whole)
         index = len(self.values) - 1
-        self.memory.append(memory(t))
+        self.sharing.setdefault(memory(t), set()).add(index)
         named = {c.dim for c in cuts.values()}
         fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
         spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.outer}
@@ -317,8 +317,9 @@ class Recorder:
         found: Sym | None = getattr(t, "_dsp_sym", None)
         if found is not None:
             known = {cut: key for key, cut in self.cuts[found.value].items()}
-            for d in [d for d in found.spare if self.spare_cut(found.value, d) in known]:
-                found.cuts[known[self.spare_cut(found.value, d)]] = found.spare.pop(d)
+            for d in list(found.spare):
+                if (key := known.get(self.spare_cut(found.value, d))) is not None:
+                    found.cuts[key] = found.spare.pop(d)
         return found
 
     def spare_cut(self, value: int, d: int) -> Cut:
@@ -396,25 +397,26 @@ class Recorder:
             raise self.frame(name, args, kwargs, {}).refuse("out= has no rule for a sharded tensor")
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         shared = written and syms[0] is not None and self.fix(tracked[0], syms[0].value)
-        every: Callable[[int], bool] = self.whole.__getitem__
-        if written and syms[0] is None:  # into a tensor that is whole: so must be what it writes
-            found = Ways()
-        elif name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+
+        def opened() -> Ways:
+            """Along the dims that nobody named, too, or with some of its operands gathered."""
             for s in syms:
                 if s is not None:
                     self.name_spare(s)
-            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
+            return self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
+
+        if written and syms[0] is None:  # into a tensor that is whole: so must be what it writes
+            found = Ways()
+        elif name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+            found = opened()
         else:
             self.align(tracked, syms)
             largest = max((t.numel() for t in outputs), default=0)
             small = {s.value for s, t in zip(syms, tracked) if s is not None and 2 * t.numel() <= largest}
-            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: every(v) or v in small)
+            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: self.whole[v] or v in small)
         if found.refusal and all(c.rank or not any(c.needs) for c in found.choices):
             # nothing but batch, or what is whole already, gets through as it is: what if it came along another dim?
-            for s in syms:
-                if s is not None:
-                    self.name_spare(s)
-            found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: True)
+            found = opened()
         if not found.choices:
             if written and syms[0] is not None:
                 assert found.refusal is not None
@@ -467,8 +469,7 @@ class Recorder:
 
     def fix(self, t: Tensor, value: int) -> bool:
         """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
-        mine = memory(t)
-        kin = {v for v, m in enumerate(self.memory) if m == mine} | {value}
+        kin = self.sharing.get(memory(t), set()) | {value}
         if len(kin) == 1 and value not in self.viewed:
             return False
         for v in kin:
