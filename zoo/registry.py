@@ -8,11 +8,11 @@ import difflib
 import importlib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 MODELS = {
     "latte": "zoo.video.latte:Latte",
@@ -53,6 +53,20 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
             wanted = str(hints[key]) if typing.get_args(hints[key]) else wanted
             raise ValueError(f"{name} takes {key}: {wanted}, not {value!r} ({type(value).__name__})")
     return cls(module.Config(**{**module.SIZES[size], **overrides}))
+
+
+def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
+    """Build a model from weights published elsewhere, under their own names: the model's module says which it knows.
+
+    The Config is read off the tensors' shapes; ``overrides`` say what shapes cannot.
+
+    Raises ValueError that lists what does not fit; nothing is built then.
+    """
+    module, _ = _module(name)
+    if not hasattr(module, "from_reference"):
+        known = [model for model in list_models() if hasattr(_module(model)[0], "from_reference")]
+        raise ValueError(f"no published weights are known for {name}; for these there are: {', '.join(known)}")
+    return module.from_reference(state_dict, **overrides)
 
 
 def _module(name: str) -> tuple[Any, Any]:

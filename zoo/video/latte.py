@@ -45,6 +45,7 @@ from zoo.layers import (
     init_zero,
     video_inputs,
 )
+from zoo.reference import load, read_safetensors
 
 SIZES: dict[str, dict[str, Any]] = {
     f"{name}/{p}": {**size, "patch": (1, p, p)}
@@ -206,7 +207,7 @@ class Latte(nn.Module):
             config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
         values = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
         model = cls(diffusers_config(values))
-        load_diffusers(model, source)
+        load(model, source if isinstance(source, Mapping) else read_safetensors(source), diffusers_names)
         return model
 
 
@@ -238,32 +239,6 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
         caption_channels=config["caption_channels"],
         sample_size=config["sample_size"],
     )
-
-
-@torch.no_grad()
-def load_diffusers(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
-    """Copy a diffusers-format Latte state dict into a model with text, in place; every name and shape must match."""
-    state = source if isinstance(source, Mapping) else read_safetensors(Path(source))
-    names = {name: diffusers_names(name) for name, _ in model.named_parameters()}
-    known = {theirs for group in names.values() for theirs in group}
-    if known != state.keys():
-        problems = [f"missing: {', '.join(sorted(known - state.keys()))}"] if known - state.keys() else []
-        problems += [f"unknown: {', '.join(sorted(state.keys() - known))}"] if state.keys() - known else []
-        raise ValueError(f"these weights are of another model; {'; '.join(problems)}")
-    for name, param in model.named_parameters():
-        value = torch.cat([state[theirs] for theirs in names[name]])
-        if value.shape[0] != param.shape[0] or value.numel() != param.numel():
-            raise ValueError(f"{' + '.join(names[name])} is {tuple(value.shape)}, the model's {tuple(param.shape)}")
-        param.copy_(value.reshape(param.shape))
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file  # an extra: only who loads weights needs it
-
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} holds no .safetensors file")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def diffusers_names(name: str) -> list[str]:

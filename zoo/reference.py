@@ -1,0 +1,66 @@
+"""Loading weights that were published under other names.
+
+A model's module says how: ``from_reference(state, **overrides)`` reads a Config off the shapes of the tensors (what
+they cannot say, such as the number of heads, comes from the published size they fit, or from ``overrides``), builds the
+model and fills it with ``load``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+Names = Callable[[str], str | list[str]]
+
+
+@torch.no_grad()
+def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: Iterable[str] = ()) -> None:
+    """Copy a state dict into a model, in place; every name and every shape must match, else nothing is copied.
+
+    ``names`` turns the name of one of our parameters or buffers into theirs, or into a list of theirs to be stacked
+    along dim 0 (fused projections). A tensor may come in another shape with as many elements and rows: a convolution
+    that is a linear layer here. ``ignore`` names tensors of theirs that have no use here, such as tables of positions.
+
+    Raises ValueError with the names that are missing, unknown, or of another shape.
+    """
+    ours = model.state_dict()
+    theirs = {name: [found] if isinstance(found := names(name), str) else found for name in ours}
+    known, given = {name for group in theirs.values() for name in group}, set(state) - set(ignore)
+    problems = [f"missing: {_few(known - given)}"] if known - given else []
+    problems += [f"unknown: {_few(given - known)}"] if given - known else []
+    values: dict[str, Tensor] = {}
+    for name, sources in theirs.items():
+        if set(sources) <= given:
+            value = torch.cat([state[source] for source in sources]) if len(sources) > 1 else state[sources[0]]
+            if value.numel() == ours[name].numel() and value.shape[:1] == ours[name].shape[:1]:
+                values[name] = value.reshape(ours[name].shape)
+            else:
+                shapes = f"{tuple(value.shape)}, the model's {tuple(ours[name].shape)}"
+                problems.append(f"of another shape: {' + '.join(sources)} is {shapes}")
+    if problems:
+        raise ValueError(f"these weights are of another model; {'; '.join(problems)}")
+    model.load_state_dict(values)
+
+
+def count(state: Mapping[str, Tensor], pattern: str) -> int:
+    """How many layers a state dict has: ``count(state, "blocks.{}.")`` counts the numbers that stand in the braces."""
+    before, after = pattern.split("{}")
+    rest = (name.removeprefix(before) for name in state if name.startswith(before))
+    return len({number for number, found, _ in (name.partition(after) for name in rest) if found and number.isdigit()})
+
+
+def read_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, or of all those in a directory."""
+    from safetensors.torch import load_file  # an extra: only who loads weights needs it
+
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no .safetensors file")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _few(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:20]) + (f" and {len(ordered) - 20} more" if len(ordered) > 20 else "")
