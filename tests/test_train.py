@@ -23,7 +23,7 @@ from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
-from zoo.training.video import VideoTask, share
+from zoo.training.task import share
 from zoo.video.gif import save_gif
 
 ROOT = Path(__file__).parents[1]
@@ -455,7 +455,7 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
 def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed):
     """Count, in a real forward, the storages that autograd keeps."""
     config = cfg.load(run.arguments(f"train.checkpoint_activations={checkpointed}"))
-    task = VideoTask(config)
+    task = cfg.create_task(config)
     stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
     build = lambda: task.objective(task.model())  # noqa: E731
     estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed)
@@ -509,7 +509,8 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     """A key that nothing reads would be a promise that nothing keeps."""
     save_gif(tmp_path / "videos" / "0.gif", torch.rand(1, 3, 7, 8, 8) * 2 - 1)
     seen, real = set(), cfg.load
-    sections = [*cfg.DATA.values(), *(type(v) for v in vars(cfg.Config()).values() if hasattr(v, "__dict__"))]
+    video = [cfg.defaults(data) for data in ("digits", "video_folder")]
+    sections = {type(v) for config in video for v in vars(config).values() if hasattr(v, "__dict__")}
 
     def load(arguments):
         config = real(arguments)
@@ -580,12 +581,12 @@ def test_shares_are_those_of_chunk(length, size):
 def test_parts_of_a_batch_are_those_of_the_whole(run):
     """Ranks of one group see parts of the same samples, groups see others, whatever the number of groups."""
     config = cfg.load(run.arguments("train.batch=2", "train.accumulation=2"))
-    whole = VideoTask(config)
+    whole = cfg.create_task(config)
     whole.open()
     with torch.device("meta"):
         model = whole.model()
     objective = whole.objective(model)
-    parts = [VideoTask(config, rank, 3) for rank in range(3)]
+    parts = [cfg.create_task(config, rank, 3) for rank in range(3)]
     for part in parts:
         part.open()
         part.num_classes = whole.num_classes
