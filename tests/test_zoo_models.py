@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from zoo_oracles import randomise
 
 import zoo
-import zoo.layers
-from zoo.layers import attend
 
 VARIANTS = [
     ("transformer2d", {}),
@@ -309,30 +307,8 @@ def test_weights_can_be_initialised_after_meta(name, overrides):
     assert model(**model.example_inputs()).abs().max() == 0
 
 
-# Layers
-
-
-def test_attention_splits_batches_beyond_the_cuda_grid(monkeypatch):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 7, 5, 2, 4)
-    mask = torch.rand(7, 5) < 0.5
-    whole, masked = attend(q, k, v), attend(q, k, v, mask)
-    monkeypatch.setattr(zoo.layers, "MAX_BATCH", 3)
-    torch.testing.assert_close(attend(q, k, v), whole)
-    torch.testing.assert_close(attend(q, k, v, mask), masked)
-
-
-def test_masked_attention_is_attention_to_the_tokens_kept():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 5, 2, 4)
-    mask = torch.tensor([[True, True, False, True, False], [False] * 5])
-    out = attend(q, k, v, mask)
-    torch.testing.assert_close(out[:1], attend(q[:1], k[:1, mask[0]], v[:1, mask[0]]))
-    torch.testing.assert_close(out[1:], attend(q[1:], k[1:], v[1:]))  # no token kept: all are seen
-
-
 def test_models_are_single_device_code():
-    for path in ("layers.py", "registry.py", "video/transformer2d.py", "video/latte.py"):
+    for path in ("attention.py", "layers.py", "registry.py", "video/transformer2d.py", "video/latte.py"):
         tree = ast.parse((Path(zoo.__file__).parent / path).read_text())
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,78 +1,16 @@
 """Layers that the models share: plain PyTorch with no buffers, so that a model built on meta needs only its weights.
 
-Letters: b batch, t frames, s patches of a frame (row by row), c channels, h heads, e channels of a head, l text tokens.
+Letters: b batch, t frames, s patches of a frame (row by row), c channels, l text tokens.
 """
 
 import math
-from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-try:
-    from flash_attn import flash_attn_func
-except ImportError:
-    flash_attn_func = None
-
-MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, and a grid has no more rows
-
-
-# Attention
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention: queries (b n h e), keys and values (b m h e) -> (b n h e).
-
-    ``mask`` (b m) is True for the keys to be seen; where it is False throughout, all of them are. flash-attn runs it
-    where it is installed and can (CUDA, half precision, no mask), PyTorch's SDPA everywhere else.
-    """
-    if len(q) > MAX_BATCH:
-        masks = repeat(None) if mask is None else mask.split(MAX_BATCH)
-        parts = zip(q.split(MAX_BATCH), k.split(MAX_BATCH), v.split(MAX_BATCH), masks)
-        return torch.cat([attend(*part) for part in parts])
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if flash_attn_func is not None and q.is_cuda and half and mask is None and q.shape[-1] <= 256:
-        return flash_attn_func(q, k, v)
-    if mask is not None:
-        mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-class SelfAttention(nn.Module):
-    """Multi-head self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``)."""
-
-    def __init__(self, dim: int, heads: int, over: str):
-        super().__init__()
-        self.heads = heads
-        self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
-        self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = rearrange(x, self.fold)
-        q, k, v = rearrange(self.qkv(y), "b n (k h e) -> k b n h e", k=3, h=self.heads)
-        y = self.out(rearrange(attend(q, k, v), "b n h e -> b n (h e)"))
-        return rearrange(y, self.unfold, b=len(x))
-
-
-class CrossAttention(nn.Module):
-    """Multi-head attention from (b t s c) to text (b l c), the same for every frame; ``mask`` (b l) keeps tokens."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", h=self.heads)
-        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, h=self.heads)
-        return self.out(rearrange(attend(q, k, v, mask), "b (t s) h e -> b t s (h e)", t=x.shape[1]))
+from zoo.attention import CrossAttention, SelfAttention
 
 
 class MLP(nn.Module):

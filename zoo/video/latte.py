@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.attention import CrossAttention
 from zoo.layers import (
     MLP,
     Block,
-    CrossAttention,
     FinalLayer,
     LabelEmbed,
     PatchEmbed,

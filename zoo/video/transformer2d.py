@@ -25,15 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.attention import CrossAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
-    CrossAttention,
     FinalLayer,
     LabelEmbed,
     PatchEmbed,
     ScaleShiftTable,
-    SelfAttention,
     TimestepEmbed,
     add_time,
     check_shape,
