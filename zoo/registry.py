@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 MODELS = {
     "latte": "zoo.video.latte:Latte",
+    "stdit": "zoo.video.stdit:STDiT",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }
 
