@@ -19,7 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_diffusers_latte import Sizes
+from test_zoo_parallel import build, doubled
 
+import dsp
 import zoo
 import zoo.layers
 from zoo.video.stdit import open_sora_names
@@ -107,3 +110,92 @@ def test_agrees_with_open_sora(monkeypatch, case, dtype, tolerance):
         gradient = gradient.flatten().double()
         assert abs(gradient.norm().item() - norm) < tolerance * norm, name
         assert abs((gradient @ direction).item() - product) < tolerance * norm * direction.norm().item(), name
+
+
+# Weights
+
+
+def test_weights_of_another_model_are_refused():
+    state, given = published("v1"), GOLDEN["overrides"]["v1"]
+    with pytest.raises(ValueError, match=r"missing: final_layer.linear.bias"):
+        zoo.from_reference("stdit", {k: v for k, v in state.items() if k != "final_layer.linear.bias"}, **given)
+    with pytest.raises(ValueError, match=r"unknown: blocks.0.attn.q_norm.weight"):
+        zoo.from_reference("stdit", {**state, "blocks.0.attn.q_norm.weight": torch.ones(12)}, **given)
+    with pytest.raises(ValueError, match="hidden=48 is no published size of v1: pass heads="):
+        zoo.from_reference("stdit", state)
+    state["pos_embed"] = zoo.layers.sincos(torch.arange(4) / 0.5, 48)[None]
+    zoo.from_reference("stdit", {**state, "y_embedder.y_embedding": torch.zeros(7, 20)}, **given)
+    with pytest.raises(ValueError, match="pos_embed of these weights was not made with space_scale"):
+        zoo.from_reference("stdit", state, heads=4)
+
+
+# In parallel
+
+
+def without_mask(inputs, masked):
+    return inputs if masked else {k: v for k, v in inputs.items() if k != "x_mask"}
+
+
+def checked(mesh, version, masked, frames):
+    model = build(f"stdit-{version}")
+    inputs = without_mask(doubled(model.example_inputs(2, frames=frames, height=6, width=10)), masked)
+    # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
+    inputs = {k: v.round().long() if v.ndim == 1 else v for k, v in inputs.items()}
+    report = dsp.check(model, kwargs=inputs, mesh=mesh)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("n", "frames"), [(2, 7), (3, 5)])
+def test_stages_are_what_they_say(ranks, case, n, frames):
+    version, _, masked = case.partition("-")
+    ranks(checked, n, version, bool(masked), frames)
+
+
+def moved(mesh, version, sharded):
+    model = build(f"stdit-{version}")
+    inputs = doubled(model.example_inputs(2, frames=7, height=6, width=6))
+    if sharded:
+        inputs["x"] = dsp.split(inputs["x"], mesh, 2)
+        inputs["x_mask"] = dsp.split(inputs["x_mask"], mesh, 1)
+    dsp.parallelize(model, mesh, gather_output=False)
+    with dsp.count_comm() as comm:
+        out = model(**inputs)
+        dsp.mean(out * out).backward()
+    return out.shape, comm.by_collective()["forward"]
+
+
+@pytest.mark.parametrize(("version", "sharded"), [("v1", False), ("v2", False), ("v3", False), ("v3", True)])
+def test_two_switches_a_layer(ranks, version, sharded):
+    for shape, forward in ranks(moved, 3, version, sharded):
+        assert shape == (2, 8, 7, 6, 6)
+        assert forward["switch"]["calls"] == 2 * 2  # two layers
+        # a mask that comes in parts is put together for every temporal stage: some bytes, B x T of them
+        assert set(forward) == {"switch", "all_reduce"} | ({"gather"} if sharded else set())
+        assert forward.get("gather", {"bytes": 0})["bytes"] <= 2 * 2 * 7
+
+
+def held(mesh, version, backward):
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create("stdit", "test", version=version, depth=1, hidden=24, heads=1).double()
+        inputs = doubled(model.example_inputs(2, frames=16, height=16, width=16))
+        if parallel:
+            dsp.parallelize(model, mesh, gather_output=False)
+            model(**inputs)
+        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
+            loss = dsp.mean(model(**inputs)) if parallel else model(**inputs).mean()
+            if backward:
+                loss.backward()
+        found.append(sizes)
+    single, sharded = found
+    return sharded.largest / single.largest, sharded.total / single.total
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("version", ["v1", "v2", "v3"])
+def test_no_rank_holds_more_than_its_share(ranks, version, backward):
+    for largest, total in ranks(held, 4, version, backward):
+        assert largest <= 1.1 / 4
+        assert total <= 1.1 / 4

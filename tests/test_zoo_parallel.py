@@ -21,6 +21,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latte": ("latte", {"conditioning": "none"}),
     "latte-class": ("latte", {"conditioning": "class", "num_classes": 5}),
     "latte-text": ("latte", {"conditioning": "text", "caption_channels": 8}),
+    "stdit-v1": ("stdit", {"version": "v1"}),
+    "stdit-v2": ("stdit", {"version": "v2"}),
+    "stdit-v3": ("stdit", {"version": "v3", "kv_heads": 2}),
 }
 
 
