@@ -21,6 +21,9 @@ VARIANTS = [
     ("latte", {}),
     ("latte", {"conditioning": "class", "num_classes": 10}),
     ("latte", {"conditioning": "text", "caption_channels": 20}),
+    ("stdit", {"version": "v1", "space_scale": 0.5}),
+    ("stdit", {"version": "v2", "kv_heads": 2}),
+    ("stdit", {"version": "v3", "kv_heads": 1, "learn_sigma": False}),
 ]
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
@@ -47,6 +50,10 @@ def make(name, overrides, dtype=torch.float64):
         ("latte", "L/2", {}, 456_815_648),
         ("latte", "XL/2", {}, 673_681_568),
         ("latte", "T2V", {}, 1_057_246_880),
+        ("stdit", "v1-XL/2", {}, 759_620_768),
+        ("stdit", "v2-XL/2", {}, 767_452_064),
+        ("stdit", "v3-XL/2", {}, 1_207_643_936),
+        ("stdit", "v3-3B/2", {}, 3_182_211_536),
     ],
 )
 def test_parameter_counts(name, size, overrides, count):
@@ -68,7 +75,7 @@ def test_first_size_is_the_default():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        (("late",), {}, r"no model 'late'; did you mean 'latte'\? valid: latte, transformer2d"),
+        (("late",), {}, r"no model 'late'; did you mean 'latte'\? valid: latte, stdit, transformer2d"),
         (("latte", "s/2"), {}, r"latte has no size 's/2'; did you mean 'S/2'\? valid: S/2, .*T2V, test"),
         (("latte", "test"), {"hiden": 8}, r"latte has no option 'hiden'; did you mean 'hidden'\? valid: hidden, depth"),
         (("latte", "test"), {"hidden": "8"}, r"latte takes hidden: int, not '8' \(str\)"),
@@ -81,6 +88,11 @@ def test_first_size_is_the_default():
         (("transformer2d", "test"), {"block": "dit"}, "there are 'paper' and 'stdit'"),
         (("transformer2d", "test"), {"caption_channels": 8}, "block='paper' has no attention to text"),
         (("latte", "test"), {"depth": 3}, "come in pairs"),
+        (("stdit", "test"), {"version": "v4"}, "version='v4': there are 'v1', 'v2', 'v3'"),
+        (("stdit", "test"), {"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        (("stdit", "test"), {"version": "v2", "hidden": 64}, "hidden=64: v2 embeds height, width and aspect ratio"),
+        (("stdit", "test"), {"space_scale": 0.5}, "space_scale and time_scale are of v1; v3 has input_sq_size"),
+        (("stdit", "test"), {"hidden": 36, "heads": 12}, "rotary positions need an even number"),
         (("latte", "test"), {"conditioning": "audio"}, "there are 'none', 'class' and 'text'"),
     ],
 )
@@ -148,8 +160,10 @@ def test_every_input_counts(name, overrides):
         "label": torch.full((2,), 10),  # the null class
         "context": inputs.get("context", torch.zeros(())) + 1,
         "context_mask": torch.arange(7) == 1,
+        "x_mask": torch.arange(5) < 2,
     }
     for key in inputs:
+        changed.setdefault(key, inputs[key] * 2)
         assert (model(**{**inputs, key: changed[key].expand_as(inputs[key])}) - out).abs().max() > 1e-3, key
 
 
@@ -157,8 +171,9 @@ def test_every_input_counts(name, overrides):
 def test_conditioning_that_was_not_asked_for_is_refused(name, overrides):
     model = make(name, overrides)
     inputs = model.example_inputs()
-    extra = {"label": torch.zeros(1, dtype=torch.long), "context": torch.zeros(1, 7, 20)}
-    for key, value in extra.items():
+    extra = {"label": torch.zeros(1, dtype=torch.long), "context": torch.zeros(1, 7, 20), "fps": torch.ones(1)}
+    for key in extra.keys() & inspect.signature(model.forward).parameters:
+        value = extra[key]
         verb = "needs" if key in inputs else "takes no"
         given = {k: v for k, v in inputs.items() if k != key} if key in inputs else {**inputs, key: value}
         with pytest.raises(ValueError, match=f"a model built with .* {verb} {key}"):
@@ -308,7 +323,14 @@ def test_weights_can_be_initialised_after_meta(name, overrides):
 
 
 def test_models_are_single_device_code():
-    for path in ("attention.py", "layers.py", "registry.py", "video/transformer2d.py", "video/latte.py"):
+    for path in (
+        "attention.py",
+        "layers.py",
+        "registry.py",
+        "video/transformer2d.py",
+        "video/latte.py",
+        "video/stdit.py",
+    ):
         tree = ast.parse((Path(zoo.__file__).parent / path).read_text())
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

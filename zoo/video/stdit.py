@@ -312,11 +312,10 @@ class STDiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise every parameter in place, after ``to_empty`` too, as Open-Sora does in each version.
+        """Initialise every parameter in place, after ``to_empty`` too, as Open-Sora 1.0 does.
 
-        Xavier, biases zero; scale-shift tables at std 1/sqrt(hidden). v1 and v2: the MLPs of timestep and text at std
-        0.02; temporal attention, attention to text and the final layer start as nothing. v3: so do the three residuals
-        of the temporal blocks and the frame rate; the final layer does not.
+        Xavier, biases zero; embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). Temporal attention,
+        attention to text and the final layer start as nothing. (Open-Sora 1.2 starts from an image model instead.)
         """
         init_linear(self)
         for module in self.modules():
@@ -324,26 +323,17 @@ class STDiT(nn.Module):
                 nn.init.normal_(module.table, std=self.config.hidden**-0.5)
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            if isinstance(module, Temporal):
-                init_zero(module.attention.out)
-            if isinstance(module, CrossAttention) and self.config.version != "v3":
+            if isinstance(module, CrossAttention):
                 init_zero(module.out)
-            if isinstance(module, Pair):
-                for part in module.temporal.modules():
-                    if isinstance(part, SelfAttention | CrossAttention):
-                        init_zero(part.out)
-                    if isinstance(part, MLP):
-                        init_zero(part.down)
-        if self.told is not None and self.config.version == "v3":
-            nn.init.normal_(self.told.fps.mlp.up.weight, std=0.02)
-            init_zero(self.told.fps.mlp.down)
-        if self.config.version != "v3":
-            for mlp in (self.t_embed.mlp, self.caption):
-                nn.init.normal_(mlp.up.weight, std=0.02)
-                nn.init.normal_(mlp.down.weight, std=0.02)
-            for linear in filter(None, (self.t_block, self.t_block_temporal)):
-                nn.init.normal_(linear.weight, std=0.02)
-            init_zero(self.final.linear)
+            if isinstance(module, Layer | Pair):
+                init_zero(module.temporal.attention.out)
+        embeddings = [module.mlp for module in self.modules() if isinstance(module, TimestepEmbed)]
+        for mlp in (*embeddings, self.caption):
+            nn.init.normal_(mlp.up.weight, std=0.02)
+            nn.init.normal_(mlp.down.weight, std=0.02)
+        for linear in filter(None, (self.t_block, self.t_block_temporal)):
+            nn.init.normal_(linear.weight, std=0.02)
+        init_zero(self.final.linear)
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
