@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -32,7 +32,7 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
-from zoo.training.estimate import memory_table, saved_for_backward
+from zoo.training.estimate import Activations, advice, memory_table, saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
@@ -265,23 +265,50 @@ def dry_run(config: cfg.Config) -> None:
     with torch.device("meta"):
         model = task.model()
         plan = make_plan(config, task, task.objective(model), sp)
-    dtype = compute_dtype(config)
-    activations = saved_for_backward(
-        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
-        dtype=dtype, checkpointed=config.train.checkpoint_activations,
-    )  # fmt: skip
-    rows = memory_table(
-        model, repeated_stages(model), shards=shard * sp, accumulation=config.train.accumulation,
-        width=dtype.itemsize, activations=activations // sp,
-    )  # fmt: skip
+    activations, table = estimate(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
     again = ", stages recomputed" if config.train.checkpoint_activations else ""
     print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
-    for what, held, note in rows:
+    for what, held, note in table(sp):
         print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
-    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
+    for held, what in activations.largest(5):
+        print(f"  {size(held):>10}  {what}")
+    print(f"\n{advise(config, table, sp)}")
+    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+
+
+def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[[int], Any]]:
+    """What a forward keeps, and the table of memory a rank for any sp."""
+    dtype = compute_dtype(config)
+    activations = saved_for_backward(
+        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
+        dtype=dtype, checkpointed=config.train.checkpoint_activations,
+    )  # fmt: skip
+    return activations, lambda sp: memory_table(
+        model, repeated_stages(model), shards=config.parallel.dp_shard * sp, accumulation=config.train.accumulation,
+        width=dtype.itemsize, activations=-(-activations.bytes // sp),
+    )  # fmt: skip
+
+
+def advise(config: cfg.Config, table: Callable[[int], Any], sp: int) -> str:
+    memory = int((config.parallel.memory or 80) * 2**30)
+    return advice(lambda n: table(n)[-1][1], memory, sp, config.train.checkpoint_activations)
+
+
+def out_of_memory(config: cfg.Config) -> UserError:
+    """What a run that ran out of memory would have needed, from the estimator of the dry run."""
+    sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
+    task = cfg.create_task(config)
+    with torch.device("meta"):
+        model = task.model()
+    activations, table = estimate(config, task, model)
+    largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
+    error = UserError(f"out of memory: {advise(config, table, sp)}\n  largest activations, over {sp} ranks: {largest}")
+    error.alone = True  # the other ranks may have had enough
+    return error
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -371,6 +398,10 @@ def main(arguments: list[str]) -> int:
             try:
                 resume(run)
                 loop(run)
+            except RuntimeError as error:
+                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                    raise
+                raise out_of_memory(config) from error
             finally:
                 if run.tracker:
                     run.tracker.finish()

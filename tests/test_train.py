@@ -448,7 +448,21 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     for what in ("parameters", "gradients", "AdamW moments", "gathered weights", "activations", "total"):
         assert re.search(rf"^  {what} +\d[\d.]* [MG]iB", out, re.M), what
     assert re.search(r"^sequence parallelism sends \d[\d.]* [MG]iB a rank and step", out, re.M)
+    assert "largest activations, of which a rank holds 1/" in out
+    assert "the smallest sp that fits 80 GiB a device is 1" in out
     assert not list(tmp_path.iterdir())  # nothing is written
+
+
+def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(trainer, "train_step", full)
+    run("parallel.memory=1e-3", expect=2)
+    error = capsys.readouterr().err
+    assert re.match(r"error: out of memory: the smallest sp that fits 1.02 MiB a device is \d+: [\d.]+ KiB; sp=1 ", error)
+    assert "train.checkpoint_activations=true keeps less" in error
+    assert "x [2, 5, 9, 48] float32 in model.blocks" in error
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -458,7 +472,7 @@ def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed)
     task = cfg.create_task(config)
     stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
     build = lambda: task.objective(task.model())  # noqa: E731
-    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed)
+    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed).bytes
 
     objective = build()
     weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
