@@ -161,15 +161,17 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     identity: Mapping[str, Any],
+    step: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
-    """Restore the latest sound checkpoint under `directory` in place and return its state; None if there is none.
+    """Restore the latest sound checkpoint under `directory`, or that of `step`, in place and return its state.
 
-    A damaged one is named through `report`, on rank 0, and the one before it is tried. Weights and moments are
-    resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one belongs to another model.
+    None if there is none. A damaged one is named through `report`, on rank 0, and the one before it is tried. Weights
+    and moments are resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one belongs to
+    another model.
     """
     damaged = []
-    for _, path in reversed(on_first_rank(lambda: found(directory))):
+    for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
         try:
             state, metadata = _verify(path)
             _refuse_foreign(path, state["identity"], identity, metadata, model)
@@ -178,7 +180,8 @@ def load(
         except Damaged as error:
             damaged.append(str(error))
             if dist.get_rank() == 0:
-                report(f"checkpoint {path.name} is damaged ({error}); trying the one before it")
+                before = "; trying the one before it" if step is None else ""
+                report(f"checkpoint {path.name} is damaged ({error}){before}")
     if damaged:
         raise UserError(f"{directory}: no sound checkpoint is left: {'; '.join(damaged)}")
     return None
