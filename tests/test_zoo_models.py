@@ -23,6 +23,10 @@ VARIANTS = [
     ("latte", {}),
     ("latte", {"conditioning": "class", "num_classes": 10}),
     ("latte", {"conditioning": "text", "caption_channels": 20}),
+    ("st_mamba", {"num_classes": 10}),
+    ("st_mamba", {"mixer": "mamba2", "order": "sst", "groups": 2}),
+    ("st_mamba", {"bidirectional": False, "learn_sigma": True}),
+    ("st_rwkv", {"order": "sst", "num_classes": 10}),
 ]
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
@@ -49,6 +53,15 @@ def make(name, overrides, dtype=torch.float64):
         ("latte", "L/2", {}, 456_815_648),
         ("latte", "XL/2", {}, 673_681_568),
         ("latte", "T2V", {}, 1_057_246_880),
+        ("st_mamba", "B/2", {}, 140_603_152),
+        ("st_mamba", "B/2", {"mixer": "mamba2"}, 135_101_584),
+        ("st_mamba", "S/2", {}, 36_239_248),
+        ("st_mamba", "S/2", {"mixer": "mamba2"}, 35_178_064),
+        ("st_mamba", "L/2", {}, 492_606_480),
+        ("st_mamba", "L/2", {"mixer": "mamba2"}, 471_996_432),
+        ("st_rwkv", "B/2", {}, 279_617_296),
+        ("st_rwkv", "S/2", {}, 72_126_352),
+        ("st_rwkv", "L/2", {}, 982_848_528),
     ],
 )
 def test_parameter_counts(name, size, overrides, count):
@@ -70,7 +83,7 @@ def test_first_size_is_the_default():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        (("late",), {}, r"no model 'late'; did you mean 'latte'\? valid: latte, transformer2d"),
+        (("late",), {}, r"no model 'late'; did you mean 'latte'\? valid: .*latte, .*transformer2d"),
         (("latte", "s/2"), {}, r"latte has no size 's/2'; did you mean 'S/2'\? valid: S/2, .*T2V, test"),
         (("latte", "test"), {"hiden": 8}, r"latte has no option 'hiden'; did you mean 'hidden'\? valid: hidden, depth"),
         (("latte", "test"), {"hidden": "8"}, r"latte takes hidden: int, not '8' \(str\)"),
@@ -84,6 +97,11 @@ def test_first_size_is_the_default():
         (("transformer2d", "test"), {"caption_channels": 8}, "block='paper' has no attention to text"),
         (("latte", "test"), {"depth": 3}, "come in pairs"),
         (("latte", "test"), {"conditioning": "audio"}, "there are 'none', 'class' and 'text'"),
+        (("st_mamba", "test"), {"order": "ts"}, "there are 'st' and 'sst'"),
+        (("st_mamba", "test"), {"order": "sst", "depth": 4}, "order='sst' needs a multiple of 3"),
+        (("st_mamba", "test"), {"mixer": "s4"}, "there are 'mamba1' and 'mamba2'"),
+        (("st_mamba", "test"), {"mixer": "mamba2", "head_dim": 36}, "96 inner channels .* must divide into heads"),
+        (("st_rwkv", "test"), {"head_dim": 9}, "hidden=48 does not divide into heads of head_dim=9"),
     ],
 )
 def test_what_does_not_exist_is_refused(args, kwargs, message):
@@ -160,12 +178,13 @@ def test_conditioning_that_was_not_asked_for_is_refused(name, overrides):
     model = make(name, overrides)
     inputs = model.example_inputs()
     extra = {"label": torch.zeros(1, dtype=torch.long), "context": torch.zeros(1, 7, 20)}
-    for key, value in extra.items():
+    taken = inspect.signature(model.forward).parameters
+    for key, value in ((key, value) for key, value in extra.items() if key in taken):
         verb = "needs" if key in inputs else "takes no"
         given = {k: v for k, v in inputs.items() if k != key} if key in inputs else {**inputs, key: value}
         with pytest.raises(ValueError, match=f"a model built with .* {verb} {key}"):
             model(**given)
-    if "context" not in inputs:
+    if "context" in taken and "context" not in inputs:
         with pytest.raises(ValueError, match="takes no context_mask"):
             model(**inputs, context_mask=torch.ones(1, 7, dtype=torch.bool))
 
@@ -233,12 +252,11 @@ def check_stage(path, text, module, bound, out):
 def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overrides):
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
-    found = calls(model, model.stages, inputs)
-    assert len(found) == 2 + 4  # embed, two layers of two stages, final
-    free = {path: check_stage(path, *call) for path, *call in found}
-    assert free["blocks.1.spatial"] == ["b", "t"]
-    assert free["blocks.0.temporal"] == ["b", "s"]
-    assert free["embed"] == free["final"] == ["b", "t"]
+    free = {path: check_stage(path, *call) for path, *call in calls(model, model.stages, inputs)}
+    assert sum("spatial" in path for path in free) > 1
+    assert sum("temporal" in path for path in free) > 1
+    for path, dims in free.items():
+        assert dims == ["b", "s" if "temporal" in path else "t"]
 
 
 @every_variant
@@ -246,7 +264,7 @@ def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overr
 def test_a_stage_stated_wrongly_is_caught(name, overrides):
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
-    for pattern in ("blocks.*.spatial", "blocks.*.temporal"):
+    for pattern in (pattern for pattern in model.stages if "*" in pattern):
         wrong = {pattern: model.stages[pattern].replace("[t]", "t").replace("[s c]", "s [c]")}
         with pytest.raises(AssertionError, match="depends on the rest of"):
             check_stage(*calls(model, wrong, inputs)[0])
@@ -263,11 +281,11 @@ def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
     for _, _, _, bound, out in found:
         assert next(iter(bound.values())) is previous
         previous = out
-    assert [path for path, *_ in found] == [
-        "embed",
-        *(f"blocks.{i}.{kind}" for i in range(2) for kind in ("spatial", "temporal")),
-        "final",
-    ]
+    paths = [path for path, *_ in found]
+    assert (paths[0], paths[-1], len(set(paths))) == ("embed", "final", len(paths))
+    kinds = "".join("t" if "temporal" in path else "s" for path in paths[1:-1])
+    order = getattr(model.config, "order", "st")
+    assert kinds == order * (len(kinds) // len(order))
 
 
 # Weights
@@ -301,11 +319,13 @@ def test_weights_can_be_initialised_after_meta(name, overrides):
     model.to_empty(device="cpu")
     for param in model.parameters():
         torch.nn.init.constant_(param, torch.nan)
-    model.init_weights()
     fresh = zoo.create(name, "test", **overrides)
+    for each in (model, fresh):
+        torch.manual_seed(0)
+        each.init_weights()
     for (key, param), other in zip(model.named_parameters(), fresh.parameters()):
         assert param.isfinite().all(), key
-        torch.testing.assert_close(param.std(), other.std(), rtol=0.3, atol=1e-6, msg=key)
+        assert torch.equal(param, other), key
     assert model(**model.example_inputs()).abs().max() == 0
 
 
@@ -331,8 +351,11 @@ def test_masked_attention_is_attention_to_the_tokens_kept():
     torch.testing.assert_close(out[1:], attend(q[1:], k[1:], v[1:]))  # no token kept: all are seen
 
 
+VIDEO = ["transformer2d", "latte", "scan_model", "mamba", "rwkv"]
+
+
 def test_models_are_single_device_code():
-    for path in ("layers.py", "registry.py", "video/transformer2d.py", "video/latte.py"):
+    for path in ("layers.py", "registry.py", "scan.py", *(f"video/{name}.py" for name in VIDEO)):
         tree = ast.parse((Path(zoo.__file__).parent / path).read_text())
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
