@@ -21,6 +21,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latte": ("latte", {"conditioning": "none"}),
     "latte-class": ("latte", {"conditioning": "class", "num_classes": 5}),
     "latte-text": ("latte", {"conditioning": "text", "caption_channels": 8}),
+    "st_mamba": ("st_mamba", {"num_classes": 5}),
+    "st_mamba-sst": ("st_mamba", {"order": "sst", "bidirectional": False}),
+    "st_mamba-2": ("st_mamba", {"mixer": "mamba2"}),
+    "st_mamba-2-sst": ("st_mamba", {"mixer": "mamba2", "order": "sst", "learn_sigma": True}),
+    "st_rwkv": ("st_rwkv", {}),
+    "st_rwkv-sst": ("st_rwkv", {"order": "sst", "num_classes": 5}),
 }
 
 
