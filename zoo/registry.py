@@ -17,6 +17,8 @@ from torch import Tensor, nn
 MODELS = {
     "latte": "zoo.video.latte:Latte",
     "stdit": "zoo.video.stdit:STDiT",
+    "st_mamba": "zoo.video.mamba:STMamba",
+    "st_rwkv": "zoo.video.rwkv:STRWKV",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }
 
