@@ -412,8 +412,6 @@ def test_evoformer_takes_the_weights_of_an_openfold_stack(opm_first: bool) -> No
     model = zoo.from_reference("evoformer", state, opm_first=opm_first).double().eval()
     ours = {**OURS, "chunk": layers.CHUNK}
     assert model.config == evoformer.Config(**ours, depth=2, extra_depth=0, opm_first=opm_first)
-    copy_weights(stack(*model.blocks), oracle_blocks := stack(*oracle.blocks), openfold_names(2))  # in full precision
-    assert sum(p.numel() for p in oracle_blocks.parameters()) == sum(p.numel() for p in model.blocks.parameters())
     _, msa_mask, pair_mask = masks(torch.float64)
     m, z = (torch.randn(shape, dtype=torch.float64) for shape in (MSA, PAIR))
     wanted = oracle(m, z, msa_mask, pair_mask, _mask_trans=False)

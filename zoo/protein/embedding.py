@@ -112,7 +112,7 @@ class Heads(nn.Module):
 
     def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         half = self.distance(z)
-        return self.token(m), self.both(half, half.transpose(1, 2))
+        return self.token(m), self.both(half, half.transpose(1, 2).contiguous())
 
 
 EMBEDDING = {
