@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 MODELS = {
+    "evoformer": "zoo.protein.evoformer:Evoformer",
     "latte": "zoo.video.latte:Latte",
     "stdit": "zoo.video.stdit:STDiT",
     "st_mamba": "zoo.video.mamba:STMamba",
     "st_rwkv": "zoo.video.rwkv:STRWKV",
+    "pairformer": "zoo.protein.pairformer:Pairformer",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }
 
