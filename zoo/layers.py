@@ -22,40 +22,45 @@ MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, a
 # Attention
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """Softmax attention: queries (b n h e), keys and values (b m h e) -> (b n h e).
 
-    ``mask`` (b m) is True for the keys to be seen; where it is False throughout, all of them are. flash-attn runs it
-    where it is installed and can (CUDA, half precision, no mask), PyTorch's SDPA everywhere else.
+    ``mask`` (b m) is True for the keys to be seen; where it is False throughout, all of them are. ``causal``: a query
+    sees the keys up to its own place (no mask then). flash-attn runs it where it is installed and can (CUDA, half
+    precision, no mask), PyTorch's SDPA everywhere else.
     """
     if len(q) > MAX_BATCH:
         masks = repeat(None) if mask is None else mask.split(MAX_BATCH)
         parts = zip(q.split(MAX_BATCH), k.split(MAX_BATCH), v.split(MAX_BATCH), masks)
-        return torch.cat([attend(*part) for part in parts])
+        return torch.cat([attend(*part, causal=causal) for part in parts])
     half = q.dtype in (torch.float16, torch.bfloat16)
     if flash_attn_func is not None and q.is_cuda and half and mask is None and q.shape[-1] <= 256:
-        return flash_attn_func(q, k, v)
+        return flash_attn_func(q, k, v, causal=causal)
     if mask is not None:
         mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``)."""
+    """Multi-head self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
 
-    def __init__(self, dim: int, heads: int, over: str):
+    ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one.
+    """
+
+    def __init__(self, dim: int, heads: int, over: str, width: int | None = None, causal: bool = False):
         super().__init__()
-        self.heads = heads
+        width = dim if width is None else width
+        self.heads, self.causal = heads, causal
         self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
         self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * width)
+        self.out = nn.Linear(width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         y = rearrange(x, self.fold)
         q, k, v = rearrange(self.qkv(y), "b n (k h e) -> k b n h e", k=3, h=self.heads)
-        y = self.out(rearrange(attend(q, k, v), "b n h e -> b n (h e)"))
+        y = self.out(rearrange(attend(q, k, v, causal=self.causal), "b n h e -> b n (h e)"))
         return rearrange(y, self.unfold, b=len(x))
 
 
@@ -185,9 +190,12 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rows(modulation: Tensor) -> tuple[Tensor, ...]:
-    """The rows of (b k c), each (b 1 1 c): shift, scale, gate in this order, for one sublayer after another."""
-    return modulation[:, :, None, None].unbind(1)
+def rows(modulation: Tensor, dims: int = 2) -> tuple[Tensor, ...]:
+    """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
+
+    ``dims`` is the number of dims between b and c of what they modulate.
+    """
+    return modulation.unflatten(-1, [1] * dims + [-1]).unbind(1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -220,6 +228,40 @@ class Block(nn.Module):
         if self.positions and x.shape[1] > 1:
             x = add_time(x)
         x = x + gate * self.attention(modulate(norm(x), shift, scale))
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
+
+
+class ModulatedNorm(nn.Module):
+    """The one input of attentions that run side by side: norm and modulation of (b ... c); ``cond`` as in Block."""
+
+    def __init__(self, modulation: nn.Module):
+        super().__init__()
+        self.modulation = modulation  # of 2 rows
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        return modulate(norm(x), *rows(self.modulation(cond), x.ndim - 2))
+
+
+class FusedMLP(nn.Module):
+    """What follows attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
+
+    With ``heads``, attention to text comes between the two, as in Block.
+    """
+
+    def __init__(self, dim: int, modulation: nn.Module, heads: int | None = None):
+        super().__init__()
+        self.modulation = modulation  # of 4 rows
+        self.cross = None if heads is None else CrossAttention(dim, heads)
+        self.mlp = MLP(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, y: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        gate, shift_mlp, scale_mlp, gate_mlp = rows(self.modulation(cond), x.ndim - 2)
+        x = x + gate * y
         if self.cross is not None:
             assert context is not None
             x = x + self.cross(x, context, mask)
@@ -262,8 +304,8 @@ class PatchEmbed(nn.Module):
         return places / (count / (self.sample_size // patch)) / max(self.sample_size // 64, 1)
 
 
-class FinalLayer(nn.Module):
-    """Tokens (b t s c) back to latent video (b o t h w) of ``size`` (h, w): norm, modulation, one linear layer."""
+class FinalLinear(nn.Module):
+    """A token (b t s c) to the values of its patch (b t s k): norm, modulation, linear."""
 
     def __init__(self, dim: int, out_channels: int, patch: tuple[int, int, int], modulation: nn.Module):
         super().__init__()
@@ -271,11 +313,22 @@ class FinalLayer(nn.Module):
         self.modulation = modulation
         self.linear = nn.Linear(dim, out_channels * math.prod(patch))
 
-    def forward(self, x: Tensor, cond: Tensor, size: tuple[int, int]) -> Tensor:
-        (p, q), (height, width) = self.patch, size
-        x = self.linear(modulate(norm(x), *rows(self.modulation(cond))))
-        x = rearrange(x, "b t (h w) (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
-        return x[..., :height, :width]
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        return self.linear(modulate(norm(x), *rows(self.modulation(cond), x.ndim - 2)))
+
+
+class FinalLayer(FinalLinear):
+    """Tokens (b t s c) back to latent video (b o t h w) of ``size`` (h, w)."""
+
+    def forward(self, x: Tensor, cond: Tensor, size: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        return unpatchify(super().forward(x, cond), self.patch, size)
+
+
+def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    """The values (b t s k) of all patches as frames (b o t h w) of ``size`` (h, w), without what was padded."""
+    (p, q), (height, width) = patch[-2:], size
+    x = rearrange(x, "b t (h w) (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
+    return x if x.shape[-2:] == size else x[..., :height, :width]
 
 
 # What the video models share around their layers
