@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -32,10 +32,10 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
-from zoo.training.estimate import memory_table, saved_for_backward
+from zoo.training.estimate import Activations, advice, memory_table, saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
+from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
-from zoo.training.video import Inputs, Part, VideoTask, user_error
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Run:
     config: cfg.Config
     device: torch.device
     stop: ranks.StopSignal
-    task: VideoTask
+    task: Task
     mesh: DeviceMesh
     model: Any  # an nn.Module that fully_shard gave more methods
     objective: Any
@@ -62,11 +62,11 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
     fsdp_mesh = init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard"))
 
-    # data: every rank makes its own frames of its group's samples
-    task = VideoTask(config, rank=mesh["sp"].get_local_rank(), size=sp)
+    # data: every rank makes its own part of its group's samples
+    task = cfg.create_task(config, rank=mesh["sp"].get_local_rank(), size=sp)
     task.open()
-    if config.eval.clips % (replicate * shard):
-        raise UserError(f"eval.clips={config.eval.clips} is not a multiple of {replicate * shard} data-parallel groups")
+    if (count := task.validation_samples) % (dp := replicate * shard):
+        raise UserError(f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups")
 
     # model: shapes alone, weights come last
     with torch.device("meta"):
@@ -176,8 +176,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     loss = torch.zeros((), device=run.device)
     for micro in range(accumulation):
         run.model.set_requires_gradient_sync(micro == accumulation - 1)
-        error, weight = run.objective(**place(next(batches), run.mesh["sp"], run.device))
-        part = dsp.mean(error, weight) / accumulation
+        part = mean_loss(run.objective(**place(next(batches), run.mesh["sp"], run.device))) / accumulation
         part.backward()
         loss += part.detach()
     norm: Any = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf)
@@ -206,26 +205,26 @@ def assess(run: Run, step: int) -> None:
         ranks.say(f"step {step}: validation loss {mean:.4g}")
         if run.tracker:
             run.tracker.log(step, val_loss=mean, val_losses=losses)
-    path = run.directory / "samples" / f"step-{step:08d}.gif"
+    path = run.directory / "samples" / f"step-{step:08d}.{run.task.media}"
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
         samples = run.task.sample(run.model, run.device, run.stop.poll)
         if run.tracker:
-            run.task.show(samples, path)
-            run.tracker.video(step, path)
+            if measured := run.task.show(samples, path):
+                run.tracker.log(step, **measured)
+            run.tracker.picture(step, path)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> list[float]:
-    """Mean loss over the validation clips at each fixed noise level."""
+    """Mean loss over the validation samples at each level."""
     group, groups = data_parallel(run)
     run.objective.eval()
-    sums = [0.0] * run.config.eval.levels
+    sums = [0.0] * run.task.levels
     for level, count, inputs in run.task.validation_batches(run.objective, group, groups):
         run.stop.poll()
-        error, weight = run.objective(**place(inputs, run.mesh["sp"], run.device))
-        sums[level] += dsp.mean(error, weight).item() * count
-    scale = run.config.eval.clips * run.mesh["sp"].size()  # every rank of an sp group adds the same mean
+        sums[level] += mean_loss(run.objective(**place(inputs, run.mesh["sp"], run.device))).item() * count
+    scale = run.task.validation_samples * run.mesh["sp"].size()  # every rank of an sp group adds the same mean
     return [value / scale for value in ranks.total(*sums)]
 
 
@@ -247,12 +246,11 @@ def summarize(run: Run, seconds: float) -> None:
     ranks.say(f"finished {run.config.train.steps} steps in {duration(seconds)}; everything is in {run.directory}")
     if validation:
         ranks.say(f"validation loss {validation[-1]:.4g}")
-    if validation and run.config.eval.linear_floor:
-        floor = run.task.linear_floor(run.objective)
-        run.tracker.log(run.config.train.steps, linear_floor=floor)
-        ranks.say(f"best linear denoiser on the same data {floor:.4g}")
-    if gifs := sorted((run.directory / "samples").glob("*.gif")):
-        ranks.say(f"samples {gifs[-1]}")
+    for floor in run.task.floors(run.objective) if validation else ():
+        run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
+        ranks.say(f"{floor.name} {floor.loss:.4g}")
+    if pictures := sorted((run.directory / "samples").glob(f"*.{run.task.media}")):
+        ranks.say(f"samples {pictures[-1]}")
 
 
 # --------------------------------------------------------------------------------------------------------- the dry run
@@ -263,34 +261,67 @@ def dry_run(config: cfg.Config) -> None:
     parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
     world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
     replicate, shard, sp = cfg.mesh_shape(parallel, world)
-    task = VideoTask(config)
+    task = cfg.create_task(config)
     with torch.device("meta"):
         model = task.model()
         plan = make_plan(config, task, task.objective(model), sp)
+    activations, table = estimate(config, task, model)
+    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
+    print(f"model {config.model.name}, {count} parameters, batch {batch}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
+    again = ", stages recomputed" if config.train.checkpoint_activations else ""
+    print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
+    for what, held, note in table(sp):
+        print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
+    print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
+    for held, what in activations.largest(5):
+        print(f"  {size(held):>10}  {what}")
+    print(f"\n{advise(config, table, sp)}")
+    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+
+
+def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[[int], Any]]:
+    """What a forward keeps, and the table of memory a rank for any sp."""
     dtype = compute_dtype(config)
     activations = saved_for_backward(
         lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
         dtype=dtype, checkpointed=config.train.checkpoint_activations,
     )  # fmt: skip
-    rows = memory_table(
-        model, repeated_stages(model), shards=shard * sp, accumulation=config.train.accumulation,
-        width=dtype.itemsize, activations=activations // sp,
+    return activations, lambda sp: memory_table(
+        model, repeated_stages(model), shards=config.parallel.dp_shard * sp, accumulation=config.train.accumulation,
+        width=dtype.itemsize, activations=-(-activations.bytes // sp),
     )  # fmt: skip
-    clip = f"{config.train.batch} x {task.frames} frames of {task.height} x {task.width}"
-    print(f"model {config.model.name}, {amount(sum(p.numel() for p in model.parameters()))} parameters, batch {clip}")
-    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
-    again = ", stages recomputed" if config.train.checkpoint_activations else ""
-    print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
-    for what, count, note in rows:
-        print(f"  {what:<24}{size(count):>10}  {note}".rstrip())
-    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+
+
+def advise(config: cfg.Config, table: Callable[[int], Any], sp: int) -> str:
+    memory = int((config.parallel.memory or 80) * 2**30)
+    return advice(lambda n: table(n)[-1][1], memory, sp, config.train.checkpoint_activations)
+
+
+def out_of_memory(config: cfg.Config) -> UserError:
+    """What a run that ran out of memory would have needed, from the estimator of the dry run."""
+    sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
+    task = cfg.create_task(config)
+    with torch.device("meta"):
+        model = task.model()
+    activations, table = estimate(config, task, model)
+    largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
+    error = UserError(f"out of memory: {advise(config, table, sp)}\n  largest activations, over {sp} ranks: {largest}")
+    error.alone = True  # the other ranks may have had enough
+    return error
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def make_plan(config: cfg.Config, task: VideoTask, objective: nn.Module, sp: int) -> dsp.Plan:
+def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int) -> dsp.Plan:
     return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+
+
+def mean_loss(output: Any) -> Tensor:
+    """The loss of what an objective returned, over the whole batch of the sp group: its terms are added."""
+    terms = output.values() if isinstance(output, dict) else [output]
+    return sum((dsp.mean(error, weight) for error, weight in terms), start=torch.zeros(()))
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
@@ -314,7 +345,7 @@ def repeated_stages(model: Any) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if any(fnmatchcase(name, p) for p in patterns)]
 
 
-def initialize(model: nn.Module, task: VideoTask, device: torch.device) -> None:
+def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
     """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
     model.to_empty(device=device)
     torch.manual_seed(task.config.train.seed)
@@ -367,6 +398,10 @@ def main(arguments: list[str]) -> int:
             try:
                 resume(run)
                 loop(run)
+            except RuntimeError as error:
+                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                    raise
+                raise out_of_memory(config) from error
             finally:
                 if run.tracker:
                     run.tracker.finish()

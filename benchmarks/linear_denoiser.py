@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     count = next((int(a.removeprefix("clips=")) for a in arguments if a.startswith("clips=")), 40_000)
     options = config.load([a for a in arguments if not a.startswith("clips=")])
     data = options.data
-    if not isinstance(data, config.Digits) or options.objective.name != "rectified_flow":
+    if data.name != "digits" or options.objective.name != "rectified_flow":
         raise UserError("the linear denoiser is fitted to data.name=digits with objective.name=rectified_flow")
     shape = {"frames": data.frames, "size": (data.height, data.width), "digit": data.digit, "speed": tuple(data.speed)}
     train, validation = MovingDigits("train", seed=options.train.seed, **shape), MovingDigits("validation", **shape)

@@ -8,7 +8,6 @@ import torch
 
 from zoo.training import UserError
 from zoo.training import config as cfg
-from zoo.training.video import VideoTask
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
@@ -141,8 +140,8 @@ def test_yaml_reads_back(load, tmp_path):
 
 def test_every_option_is_explained():
     text = cfg.help_text(["help=1"])
-    for data in cfg.DATA.values():
-        for key, _, metadata in cfg.leaves(cfg.Config(data=data())):
+    for data in cfg.TASKS:
+        for key, _, metadata in cfg.leaves(cfg.defaults(data)):
             assert metadata["help"], key
     for key, _, metadata in cfg.leaves(cfg.Config()):
         line = next(line for line in text.split("\n") if metadata["help"] in line)
@@ -154,7 +153,7 @@ def test_shipped_configs_are_sound(path):
     """Each loads, is short, and names a model that fits its data."""
     assert 30 <= len(path.read_text().splitlines()) <= 70
     config = cfg.load([str(path), "dry_run=true"])
-    task = VideoTask(config)
+    task = cfg.create_task(config)
     with torch.device("meta"):
         model = task.model()
         loss, weight = task.objective(model)(**task.example(model))
@@ -179,4 +178,4 @@ def test_shipped_configs_are_sound(path):
 def test_a_model_that_does_not_fit(arguments, message):
     demo = next(str(path) for path in CONFIGS if path.stem == "demo")
     with pytest.raises(UserError, match=re.escape(message)), torch.device("meta"):
-        VideoTask(cfg.load([demo, *arguments])).model()
+        cfg.create_task(cfg.load([demo, *arguments])).model()

@@ -23,7 +23,7 @@ from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
-from zoo.training.video import VideoTask, share
+from zoo.training.task import share
 from zoo.video.gif import save_gif
 
 ROOT = Path(__file__).parents[1]
@@ -448,17 +448,31 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     for what in ("parameters", "gradients", "AdamW moments", "gathered weights", "activations", "total"):
         assert re.search(rf"^  {what} +\d[\d.]* [MG]iB", out, re.M), what
     assert re.search(r"^sequence parallelism sends \d[\d.]* [MG]iB a rank and step", out, re.M)
+    assert "largest activations, of which a rank holds 1/" in out
+    assert "the smallest sp that fits 80 GiB a device is 1" in out
     assert not list(tmp_path.iterdir())  # nothing is written
+
+
+def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(trainer, "train_step", full)
+    run("parallel.memory=1e-3", expect=2)
+    error = capsys.readouterr().err
+    assert re.match(r"error: out of memory: the smallest sp that fits 1.02 MiB a device is \d+: [\d.]+ KiB; sp=1 ", error)
+    assert "train.checkpoint_activations=true keeps less" in error
+    assert "x [2, 5, 9, 48] float32 in model.blocks" in error
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed):
     """Count, in a real forward, the storages that autograd keeps."""
     config = cfg.load(run.arguments(f"train.checkpoint_activations={checkpointed}"))
-    task = VideoTask(config)
+    task = cfg.create_task(config)
     stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
     build = lambda: task.objective(task.model())  # noqa: E731
-    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed)
+    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed).bytes
 
     objective = build()
     weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
@@ -509,7 +523,8 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     """A key that nothing reads would be a promise that nothing keeps."""
     save_gif(tmp_path / "videos" / "0.gif", torch.rand(1, 3, 7, 8, 8) * 2 - 1)
     seen, real = set(), cfg.load
-    sections = [*cfg.DATA.values(), *(type(v) for v in vars(cfg.Config()).values() if hasattr(v, "__dict__"))]
+    video = [cfg.defaults(data) for data in ("digits", "video_folder")]
+    sections = {type(v) for config in video for v in vars(config).values() if hasattr(v, "__dict__")}
 
     def load(arguments):
         config = real(arguments)
@@ -580,12 +595,12 @@ def test_shares_are_those_of_chunk(length, size):
 def test_parts_of_a_batch_are_those_of_the_whole(run):
     """Ranks of one group see parts of the same samples, groups see others, whatever the number of groups."""
     config = cfg.load(run.arguments("train.batch=2", "train.accumulation=2"))
-    whole = VideoTask(config)
+    whole = cfg.create_task(config)
     whole.open()
     with torch.device("meta"):
         model = whole.model()
     objective = whole.objective(model)
-    parts = [VideoTask(config, rank, 3) for rank in range(3)]
+    parts = [cfg.create_task(config, rank, 3) for rank in range(3)]
     for part in parts:
         part.open()
         part.num_classes = whole.num_classes

@@ -2,30 +2,33 @@
 
 `load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error says which of them is
 wrong. Nothing is looser than it seems: an unknown key is an error with a suggestion, a wrong type is an error, nothing
-is read from the environment and no name is ever imported. `data` has the keys of the data set it names and
-`model.overrides` those of the model it names.
+is read from the environment and no name is ever imported. `data` has the keys of the data set it names, `objective`,
+`eval` and `sample` those of its task, and `model.overrides` those of the model it names.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import difflib
+import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zoo.training import UserError
+from zoo.training.task import Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
     torchrun --nproc-per-node 2 train.py configs/demo.yaml
     train.py configs/demo.yaml train.steps=100 parallel.sp=1
     train.py configs/demo.yaml help=1          every key, its meaning and its value
+    train.py data.name=video_folder help=1     the keys of another data set
     train.py configs/demo.yaml dry_run=true    the plan, memory and bytes a rank; nothing is allocated"""
 
 
@@ -42,46 +45,11 @@ class Model:
 
 
 @dataclass
-class Digits:
-    channels: ClassVar[int] = 1
-    classes: ClassVar[int | None] = 10
-    name: str = option("digits", "moving handwritten digits, made from real digit images")
-    frames: int = option(8, "frames a clip", least=1)
-    height: int = option(16, "rows of pixels", least=1)
-    width: int = option(16, "columns of pixels", least=1)
-    digit: float = option(12.0, "side of the digit, in pixels")
-    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame", length=2)
-
-
-@dataclass
-class VideoFolder:
-    channels: ClassVar[int] = 3
-    classes: ClassVar[int | None] = None
-    name: str = option("video_folder", "mp4, webm and GIF files under one folder")
-    path: str | None = option(None, "the folder; required")
-    frames: int = option(16, "frames a clip", least=1)
-    height: int = option(256, "rows of pixels", least=1)
-    width: int = option(256, "columns of pixels", least=1)
-    stride: int = option(1, "take every n-th frame of a video", least=1)
-    fps: float | None = option(None, "or take frames at this rate; null for the video's own", least=0)
-    validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
-    verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
-
-
-DATA = {"digits": Digits, "video_folder": VideoFolder}
-
-
-@dataclass
-class Objective:
-    name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
-    label_dropout: float = option(0.1, "share of samples trained without their class, for guidance", least=0, most=1)
-
-
-@dataclass
 class Parallel:
     dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
     sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
+    memory: float | None = option(None, "GiB of a device, for the advice of dry_run; null for 80", least=0)
 
 
 @dataclass
@@ -107,24 +75,6 @@ class Train:
 
 
 @dataclass
-class Eval:
-    every: int = option(500, "steps between validations; 0 for none", least=0)
-    clips: int = option(16, "validation samples, the same at every validation", least=1)
-    levels: int = option(8, "fixed noise levels each is judged at", least=1)
-    linear_floor: bool = option(
-        False, "also fit the best linear denoiser to the data, for comparison (small clips only)"
-    )
-
-
-@dataclass
-class Sample:
-    every: int = option(0, "steps between sampled clips; 0 for none", least=0)
-    clips: int = option(4, "clips sampled, from the same noise every time", least=1)
-    steps: int = option(25, "sampling steps a clip", least=1, most=1000)
-    guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
-
-
-@dataclass
 class Log:
     every: int = option(10, "steps between log lines and records", least=1)
 
@@ -142,6 +92,12 @@ class Wandb:
     entity: str | None = option(None, "wandb team; null for your default")
 
 
+TASKS = {  # data.name -> the task that trains on it
+    "digits": "zoo.training.video",
+    "video_folder": "zoo.training.video",
+}
+
+
 @dataclass
 class Config:
     name: str | None = option(None, "name of the run; null for the name of the file")
@@ -149,16 +105,32 @@ class Config:
     resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
     dry_run: bool = option(False, "print the plan, memory and bytes a rank, then stop; nothing is allocated")
     model: Model = field(default_factory=Model)
-    data: Any = field(default_factory=Digits)
-    objective: Objective = field(default_factory=Objective)
+    data: Any = field(default_factory=lambda: _task("digits").DATA["digits"]())
+    objective: Any = field(default_factory=lambda: _task("digits").Objective())
     parallel: Parallel = field(default_factory=Parallel)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
-    eval: Eval = field(default_factory=Eval)
-    sample: Sample = field(default_factory=Sample)
+    eval: Any = field(default_factory=lambda: _task("digits").Eval())
+    sample: Any = field(default_factory=lambda: _task("digits").Sample())
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     wandb: Wandb = field(default_factory=Wandb)
+
+
+def _task(data: str) -> Any:
+    """The module of the task that trains on a data set; zoo/training/task.py says what it holds."""
+    return importlib.import_module(TASKS[data])
+
+
+def defaults(data: str) -> Config:
+    """The configuration of a run on a data set where nothing is configured."""
+    task = _task(data)
+    return Config(data=task.DATA[data](), objective=task.Objective(), eval=task.Eval(), sample=task.Sample())
+
+
+def create_task(config: Config, rank: int = 0, size: int = 1) -> Task:
+    """The task of a configuration, for rank `rank` of the `size` that share each sample."""
+    return _task(config.data.name).Task(config, rank, size)
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -173,11 +145,10 @@ def load(arguments: Sequence[str]) -> Config:
     OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
     layers = {files[0]: _read(files[0]), "command line": _parse(overrides)}
 
-    schema = OmegaConf.structured(Config)
     data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
-    if data not in DATA:
-        raise UserError(f"data.name={data}: no such data set{_suggest(str(data), DATA)}")
-    schema.data = OmegaConf.structured(DATA[data])
+    if data not in TASKS:
+        raise UserError(f"data.name={data}: no such data set{_suggest(str(data), TASKS)}")
+    schema = OmegaConf.structured(defaults(data))
     merged = schema
     for source, layer in layers.items():
         _check_keys(schema, layer, source)
@@ -271,8 +242,8 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas={config.optim.betas}: expected numbers in [0, 1)")
-    if isinstance(config.data, VideoFolder) and config.data.path is None and not config.dry_run:
-        raise UserError("data.path is not set: it names the folder with your videos (data.path=/path/to/videos)")
+    if getattr(config.data, "path", "") is None and not config.dry_run:
+        raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
 
 
 def _suggest(wrong: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
@@ -335,7 +306,8 @@ def wants_help(arguments: Sequence[str]) -> bool:
 def help_text(arguments: Sequence[str]) -> str:
     """Every key with its comment and its value, as YAML; the defaults if no file is named."""
     rest = [a for a in arguments if not wants_help([a])]
-    config = load(rest) if any("=" not in a for a in rest) else Config()
+    data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
+    config = load(rest) if any("=" not in a for a in rest) or data not in TASKS else defaults(data)
     usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
     return f"{usage}\n{to_yaml(config, comments=True)}"
 

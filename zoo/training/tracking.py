@@ -2,7 +2,7 @@
 
     runs/<name>/config.yaml      the whole configuration, resolved
                 metrics.jsonl    one JSON object a line, each with its step: the source of truth
-                samples/         step-00000100.gif ...
+                samples/         step-00000100.gif, or .png ...
                 checkpoints/     see checkpoint.py
                 wandb/           the same, for wandb
 
@@ -94,12 +94,13 @@ class Tracker:
             {key.replace("val_", "val/") if "val_" in key else f"train/{key}": numbers[key] for key in numbers}, step
         )
 
-    def video(self, step: int, path: Path) -> None:
-        """Show a GIF that was written to the run's directory."""
+    def picture(self, step: int, path: Path) -> None:
+        """Show a GIF or a PNG that was written to the run's directory."""
         if self.run:
             import wandb
 
-            self._wandb({"samples": wandb.Video(str(path), format="gif")}, step)
+            moving = path.suffix == ".gif"
+            self._wandb({"samples": wandb.Video(str(path), format="gif") if moving else wandb.Image(str(path))}, step)
 
     def _wandb(self, values: dict[str, Any], step: int) -> None:
         if self.run:

@@ -1,26 +1,26 @@
 """The video task: clips, noise and the loss on them.
 
-A task is what the trainer does not know about a run: its data, its model's inputs, its loss and what to show. Every
-batch is a pure function of the step, and a rank asks only for the frames it holds. Letters: b samples, c channels,
-t frames, h w height and width.
+Every batch is a pure function of the step, and a rank asks only for the frames it holds. Letters: b samples,
+c channels, t frames, h w height and width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-import zoo
+from zoo.data import video_folder
 from zoo.data.digits import MovingDigits
 from zoo.data.sampling import VideoDataset, batch_indices, hash_seed, order
-from zoo.data.video_folder import VideoFolder
-from zoo.training import UserError
-from zoo.training import config as cfg
+from zoo.training import UserError, task
+from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
+from zoo.training.task import Floor, Inputs, Part, share, user_error
 from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform
 from zoo.video.gif import save_gif
 from zoo.video.linear_denoiser import linear_denoiser_loss
@@ -30,45 +30,73 @@ _FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
 
 
 @dataclass
-class Part:
-    """This rank's part of a tensor that is divided along `dim`, where the whole has `length` rows."""
-
-    local: Tensor
-    dim: int
-    length: int
-
-
-Inputs = dict[str, Tensor | Part]
-
-
-def share(length: int, rank: int, size: int) -> range:
-    """The rows of `length` that rank `rank` of `size` holds: those of torch.chunk, for the last ranks maybe none."""
-    step = ceil(length / size)
-    return range(min(rank * step, length), min((rank + 1) * step, length))
+class Digits:
+    channels: ClassVar[int] = 1
+    classes: ClassVar[int | None] = 10
+    name: str = option("digits", "moving handwritten digits, made from real digit images")
+    frames: int = option(8, "frames a clip", least=1)
+    height: int = option(16, "rows of pixels", least=1)
+    width: int = option(16, "columns of pixels", least=1)
+    digit: float = option(12.0, "side of the digit, in pixels")
+    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame", length=2)
 
 
-def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
-    """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
-    try:
-        return build(*args, **kwargs)
-    except (ValueError, ImportError) as cause:
-        error = UserError(f"{prefix}{cause}")
-        error.alone = alone
-        raise error from cause
+@dataclass
+class VideoFolder:
+    channels: ClassVar[int] = 3
+    classes: ClassVar[int | None] = None
+    name: str = option("video_folder", "mp4, webm and GIF files under one folder")
+    path: str | None = option(None, "the folder; required")
+    frames: int = option(16, "frames a clip", least=1)
+    height: int = option(256, "rows of pixels", least=1)
+    width: int = option(256, "columns of pixels", least=1)
+    stride: int = option(1, "take every n-th frame of a video", least=1)
+    fps: float | None = option(None, "or take frames at this rate; null for the video's own", least=0)
+    validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
+    verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
 
 
-class VideoTask:
-    """What the trainer asks of a task. `rank` of `size` says which part of every sample the caller holds."""
+DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
 
-    def __init__(self, config: cfg.Config, rank: int = 0, size: int = 1):
-        self.config, data = config, config.data
+
+@dataclass
+class Objective:
+    name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
+    label_dropout: float = option(0.1, "share of samples trained without their class, for guidance", least=0, most=1)
+
+
+@dataclass
+class Eval:
+    every: int = option(500, "steps between validations; 0 for none", least=0)
+    clips: int = option(16, "validation samples, the same at every validation", least=1)
+    levels: int = option(8, "fixed noise levels each is judged at", least=1)
+    linear_floor: bool = option(
+        False, "also fit the best linear denoiser to the data, for comparison (small clips only)"
+    )
+
+
+@dataclass
+class Sample:
+    every: int = option(0, "steps between sampled clips; 0 for none", least=0)
+    clips: int = option(4, "clips sampled, from the same noise every time", least=1)
+    steps: int = option(25, "sampling steps a clip", least=1, most=1000)
+    guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
+
+
+class Task(task.Task):
+    """Diffusion on clips: `rank` of `size` holds a range of the frames of each."""
+
+    media = "gif"
+
+    def __init__(self, config: Any, rank: int = 0, size: int = 1):
+        super().__init__(config, rank, size)
+        data = config.data
+        self.levels, self.validation_samples = config.eval.levels, config.eval.clips
         self.frames, self.height, self.width = data.frames, data.height, data.width
         self.shape = (data.channels, data.height, data.width)
         self.here = share(data.frames, rank, size)
-        self.identity: dict[str, Any] = {"name": config.model.name}
 
     def open(self) -> None:
-        """Find the data: on rank 0, so that all ranks agree on what there is."""
         flow, size = self.config.objective.name == "rectified_flow", prod(self.shape) * self.frames
         if self.config.eval.linear_floor and not (flow and size <= _FLOOR_SIZE):
             raise UserError(
@@ -80,9 +108,7 @@ class VideoTask:
     # ------------------------------------------------------------------------------------------------ model, objective
 
     def model(self) -> nn.Module:
-        """The model on the default device. An error if its inputs are not what the data has."""
-        options = self.config.model
-        model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
+        model = self.create()
         inputs = _on_meta(model.example_inputs, 1, frames=1, height=self.height, width=self.width)
         channels, classes = self.config.data.channels, self.config.data.classes
         if inputs["x"].shape[1] != channels:
@@ -91,7 +117,7 @@ class VideoTask:
                 f"set model.overrides.in_channels={channels}"
             )
         if unknown := sorted(inputs.keys() - {"x", "timestep", "label"}):
-            raise UserError(f"model {options.name} needs {', '.join(unknown)}, which this data does not have")
+            raise UserError(f"model {self.config.model.name} needs {', '.join(unknown)}, which this data does not have")
         self.num_classes = getattr(model.config, "num_classes", None) if "label" in inputs else None
         if self.num_classes is not None and self.num_classes != classes:
             raise UserError(f"the data has {classes or 'no'} classes and the model {self.num_classes}")
@@ -99,14 +125,12 @@ class VideoTask:
             raise UserError(f"sample.guidance={self.config.sample.guidance} needs a class-conditional model")
         patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = prod(ceil(n / p) for n, p in zip((self.frames, self.height, self.width), patch))
-        self.identity["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(model.config).items()}
         return model
 
     def objective(self, model: nn.Module) -> nn.Module:
         return {"rectified_flow": RectifiedFlow, "iddpm": IDDPM}[self.config.objective.name](model)
 
     def example(self, objective: Any) -> dict[str, Tensor]:
-        """The keyword arguments of the objective for one batch, on the default device."""
         b = self.config.train.batch
         shape = (b, self.shape[0], self.frames, *self.shape[1:])
         inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(b)}
@@ -119,7 +143,6 @@ class VideoTask:
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        """The objective's arguments for one micro-batch of data-parallel group `group` of `groups`."""
         options, seed, n = self.config.train, self.config.train.seed, len(self.train)
         epochs, indices = batch_indices(seed, step, options.batch * options.accumulation * groups, n)
         first = (micro * groups + group) * options.batch
@@ -134,7 +157,6 @@ class VideoTask:
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        """Every validation batch of one group as (noise level, number of samples, arguments): always the same."""
         levels = objective.validation_levels(self.config.eval.levels)
         chosen = self._validation_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
@@ -174,12 +196,21 @@ class VideoTask:
             made.append(sampler(model, noise, options.steps, **given).cpu())
         return torch.cat(made)
 
-    def show(self, samples: Tensor, path: Path) -> None:
+    def show(self, samples: Tensor, path: Path) -> Mapping[str, float]:
         whole_rows = [n for n in range(2, 9) if len(samples) % n == 0]
         save_gif(path, samples, columns=max(whole_rows, default=None))
+        return {}
+
+    def describe(self) -> str:
+        return f"{self.frames} frames of {self.height} x {self.width}"
+
+    def floors(self, objective: Any) -> list[Floor]:
+        if not self.config.eval.linear_floor:
+            return []
+        return [Floor("linear_floor", "best linear denoiser on the same data", self.linear_floor(objective))]
 
     def linear_floor(self, objective: Any) -> float:
-        """The validation loss of the best linear denoiser, fitted to training clips: what a model has to beat."""
+        """The validation loss of the best linear denoiser, fitted to training clips."""
         fit = [(i % len(self.train), i // len(self.train)) for i in range(_FLOOR_CLIPS)]
         train = [self.train.clip(index, epoch) for index, epoch in fit]
         validation = [self.validation.clip(index, epoch) for index, epoch in self._validation_clips()]
@@ -194,14 +225,14 @@ class VideoTask:
 def _datasets(data: Any, seed: int) -> tuple[VideoDataset, VideoDataset]:
     """The training and the validation set that `data` describes."""
     size = (data.height, data.width)
-    if isinstance(data, cfg.Digits):
+    if isinstance(data, Digits):
         options: dict[str, Any] = {"digit": data.digit, "speed": tuple(data.speed)}
         return (
             MovingDigits("train", frames=data.frames, size=size, seed=seed, **options),
             MovingDigits("validation", frames=data.frames, size=size, seed=0, **options),
         )
-    options = {"stride": data.stride, "fps": data.fps, "verify": data.verify}
-    folder = VideoFolder(data.path, frames=data.frames, height=data.height, width=data.width, seed=seed, **options)
+    options = {"frames": data.frames, "stride": data.stride, "fps": data.fps, "verify": data.verify}
+    folder = video_folder.VideoFolder(data.path, height=data.height, width=data.width, seed=seed, **options)
     return folder.split(data.validation)
 
 

@@ -1,0 +1,125 @@
+"""What the trainer does not know about a run: its data, its model's inputs, its loss and what to show.
+
+A task lives in a module of its own, with the sections of the configuration that only it has:
+
+    DATA                     data.name -> dataclass, the data sets it can train on
+    Objective, Eval, Sample  dataclasses; the last two have `every`, in steps
+    Task                     a subclass of the Task below
+
+`zoo.training.config.TASKS` says which module a data set belongs to.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo.training import UserError
+
+
+@dataclass
+class Part:
+    """This rank's part of a tensor that is divided along `dim`, where the whole has `length` rows."""
+
+    local: Tensor
+    dim: int
+    length: int
+
+
+Inputs = dict[str, Tensor | Part]
+
+
+@dataclass
+class Floor:
+    """What a model has to beat: the validation loss of something that needs no training, or hardly any."""
+
+    key: str  # in the records
+    name: str  # for the reader
+    loss: float
+
+
+class Task(ABC):
+    """One run's data, model and loss. `rank` of `size` says which part of every sample the caller holds."""
+
+    identity: dict[str, Any]  # what a checkpoint has to agree with
+    tokens: int  # of one sample, for the throughput; known once the model is made
+    validation_samples: int  # of all data-parallel groups together
+    levels: int = 1  # parts of the validation loss that are also reported one by one
+    media: str = "png"  # what `show` writes
+
+    def __init__(self, config: Any, rank: int = 0, size: int = 1):
+        self.config, self.rank, self.size = config, rank, size
+        self.identity = {"name": config.model.name}
+
+    def create(self) -> Any:
+        """The model that the configuration names, on the default device; it is noted in `identity`."""
+        options = self.config.model
+        model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
+        settings = vars(model.config)
+        self.identity["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+        return model
+
+    @abstractmethod
+    def open(self) -> None:
+        """Find the data: on rank 0, so that all ranks agree on what there is."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model on the default device. A UserError if its inputs are not what the data has."""
+
+    @abstractmethod
+    def objective(self, model: nn.Module) -> nn.Module:
+        """The model with its loss: forward returns loss and weight per element, or a dict of such pairs to be added."""
+
+    @abstractmethod
+    def example(self, objective: Any) -> dict[str, Tensor]:
+        """The keyword arguments of the objective for one batch, on the default device."""
+
+    @abstractmethod
+    def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
+        """The objective's arguments for one micro-batch of data-parallel group `group` of `groups`.
+
+        A pure function of its arguments and the configuration. A rank makes its own parts alone.
+        """
+
+    @abstractmethod
+    def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
+        """Every validation batch of one group as (level, number of samples, arguments): always the same."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One sample in words and numbers: '8 frames of 12 x 12'."""
+
+    @abstractmethod
+    def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:
+        """What the model makes, always from the same noise or inputs; called on every rank."""
+
+    @abstractmethod
+    def show(self, samples: Any, path: Path) -> Mapping[str, float]:
+        """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
+
+    def floors(self, objective: Any) -> list[Floor]:
+        """Those that the configuration asks for; called on rank 0 at the end of a run."""
+        return []
+
+
+def share(length: int, rank: int, size: int) -> range:
+    """The rows of `length` that rank `rank` of `size` holds: those of torch.chunk, for the last ranks maybe none."""
+    step = ceil(length / size)
+    return range(min(rank * step, length), min((rank + 1) * step, length))
+
+
+def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
+    """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, ImportError) as cause:
+        error = UserError(f"{prefix}{cause}")
+        error.alone = alone
+        raise error from cause
