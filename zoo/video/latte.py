@@ -17,12 +17,12 @@ Published sizes; trainable parameters of unconditional variant 1 at patch 2, lat
 
 ``conditioning="none"`` and ``"class"`` are the models of the paper: DiT blocks, modulated by adaLN-Zero from the
 timestep embedding, plus a label embedding with a null class. ``"text"`` is Latte-1, which diffusers has as
-LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks; ``Latte.from_diffusers`` loads its
-weights. The fixed temporal position table is added before the first temporal block.
+LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks. The fixed temporal position table is
+added before the first temporal block. ``from_reference`` loads the weights of either, of variant 1.
 
 What the paper leaves open in variants 3 and 4 follows variant 1. Every sublayer has shift, scale and gate of its own,
-so that variant 3 takes 9 rows a block; the two halves of variant 4 share those of the attention that they make up. Heads
-keep their width, so that a block of variant 4 has as many parameters as one of variant 1. The temporal table is added
+so that variant 3 takes 9 rows a block; the two halves of variant 4 share those of the attention that they make up.
+Heads keep their width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is added
 before the first temporal attention (3) or before the first block (4); attention to text follows the spatial one (3) or
 the sum of both (4).
 
@@ -31,6 +31,7 @@ channels, l text tokens, k what is left of a conditioning vector.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ from zoo.layers import (
     unpatchify,
     video_inputs,
 )
-from zoo.reference import load, read_safetensors
+from zoo.reference import count, load, read_safetensors
 
 SIZES: dict[str, dict[str, Any]] = {
     f"{name}/{p}": {**size, "patch": (1, p, p)}
@@ -329,6 +330,42 @@ class Latte(nn.Module):
         return model
 
 
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
+    """Build variant 1 from a state dict of the authors' code (the ``"ema"`` of a checkpoint) or of diffusers' model.
+
+    The number of heads is that of the published model of this width, and text models are taken to be trained on frames
+    of 64 cells: ``heads`` and ``sample_size`` override them.
+    """
+    text = "adaln_single.linear.weight" in state
+    names = diffusers_names if text else official_names
+    (patches,), (out,) = names("embed.proj.weight"), names("final.linear.weight")
+    if missing := [name for name in (patches, out) if name not in state]:
+        raise ValueError(f"neither the authors' nor diffusers' Latte: no {', '.join(missing)}")
+    hidden, channels, patch, _ = state[patches].shape
+    found: dict[str, Any] = {
+        "hidden": hidden,
+        "depth": 2 * count(state, "transformer_blocks.{}.") if text else count(state, "blocks.{}."),
+        "heads": next((size["heads"] for size in SIZES.values() if size["hidden"] == hidden), None),
+        "patch": (1, patch, patch),
+        "in_channels": channels,
+        "learn_sigma": len(state[out]) == 2 * channels * patch**2,
+    }
+    if text:
+        captions = state["caption_projection.linear_1.weight"].shape[1]
+        found |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64}
+    else:
+        found["sample_size"] = patch * math.isqrt(state["pos_embed"].shape[1])
+        if "y_embedder.embedding_table.weight" in state:
+            classes = len(state["y_embedder.embedding_table.weight"]) - 1
+            found |= {"conditioning": "class", "num_classes": classes}
+    found |= overrides
+    if found["heads"] is None:
+        raise ValueError(f"no Latte of hidden={hidden} was published: say how many heads it has, heads=")
+    model = Latte(Config(**found))
+    load(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
+    return model
+
+
 def diffusers_config(config: Mapping[str, Any]) -> Config:
     """The Config of a LatteTransformer3DModel's config; ValueError if that one differs in more than sizes."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
@@ -370,6 +407,31 @@ def diffusers_names(name: str) -> list[str]:
     return [DIFFUSERS[layer] + dot + suffix]
 
 
+def official_names(name: str) -> list[str]:
+    """The parameter of the authors' code that one of ours is."""
+    parts = re.fullmatch(r"blocks\.(\d+)\.(spatial|temporal)\.(.+)\.(weight|bias)", name)
+    if parts:
+        i, kind, layer, suffix = parts.groups()
+        return [f"blocks.{2 * int(i) + (kind == 'temporal')}.{OFFICIAL_BLOCK[layer]}.{suffix}"]
+    layer, _, suffix = name.rpartition(".")
+    return [f"{OFFICIAL[layer]}.{suffix}"]
+
+
+OFFICIAL = {
+    "embed.proj": "x_embedder.proj",
+    "t_embed.mlp.up": "t_embedder.mlp.0",
+    "t_embed.mlp.down": "t_embedder.mlp.2",
+    "label_embed.table": "y_embedder.embedding_table",
+    "final.modulation.linear": "final_layer.adaLN_modulation.1",
+    "final.linear": "final_layer.linear",
+}
+OFFICIAL_BLOCK = {
+    "modulation.linear": "adaLN_modulation.1",
+    "attention.qkv": "attn.qkv",
+    "attention.out": "attn.proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
 DIFFUSERS = {
     "embed.proj": "pos_embed.proj",
     "t_embed.mlp.up": "adaln_single.emb.timestep_embedder.linear_1",
