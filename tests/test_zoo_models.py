@@ -23,7 +23,18 @@ VARIANTS = [
     ("latte", {}),
     ("latte", {"conditioning": "class", "num_classes": 10}),
     ("latte", {"conditioning": "text", "caption_channels": 20}),
+    ("latte", {"variant": 2, "conditioning": "text", "caption_channels": 20}),
+    ("latte", {"variant": 3, "depth": 2}),
+    ("latte", {"variant": 3, "depth": 2, "conditioning": "text", "caption_channels": 20}),
+    ("latte", {"variant": 4, "depth": 2, "conditioning": "class", "num_classes": 10}),
+    ("latte", {"variant": 4, "depth": 2, "conditioning": "text", "caption_channels": 20}),
 ]
+LAYERS = {  # the stages of two layers, in order, by Latte's variant; Transformer2D has those of variant 1
+    1: ["blocks.0.spatial", "blocks.0.temporal", "blocks.1.spatial", "blocks.1.temporal"],
+    2: ["spatial.0", "spatial.1", "temporal.0", "temporal.1"],
+    3: [f"blocks.{i}.{kind}" for i in range(2) for kind in ("spatial", "temporal", "mlp")],
+    4: [f"blocks.{i}.{kind}" for i in range(2) for kind in ("norm", "spatial", "temporal", "fused")],
+}
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
 
@@ -83,6 +94,8 @@ def test_first_size_is_the_default():
         (("transformer2d", "test"), {"block": "dit"}, "there are 'paper' and 'stdit'"),
         (("transformer2d", "test"), {"caption_channels": 8}, "block='paper' has no attention to text"),
         (("latte", "test"), {"depth": 3}, "come in pairs"),
+        (("latte", "test"), {"variant": 5}, "there are 1, 2, 3 and 4"),
+        (("latte", "test"), {"variant": 4, "heads": 3, "hidden": 36}, "take an even number"),
         (("latte", "test"), {"conditioning": "audio"}, "there are 'none', 'class' and 'text'"),
     ],
 )
@@ -234,11 +247,16 @@ def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overr
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
     found = calls(model, model.stages, inputs)
-    assert len(found) == 2 + 4  # embed, two layers of two stages, final
     free = {path: check_stage(path, *call) for path, *call in found}
-    assert free["blocks.1.spatial"] == ["b", "t"]
-    assert free["blocks.0.temporal"] == ["b", "s"]
-    assert free["embed"] == free["final"] == ["b", "t"]
+    assert list(free) == ["embed", *LAYERS[overrides.get("variant", 1)], "final"]
+    for path, dims in free.items():
+        if "spatial" in path or path == "embed":
+            assert dims == ["b", "t"]
+        elif "temporal" in path:
+            assert dims == ["b", "s"]
+        elif path != "final":
+            assert dims == ["b", "t", "s"]
+    assert free["final"] == ["b", "t", "s"] if name == "latte" else ["b", "t"]
 
 
 @every_variant
@@ -246,7 +264,7 @@ def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overr
 def test_a_stage_stated_wrongly_is_caught(name, overrides):
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
-    for pattern in ("blocks.*.spatial", "blocks.*.temporal"):
+    for pattern in (key for key in model.stages if "spatial" in key or "temporal" in key):
         wrong = {pattern: model.stages[pattern].replace("[t]", "t").replace("[s c]", "s [c]")}
         with pytest.raises(AssertionError, match="depends on the rest of"):
             check_stage(*calls(model, wrong, inputs)[0])
@@ -256,6 +274,8 @@ def test_a_stage_stated_wrongly_is_caught(name, overrides):
 @torch.no_grad()
 def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
     """Between the stages the model's forward does nothing: each stage gets what the one before returned."""
+    if overrides.get("variant") == 4:
+        pytest.skip("adds up two attentions between stages")
     model = make(name, overrides)
     inputs = model.example_inputs()
     previous = inputs["x"]
@@ -263,11 +283,7 @@ def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
     for _, _, _, bound, out in found:
         assert next(iter(bound.values())) is previous
         previous = out
-    assert [path for path, *_ in found] == [
-        "embed",
-        *(f"blocks.{i}.{kind}" for i in range(2) for kind in ("spatial", "temporal")),
-        "final",
-    ]
+    assert [path for path, *_ in found] == ["embed", *LAYERS[overrides.get("variant", 1)], "final"]
 
 
 # Weights

@@ -22,9 +22,9 @@ added before the first temporal block. ``from_reference`` loads the weights of e
 
 What the paper leaves open in variants 3 and 4 follows variant 1. Every sublayer has shift, scale and gate of its own,
 so that variant 3 takes 9 rows a block; the two halves of variant 4 share those of the attention that they make up.
-Heads keep their width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is added
-before the first temporal attention (3) or before the first block (4); attention to text follows the spatial one (3) or
-the sum of both (4).
+Heads keep their width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is
+added before the first temporal attention (3) or before the first block (4); attention to text follows the spatial one
+(3) or the sum of both (4).
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
 channels, l text tokens, k what is left of a conditioning vector.
@@ -132,9 +132,7 @@ class Pair(nn.Module):
 class Sublayer(nn.Module):
     """``layer``, modulated, round its residual (b t s c); then attention to text if there are heads for it."""
 
-    def __init__(
-        self, dim: int, layer: nn.Module, modulation: nn.Module, text_heads: int = 0, positions: bool = False
-    ):
+    def __init__(self, dim: int, layer: nn.Module, modulation: nn.Module, text_heads: int = 0, positions: bool = False):
         super().__init__()
         self.positions = positions
         self.modulation = modulation  # of 3 rows
