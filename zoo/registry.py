@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MODELS = {
+    "axial_image": "zoo.image.axial:AxialImage",
     "latte": "zoo.video.latte:Latte",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }
