@@ -34,9 +34,8 @@ def official_names(name, scope):
     path = name.split(".")
     suffix = {"weight": "w", "bias": "b"}.get(path[-1])
     if path[0] in ("outer", "exterior", "inner"):
-        row, rest = (
-            ("row", path[2:-1]) if path[0] == "inner" else ({"row": "row", "column": "col"}[path[2]], path[3:-1])
-        )
+        row = "col" if path[2] == "column" else "row"
+        rest = path[2:-1] if path[0] == "inner" else path[3:-1]
         block = f"{'' if path[0] == 'exterior' else scope}{path[0]}_{row}_{path[1]}"
         norms = {"norm_attention": "layernorm_attn", "norm_mlp": "layernorm_mlp"}
         if rest[0] in norms:
@@ -59,7 +58,7 @@ def official_names(name, scope):
 
 
 def ours(name, value):
-    """One of their variables (or its gradient) as ours: layers with outputs first, convolutions as (d, column, row, e)."""
+    """One of their variables as ours: layers with their outputs first, the convolution as (d, (column row e))."""
     if name.endswith("conv/w"):
         return value.permute(3, 1, 0, 2).flatten(1)
     return value.T if name.endswith("/w") else value
@@ -131,9 +130,8 @@ def torch_block(block, x, along, causal):
 @pytest.mark.parametrize("which", ["outer.0.row", "outer.0.column", "inner.0"])
 def test_blocks_agree_with_multihead_attention(which, dtype, tolerance):
     block = make(dtype).get_submodule(which)
-    x, y = (
-        torch.randn(2, 5, 7, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() for _ in "xy"
-    )
+    x = torch.randn(2, 5, 7, 16, dtype=dtype, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
     along, causal = "column" if "column" in which else "row", which != "outer.0.row"
     out, (wanted, module) = block(x), torch_block(block, y, along, causal)
     assert wanted.std() > 0.1
@@ -161,9 +159,8 @@ def test_logits_do_not_see_their_own_value_or_later_ones(overrides):
     for at in range(pixels.shape[1]):
         changed = pixels.clone()
         changed[:, at] = (changed[:, at] + 1) % model.config.levels
-        moved = (
-            (model(**{**given, "image": changed.view_as(given["image"])}).flatten(1, -2) - logits).abs().amax((0, 2))
-        )
+        again = model(**{**given, "image": changed.view_as(given["image"])}).flatten(1, -2)
+        moved = (again - logits).abs().amax((0, 2))
         assert moved[: at + 1].max() == 0, at
         if at + 1 < pixels.shape[1]:
             assert moved[at + 1] > 1e-6, at  # the next value sees it, be it in the next row or channel
@@ -172,7 +169,7 @@ def test_logits_do_not_see_their_own_value_or_later_ones(overrides):
 
 @pytest.mark.parametrize("overrides", [{}, {"channels": 2, "num_classes": 3}], ids=str)
 def test_samples_are_what_the_logits_say(overrides):
-    """Every value of a sample is the largest of the noise and the logits that the forward gives for all of it at once."""
+    """Every value of a sample is the largest of noise plus logits, the logits of one forward of the whole sample."""
     model = make(**overrides).eval()
     given = model.example_inputs(3, height=3, width=4)
     shape, steps = (*given.pop("image").shape, model.config.levels), []

@@ -325,9 +325,10 @@ class FinalLayer(FinalLinear):
 
 
 def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tensor:
-    """The values (b t s k) of all patches as frames (b o t h w) of ``size`` (h, w), without what was padded."""
+    """The values of all patches, (b t s k) or (b t h w k), as frames (b o t h w) of ``size``, padding cut off."""
     (p, q), (height, width) = patch[-2:], size
-    x = rearrange(x, "b t (h w) (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
+    tokens = "(h w)" if x.ndim == 4 else "h w"
+    x = rearrange(x, f"b t {tokens} (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
     return x if x.shape[-2:] == size else x[..., :height, :width]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 MODELS = {
     "axial_image": "zoo.image.axial:AxialImage",
+    "axial_video": "zoo.video.axial:AxialVideo",
     "latte": "zoo.video.latte:Latte",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }

@@ -1,4 +1,4 @@
-"""The numbers of tests/test_axial_image.py, from the authors' code (github.com/google-research/google-research, axial/):
+"""The numbers of tests/test_axial_image.py, from the authors' code (github.com/google-research/google-research):
 
     pip install tensorflow-cpu==2.21.0
     python tests/golden/axial.py DIR     # with DIR/axial/nn.py and DIR/axial/transformers.py
@@ -42,9 +42,7 @@ def numbers(directory: str, case: str) -> dict[str, list[float]]:
     sys.modules |= {"axial": package, "axial.utils": package.utils}
     for name in ("nn", "transformers"):
         text = Path(directory, "axial", f"{name}.py").read_text().replace("tf.float32", "tf.float64")
-        text = text.replace("tensorflow as tf", "tensorflow.compat.v1 as tf").replace(
-            "compat.v1.compat.v1", "compat.v1"
-        )
+        text = text.replace("import tensorflow as tf", "import tensorflow.compat.v1 as tf")
         code = types.ModuleType(f"axial.{name}")
         code.__package__ = "axial"
         sys.modules[f"axial.{name}"] = code

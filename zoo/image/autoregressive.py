@@ -1,4 +1,8 @@
-"""The objective and the sampler of autoregressive image models: ``model(image (b c h w), ...) -> logits (b c h w k)``."""
+"""The objective and the sampler of autoregressive models of images: ``model(image, ...)`` gives logits.
+
+Letters: b images, c channels, h w rows and columns of pixels, k levels of a pixel. Images (b c h w) hold whole numbers
+from 0 to k - 1, logits are (b c h w k).
+"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +21,7 @@ class Likelihood(nn.Module):
 
 
 class BitsPerDim(nn.Module):
-    """A model with its loss: the bits it takes to name each value of an image. `stages` are the model's, under `model.`"""
+    """A model with its loss: the bits it takes to name each value of an image."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -15,9 +15,9 @@ Sizes of the authors' code (google-research/axial), for images of three channels
     imagenet32    1536     16   8, 8, 8
     imagenet64    2048     16   8, 8, 8
 
-Letters: b images, c channels of an image, h w rows and columns of pixels, d hidden channels, k levels of a pixel, e what
-is known of a pixel in the channels before. Blocks are given slices, ((b c) h w d). The few channels are not there to be
-divided, so the stages have c in brackets.
+Letters: b images, c channels of an image, h w rows and columns of pixels, d hidden channels, k levels of a pixel, e
+what is known of it from the channels before. Blocks take slices, ((b c) h w d); their stages have c in brackets, since
+a few channels are not there to be divided among ranks.
 """
 
 from dataclasses import dataclass
@@ -175,8 +175,8 @@ class Logits(nn.Module):
 class AxialImage(nn.Module):
     """``forward(image, label=None)``
 
-    image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), the logits
-    of every pixel given those before it. Images may be smaller than ``height`` and ``width``.
+    image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
+    of every value given those before it. Images may be smaller than ``height`` and ``width``.
     """
 
     def __init__(self, config: Config):
@@ -248,16 +248,11 @@ class AxialImage(nn.Module):
         Weights with variance 1 / inputs, those of the last layer of every residual branch and of the logits 1e-10 times
         that; embeddings and positions at std 5 / sqrt(hidden).
         """
-        small = [
-            layer
-            for block in self.modules()
-            if isinstance(block, Block)
-            for layer in (block.attention.out, block.mlp.down)
-        ]
-        small.append(self.logits.linear)
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        last = {self.logits.linear, *(layer for block in blocks for layer in (block.attention.out, block.mlp.down))}
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                scale = 1e-10 if any(module is layer for layer in small) else 1.0
+                scale = 1e-10 if module in last else 1.0
                 nn.init.trunc_normal_(module.weight, std=(scale / module.in_features) ** 0.5)
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
