@@ -98,7 +98,14 @@ def saved_for_backward(
 
 
 def memory_table(
-    model: nn.Module, stages: Sequence[nn.Module], *, shards: int, accumulation: int, width: int, activations: int
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    *,
+    shards: int,
+    ema: bool,
+    accumulation: int,
+    width: int,
+    activations: int,
 ) -> list[tuple[str, int, str]]:
     """Bytes a rank as (what, bytes, why so many). `width` is bytes a number in the computation."""
     count = sum(p.numel() for p in model.parameters())
@@ -111,6 +118,8 @@ def memory_table(
         ("gathered weights", gathered * width, "two stages and what is outside of stages"),
         ("activations", activations, "kept for backward, this rank's share"),
     ]
+    if ema:
+        rows.insert(3, ("averaged weights", count * 4 // shards, f"in fp32 over {shards} ranks"))
     if accumulation > 1:
         rows.insert(2, ("accumulated gradients", count * 4, "whole, until the last micro-batch"))
     return [*rows, ("total", sum(held for _, held, _ in rows), "")]

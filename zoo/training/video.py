@@ -5,6 +5,7 @@ c channels, t frames, h w height and width.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -184,22 +185,75 @@ class Task(task.Task):
 
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Tensor:
         """Clips (b c t h w) in [-1, 1] from fixed noise, of class 0, 1, ... in turn."""
-        options, made = self.config.sample, []
+        options = self.config.sample
+        labels = [i % self.num_classes for i in range(options.clips)] if self.num_classes is not None else None
+        shape = (options.clips, self.frames, *self.shape[1:])
+        return self._draw(model, shape, labels, _SAMPLES, options.steps, options.guidance, device, on_step)
+
+    def _draw(
+        self,
+        model: Callable[..., Tensor],
+        shape: tuple[int, int, int, int],
+        labels: Sequence[int] | None,
+        seed: int,
+        steps: int,
+        guidance: float,
+        device: torch.device,
+        on_step: Callable[..., None],
+    ) -> Tensor:
+        """Clips (b c t h w) of `shape` (b, t, h, w) from noise of `seed`, a batch of them at a time."""
+        clips, frames, height, width = shape
         sampler: Any = {"rectified_flow": euler, "iddpm": ddim}[self.config.objective.name]
-        for start in range(0, options.clips, self.config.train.batch):
-            ids = range(start, min(start + self.config.train.batch, options.clips))
-            noise = seeded_noise(_SAMPLES, 0, ids, range(self.frames), self.shape, device=device)
-            given: dict[str, Any] = {"guidance": options.guidance, "on_step": on_step}
-            if self.num_classes is not None:
-                given["label"] = torch.tensor([i % self.num_classes for i in ids], device=device)
+        batches, made = range(0, clips, self.config.train.batch), []
+        for done, start in enumerate(batches):
+            ids = range(start, min(start + self.config.train.batch, clips))
+            size = (self.shape[0], height, width)
+            given: dict[str, Any] = {
+                "guidance": guidance,
+                "on_step": lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps),
+            }
+            if labels is not None and self.num_classes is not None:
+                given["label"] = torch.tensor([labels[i] for i in ids], device=device)
                 given["uncond"] = {"label": torch.full_like(given["label"], self.num_classes)}
-            made.append(sampler(model, noise, options.steps, **given).cpu())
+            noise = seeded_noise(seed, 0, ids, range(frames), size, device=device)
+            made.append(sampler(model, noise, steps, **given).cpu())
         return torch.cat(made)
 
     def show(self, samples: Tensor, path: Path) -> Mapping[str, float]:
         whole_rows = [n for n in range(2, 9) if len(samples) % n == 0]
         save_gif(path, samples, columns=max(whole_rows, default=None))
         return {}
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        options, classes = self.config.sample, self.config.data.classes
+        if classes:
+            parser.add_argument(
+                "--label", type=int, nargs="+", help=f"one clip of each class given, 0 to {classes - 1}"
+            )
+        parser.add_argument("--clips", type=int, default=options.clips, help="or this many clips")
+        for name, length in (("frames", self.frames), ("height", self.height), ("width", self.width)):
+            parser.add_argument(f"--{name}", type=int, default=length, help=f"{name} of a clip")
+        parser.add_argument("--steps", type=int, default=options.steps, help="sampling steps")
+        parser.add_argument("--guidance", type=float, default=options.guidance, help="classifier-free guidance")
+        parser.add_argument("--seed", type=int, default=0, help="another number gives other clips")
+
+    def infer(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        labels, classes = getattr(options, "label", None), self.num_classes
+        if labels and not all(0 <= label < (classes or 0) for label in labels):
+            raise ValueError(f"--label {' '.join(map(str, labels))}: the classes are 0 to {(classes or 0) - 1}")
+        if labels is None and classes:
+            labels = [i % classes for i in range(options.clips)]
+        for name in ("clips", "frames", "height", "width"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+        shape = (len(labels or range(options.clips)), options.frames, options.height, options.width)
+        seed = hash_seed("inference", options.seed)
+        clips = self._draw(model, shape, labels, seed, options.steps, options.guidance, device, on_step)
+        path = options.out / f"seed-{options.seed}.gif"
+        on_first_rank(lambda: self.show(clips, path) and None)
+        return [path]
 
     def describe(self) -> str:
         return f"{self.frames} frames of {self.height} x {self.width}"
