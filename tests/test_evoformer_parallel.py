@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 import zoo
-from zoo.protein import layers
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "evoformer": ("evoformer", {"chunk": 500}),

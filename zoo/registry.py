@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
+    "axial_image": "zoo.image.axial:AxialImage",
+    "axial_video": "zoo.video.axial:AxialVideo",
     "latte": "zoo.video.latte:Latte",
     "stdit": "zoo.video.stdit:STDiT",
     "st_mamba": "zoo.video.mamba:STMamba",

@@ -24,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zoo.layers import MAX_BATCH
+from zoo.attention import MAX_BATCH
 
 # Positions of a chunk, the fastest of benchmarks/scan.py
 SCALAR_CHUNK, VECTOR_CHUNK, STATE_CHUNK = 64, 16, 16

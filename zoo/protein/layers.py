@@ -29,7 +29,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.layers import MAX_BATCH
+from zoo.attention import MAX_BATCH
 
 MASKED = -(2.0**15)  # the logit of what is not to be seen: exp() of it is zero, and half precision has it
 CHUNK = 2**28  # elements of logits or outer products that are held at once: 512 MiB in half precision

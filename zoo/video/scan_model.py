@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from zoo.layers import (
-    FinalLayer,
+    FinalLinear,
     LabelEmbed,
     PatchEmbed,
     ScaleShiftLinear,
@@ -26,6 +26,7 @@ from zoo.layers import (
     init_zero,
     modulate,
     rows,
+    unpatchify,
     video_inputs,
 )
 from zoo.scan import full
@@ -116,7 +117,7 @@ class ScanModel(nn.Module):
             "embed": "b [i] t [h w] -> b t [s c]",
             "spatial.*": "b t [s c], cond=b [k]",
             "temporal.*": "b [t] s [c], cond=b [k]",
-            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+            "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
         dim, cycles = config.hidden, config.depth // len(config.order)
         self.t_embed = TimestepEmbed(dim)
@@ -124,7 +125,7 @@ class ScanModel(nn.Module):
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.spatial = nn.ModuleList(block("s", i) for i in range(cycles * config.order.count("s")))
         self.temporal = nn.ModuleList(block("t", i) for i in range(cycles * config.order.count("t")))
-        self.final = FinalLayer(dim, config.out_channels, config.patch, ScaleShiftLinear(dim, 2))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftLinear(dim, 2))
         self.init_weights()
 
     def forward(self, x: Tensor, timestep: Tensor, label: Tensor | None = None) -> Tensor:
@@ -138,7 +139,7 @@ class ScanModel(nn.Module):
         blocks = {"s": iter(self.spatial), "t": iter(self.temporal)}
         for i in range(self.config.depth):
             x = next(blocks[self.config.order[i % len(self.config.order)]])(x, cond)
-        return self.final(x.to(cond.dtype), cond, size)
+        return unpatchify(self.final(x.to(cond.dtype), cond), self.config.patch, size)
 
     @torch.no_grad()
     def init_weights(self) -> None:
