@@ -24,6 +24,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stdit-v1": ("stdit", {"version": "v1"}),
     "stdit-v2": ("stdit", {"version": "v2"}),
     "stdit-v3": ("stdit", {"version": "v3", "kv_heads": 2}),
+    "st_mamba": ("st_mamba", {"num_classes": 5}),
+    "st_mamba-sst": ("st_mamba", {"order": "sst", "bidirectional": False}),
+    "st_mamba-2": ("st_mamba", {"mixer": "mamba2"}),
+    "st_mamba-2-sst": ("st_mamba", {"mixer": "mamba2", "order": "sst", "learn_sigma": True}),
+    "st_rwkv": ("st_rwkv", {}),
+    "st_rwkv-sst": ("st_rwkv", {"order": "sst", "num_classes": 5}),
+    "latte-2-class": ("latte", {"variant": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-2-text": ("latte", {"variant": 2, "conditioning": "text", "caption_channels": 8}),
+    "latte-3-class": ("latte", {"variant": 3, "depth": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-3-text": ("latte", {"variant": 3, "depth": 2, "conditioning": "text", "caption_channels": 8}),
+    "latte-4-class": ("latte", {"variant": 4, "depth": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-4-text": ("latte", {"variant": 4, "depth": 2, "conditioning": "text", "caption_channels": 8}),
 }
 
 

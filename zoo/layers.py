@@ -128,16 +128,19 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rows(modulation: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The rows of (b k c), each (b 1 1 c): shift, scale, gate in this order, for one sublayer after another.
+def rows(
+    modulation: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None, dims: int = 2
+) -> tuple[Tensor, ...]:
+    """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
 
-    With ``x_mask`` (b t) each is (b t 1 c): the frames where it is False take theirs from ``clean`` (b k c).
+    ``dims`` is the number of dims between b and c of what they modulate. With ``x_mask`` (b t) each is (b t 1 ... c):
+    the frames where it is False take theirs from ``clean`` (b k c).
     """
     modulation = modulation[:, None]
     if x_mask is not None:
         assert clean is not None
         modulation = torch.where(x_mask[:, :, None, None], modulation, clean[:, None])
-    return modulation[:, :, :, None].unbind(2)
+    return modulation.unflatten(-1, [1] * (dims - 1) + [-1]).unbind(2)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -193,6 +196,40 @@ class Block(nn.Module):
         return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
 
 
+class ModulatedNorm(nn.Module):
+    """The one input of attentions that run side by side: norm and modulation of (b ... c); ``cond`` as in Block."""
+
+    def __init__(self, modulation: nn.Module):
+        super().__init__()
+        self.modulation = modulation  # of 2 rows
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        return modulate(norm(x), *rows(self.modulation(cond), dims=x.ndim - 2))
+
+
+class FusedMLP(nn.Module):
+    """What follows attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
+
+    With ``heads``, attention to text comes between the two, as in Block.
+    """
+
+    def __init__(self, dim: int, modulation: nn.Module, heads: int | None = None):
+        super().__init__()
+        self.modulation = modulation  # of 4 rows
+        self.cross = None if heads is None else CrossAttention(dim, heads)
+        self.mlp = MLP(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, y: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        gate, shift_mlp, scale_mlp, gate_mlp = rows(self.modulation(cond), dims=x.ndim - 2)
+        x = x + gate * y
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
+
+
 class PatchEmbed(nn.Module):
     """Latent video (b i t h w) to tokens (b t s c) with the 2-D sincos table of their place in the frame.
 
@@ -231,8 +268,8 @@ class PatchEmbed(nn.Module):
         return places / (count / (self.sample_size // patch)) / max(self.sample_size // 64, 1)
 
 
-class FinalLayer(nn.Module):
-    """Tokens (b t s c) back to latent video (b o t h w) of ``size`` (h, w): norm, modulation, one linear layer.
+class FinalLinear(nn.Module):
+    """A token (b t s c) to the values of its patch (b t s k): norm, modulation, linear.
 
     Frames that ``x_mask`` (b t) has as False are normalised and modulated a second time, with ``clean`` (b k): so does
     Open-Sora, whose weights were trained with it.
@@ -244,21 +281,21 @@ class FinalLayer(nn.Module):
         self.modulation = modulation
         self.linear = nn.Linear(dim, out_channels * math.prod(patch))
 
-    def forward(
-        self,
-        x: Tensor,
-        cond: Tensor,
-        size: tuple[int, int],
-        clean: Tensor | None = None,
-        x_mask: Tensor | None = None,
-    ) -> Tensor:
-        (p, q), (height, width) = self.patch, size
-        x = modulate(norm(x), *rows(self.modulation(cond)))
+    def forward(self, x: Tensor, cond: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None) -> Tensor:
+        dims = x.ndim - 2
+        x = modulate(norm(x), *rows(self.modulation(cond), dims=dims))
         if x_mask is not None:
-            again = modulate(norm(x), *rows(self.modulation(clean)))
+            again = modulate(norm(x), *rows(self.modulation(clean), dims=dims))
             x = torch.where(x_mask[:, :, None, None], x, again)
-        x = rearrange(self.linear(x), "b t (h w) (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
-        return x[..., :height, :width]
+        return self.linear(x)
+
+
+def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    """The values of all patches, (b t s k) or (b t h w k), as frames (b o t h w) of ``size``, padding cut off."""
+    (p, q), (height, width) = patch[-2:], size
+    tokens = "(h w)" if x.ndim == 4 else "h w"
+    x = rearrange(x, f"b t {tokens} (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
+    return x if x.shape[-2:] == size else x[..., :height, :width]
 
 
 # What the video models share around their layers

@@ -34,7 +34,7 @@ from zoo.attention import CrossAttention, SelfAttention, check_heads
 from zoo.layers import (
     MLP,
     Block,
-    FinalLayer,
+    FinalLinear,
     PatchEmbed,
     ScaleShiftTable,
     TimestepEmbed,
@@ -46,6 +46,7 @@ from zoo.layers import (
     modulate,
     norm,
     rows,
+    unpatchify,
     video_inputs,
 )
 from zoo.reference import count, load
@@ -239,7 +240,7 @@ class STDiT(nn.Module):
             "embed": "b [i] t [h w], stride=b [k] -> b t [s c]",
             "blocks.*.spatial": f"b t [s c], {cond}, x_mask=b t" + (f", {text}" if version == "v3" else ""),
             "blocks.*.temporal": f"b [t] s [c], {cond}, x_mask=b [t], {text}",
-            "final": "b t [s c], cond=b [c], clean=b [c], x_mask=b t -> b [o] t [h w]",
+            "final": "b t s [c], cond=b [c], clean=b [c], x_mask=b t -> b t s [k]",
         }
 
         self.t_embed = TimestepEmbed(dim)
@@ -249,7 +250,7 @@ class STDiT(nn.Module):
         self.caption = MLP(config.caption_channels, dim, dim)
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(make_layer(config, first=i == 0) for i in range(config.depth))
-        self.final = FinalLayer(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
         self.init_weights()
 
     def forward(
@@ -288,7 +289,7 @@ class STDiT(nn.Module):
         x = self.embed(x, self.stride(size, timestep, height, width))
         for block in self.blocks:
             x = block(x, cond, context, context_mask, clean, x_mask)
-        return self.final(x, t, size, clean_t, x_mask)
+        return unpatchify(self.final(x, t, clean_t, x_mask), self.config.patch, size)
 
     def condition(self, space: Tensor, time: Tensor) -> Tensor:
         """The modulation (b k) that each layer adds its own table to; in v2 over space, then over time."""

@@ -29,7 +29,7 @@ from zoo.attention import CrossAttention
 from zoo.layers import (
     MLP,
     Block,
-    FinalLayer,
+    FinalLinear,
     LabelEmbed,
     PatchEmbed,
     ScaleShiftTable,
@@ -38,6 +38,7 @@ from zoo.layers import (
     expect,
     init_linear,
     init_zero,
+    unpatchify,
     video_inputs,
 )
 from zoo.video import stdit
@@ -104,7 +105,7 @@ class Transformer2D(nn.Module):
         self.stages = {
             "": "x=b [i] t h w -> b [o] t h w",
             "embed": "b [i] t [h w] -> b t [s c]",
-            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+            "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
         if config.block == "paper":
             self.stages["blocks.*.spatial"] = "b t [s c], cond=b [k]"
@@ -129,7 +130,7 @@ class Transformer2D(nn.Module):
             )
             for i in range(config.depth)
         )
-        self.final = FinalLayer(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
         self.init_weights()
 
     def forward(
@@ -157,7 +158,7 @@ class Transformer2D(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, *given)
-        return self.final(x, t, size)
+        return unpatchify(self.final(x, t), self.config.patch, size)
 
     @torch.no_grad()
     def init_weights(self) -> None:
