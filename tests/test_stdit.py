@@ -25,6 +25,7 @@ from test_zoo_parallel import build, doubled
 import dsp
 import zoo
 import zoo.layers
+from zoo.video.diffusion import IDDPM, RectifiedFlow
 from zoo.video.stdit import open_sora_names
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "stdit.json").read_text())
@@ -127,6 +128,33 @@ def test_weights_of_another_model_are_refused():
     zoo.from_reference("stdit", {**state, "y_embedder.y_embedding": torch.zeros(7, 20)}, **given)
     with pytest.raises(ValueError, match="pos_embed of these weights was not made with space_scale"):
         zoo.from_reference("stdit", state, heads=4)
+
+
+# Clean frames
+
+
+@pytest.mark.parametrize("wrap", [RectifiedFlow, IDDPM])
+def test_clean_frames_are_seen_without_noise_and_not_judged(wrap):
+    objective = wrap(build("stdit-v3").float())
+    inputs = objective.model.example_inputs(2)
+    inputs["x_mask"] = torch.tensor([[True] * 5, [False, True, True, False, True]])
+    inputs["timestep"] = torch.tensor([0.5, 0.9]) if wrap is RectifiedFlow else torch.tensor([500, 900])
+    noise, seen = torch.randn_like(inputs["x"]), []
+    objective.model.embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    loss, weight = objective(noise=noise, **inputs)
+    objective(noise=noise, **{k: v for k, v in inputs.items() if k != "x_mask"})
+    masked, plain = seen
+    clean = ~inputs["x_mask"][:, None, :, None, None].expand_as(weight)
+    assert torch.equal(weight, (~clean).float())
+    assert torch.equal(masked[~clean], plain[~clean])
+    torch.testing.assert_close(masked[clean], inputs["x"][clean], rtol=0, atol=0 if wrap is RectifiedFlow else 0.1)
+    assert loss.shape == inputs["x"].shape
+
+
+def test_the_first_version_knows_no_clean_frames():
+    model = build("stdit-v1").float()
+    with pytest.raises(ValueError, match="a model built with version='v1' takes no x_mask"):
+        model(**model.example_inputs(), x_mask=torch.ones(1, 5, dtype=torch.bool))
 
 
 # In parallel
