@@ -94,7 +94,7 @@ class RecycleTarget(Recycle):
 
 
 class Sum(nn.Module):
-    """x + y, as a stage: so that logits are sharded along residues and not along classes, which a loss computes over."""
+    """x + y, as a stage: logits stay sharded along residues, not along the classes that a loss computes over."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
