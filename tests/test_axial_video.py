@@ -10,7 +10,7 @@ from zoo_oracles import agree, copy_weights, randomise, to_frames
 
 import dsp
 import zoo
-from zoo.layers import SelfAttention
+from zoo.attention import SelfAttention
 from zoo.video.axial import AXES, AxialAttention
 
 TURNED = {"t": "(b h w) t c", "h": "(b t w) h c", "w": "(b t h) w c"}

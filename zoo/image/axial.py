@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import MLP, SelfAttention, expect
+from zoo.attention import SelfAttention
+from zoo.layers import MLP, expect
 
 SIZES: dict[str, dict[str, Any]] = {
     "imagenet32": {"hidden": 1536, "dropout": 0.04},

@@ -26,6 +26,7 @@ import torch
 from einops import parse_shape, rearrange
 from torch import Tensor, nn
 
+from zoo.attention import SelfAttention
 from zoo.layers import (
     Block,
     FinalLinear,
@@ -34,7 +35,6 @@ from zoo.layers import (
     ModulatedNorm,
     PatchEmbed,
     ScaleShiftLinear,
-    SelfAttention,
     TimestepEmbed,
     check_shape,
     expect,

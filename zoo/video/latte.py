@@ -42,10 +42,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.attention import CrossAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
-    CrossAttention,
     FinalLinear,
     FusedMLP,
     LabelEmbed,
@@ -53,7 +53,6 @@ from zoo.layers import (
     PatchEmbed,
     ScaleShiftLinear,
     ScaleShiftTable,
-    SelfAttention,
     TimestepEmbed,
     add_time,
     check_shape,
