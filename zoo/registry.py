@@ -15,7 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 MODELS = {
+    "evoformer": "zoo.protein.evoformer:Evoformer",
     "latte": "zoo.video.latte:Latte",
+    "pairformer": "zoo.protein.pairformer:Pairformer",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }
 

@@ -1,0 +1,157 @@
+"""From sequences to the alignment (b s r c) and its pairs (b i j c), again after each recycle, and back to predictions.
+
+Tokens are 0 to 22: the twenty amino acids, unknown, gap, masked. No input has r² elements: pairs come from two copies
+of the residues (b r k), one of which is i and the other j.
+
+Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, c channels, k numbers of a residue.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zoo.protein.layers import Linear, OneHot
+
+CLASSES = 23
+
+
+class Prediction(NamedTuple):
+    """What a model of proteins returns."""
+
+    msa_logits: Tensor  # (b s r 23): the token at each place of the alignment
+    distogram_logits: Tensor  # (b i j bins): the distance of each pair, the same for i j and j i
+    single: Tensor  # (b r c_s): a vector a residue, for what may follow
+
+
+class MSAEmbed(nn.Module):
+    """Tokens (b s r), deletions before each (b s r) and, if it is asked for, the target sequence (b r) -> (b s r c).
+
+    A deletion count d counts as min(d, 1) and (2/π) arctan(d/3) (AF2 supplement, table 1).
+    """
+
+    def __init__(self, dim: int, target: bool = True):
+        super().__init__()
+        self.token = OneHot(CLASSES, dim)
+        self.deletion = Linear(2, dim)
+        self.target = OneHot(CLASSES, dim) if target else None
+
+    def forward(self, msa: Tensor, deletions: Tensor, sequence: Tensor | None = None) -> Tensor:
+        d = deletions.to(self.deletion.weight.dtype)
+        m = self.token(msa) + self.deletion(torch.stack([d.clamp(max=1), (d / 3).atan() * (2 / math.pi)], -1))
+        return m if self.target is None else m + self.target(sequence)[:, None]
+
+
+class PairEmbed(nn.Module):
+    """Residues i (b i k) and j (b j k), k = token, place in the chain, chain -> (b i j c).
+
+    Both tokens, and how far i is from j along the chain: clipped to ``reach`` either way, one more class if the two are
+    of different chains (AF2 algorithms 3 to 5; AF-Multimer, section 7.1).
+    """
+
+    def __init__(self, dim: int, reach: int):
+        super().__init__()
+        self.reach = reach
+        self.left, self.right = OneHot(CLASSES, dim), OneHot(CLASSES, dim)
+        self.relative = OneHot(2 * reach + 2, dim)
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+        (token_i, place_i, chain_i), (token_j, place_j, chain_j) = i.unbind(-1), j.unbind(-1)
+        offset = (place_i[:, :, None] - place_j[:, None]).clamp(-self.reach, self.reach) + self.reach
+        offset = offset.masked_fill(chain_i[:, :, None] != chain_j[:, None], 2 * self.reach + 1)
+        return self.left(token_i)[:, :, None] + self.right(token_j)[:, None] + self.relative(offset)
+
+
+class PairMask(nn.Module):
+    """A pair is there if both its residues are: (b i) and (b j) -> (b i j)."""
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+        return i[:, :, None] & j[:, None]
+
+
+class Recycle(nn.Module):
+    """Add what an earlier pass made of x, normed and, in AlphaFold 3, projected; zeros stand for it in the first pass.
+
+    AF2 algorithm 32 without distances (nothing here predicts coordinates); AF3 algorithm 1, lines 8 and 11.
+    """
+
+    def __init__(self, dim: int, version: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.project = Linear(dim, dim, bias=False) if version == 3 else nn.Identity()
+
+    def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:
+        return x + self.project(self.norm.bias if previous is None else self.norm(previous))
+
+
+class RecycleTarget(Recycle):
+    """The same for the first row of an alignment (b s r c), from its earlier state (b r c); ``row`` (s) counts rows."""
+
+    def forward(self, x: Tensor, row: Tensor, previous: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        update = self.project(self.norm.bias if previous is None else self.norm(previous)[:, None])
+        return x + update * (row == 0)[:, None, None]
+
+
+class Sum(nn.Module):
+    """x + y, as a stage: so that logits are sharded along residues and not along classes, which a loss computes over."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Heads(nn.Module):
+    """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each, and the latter symmetric."""
+
+    def __init__(self, c_m: int, c_z: int, bins: int):
+        super().__init__()
+        self.token = Linear(c_m, CLASSES, start="zero")
+        self.distance = Linear(c_z, bins, start="zero")
+
+        self.both = Sum()
+
+    def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.distance(z)
+        return self.token(m), self.both(half, half.transpose(1, 2))
+
+
+EMBEDDING = {
+    "msa_embed": "b s r, deletions=b s r, sequence=b r -> b s r [c]",
+    "pair_embed": "b i [k], b j [k] -> b i j [c]",
+    "pair_mask": "b i, b j -> b i j",
+    "recycle_pair": "b i j [c], previous=b i j [c]",
+    "heads.token": "b s r [c] -> b s r [v]",
+    "heads.distance": "b i j [c] -> b i j [v]",
+    "heads.both": "b i j [v], b i j [v]",
+}
+
+
+def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:
+    if (msa_mask is None) != (mask is None):
+        given, missing = ("msa_mask", "mask") if mask is None else ("mask", "msa_mask")
+        raise ValueError(f"{given} is given without {missing}: padding has to be masked in both, in neither if none")
+
+
+def check_widths(**widths: int) -> None:
+    """Refuse sizes below one."""
+    for name, width in widths.items():
+        if width < 1:
+            raise ValueError(f"{name}={width}: it has to be at least 1")
+
+
+def protein_inputs(batch: int, rows: int, residues: int) -> dict[str, Tensor]:
+    """Random forward arguments on the default device: two chains, no padding but in the last samples of a batch."""
+    sequence = torch.randint(20, (batch, residues))
+    msa = torch.randint(CLASSES - 1, (batch, rows, residues))
+    first = (residues + 1) // 2  # residues of the first chain
+    place = torch.arange(residues)
+    mask = place < residues - torch.arange(batch)[:, None] % residues
+    return {
+        "msa": torch.cat([sequence[:, None], msa[:, 1:]], 1),
+        "deletions": torch.randint(4, (batch, rows, residues)),
+        "sequence": sequence,
+        "residue_index": (place % first).expand(batch, -1),
+        "asym_id": (place // first).expand(batch, -1),
+        "msa_mask": mask[:, None] & (msa < CLASSES - 2),
+        "mask": mask,
+    }

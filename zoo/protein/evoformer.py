@@ -1,0 +1,249 @@
+"""Evoformer, the trunk of AlphaFold 2 (Jumper et al. 2021), trained to restore masked tokens and predict distances.
+
+    size   blocks  c_m  c_z  c_s   extra blocks  c_e   parameters
+    af2        48  256  128  384              4   64    90,785,111
+
+An alignment m (b s r c) and its pairs z (b i j c) in turn inform each other. An extra, deeper alignment passes first
+through a narrower stack, of which only the pairs remain. ``opm_first`` moves the outer product mean to the start of each
+block, as in AF-Multimer. Recycled passes (``recycles``) start from what the pass before them made of the pairs and of the
+alignment's first row; only the last pass has gradients.
+
+Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.layers import expect
+from zoo.protein.embedding import (
+    EMBEDDING,
+    Heads,
+    MSAEmbed,
+    PairEmbed,
+    PairMask,
+    Prediction,
+    Recycle,
+    RecycleTarget,
+    check_masks,
+    check_widths,
+    protein_inputs,
+)
+from zoo.protein.layers import (
+    CHUNK,
+    OUTER,
+    PAIR,
+    ColumnAttention,
+    GlobalColumnAttention,
+    Linear,
+    OuterProductMean,
+    PairBias,
+    PairBlock,
+    RowAttention,
+    SharedDropout,
+    Transition,
+    prefixed,
+)
+from zoo.protein.openfold import openfold_names
+from zoo.reference import count, load
+
+SIZES: dict[str, dict[str, Any]] = {
+    "af2": {},
+    "test": {
+        "c_m": 24, "c_z": 16, "c_s": 20, "depth": 2, "msa_heads": 4, "msa_head_dim": 6, "pair_heads": 4,
+        "pair_head_dim": 4, "triangle": 12, "outer": 4, "transition": 2, "extra_depth": 1, "c_e": 8,
+        "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    c_m: int = 256  # channels of the alignment
+    c_z: int = 128  # of pairs
+    c_s: int = 384  # of single residues, at the end
+    depth: int = 48  # blocks
+    msa_heads: int = 8
+    msa_head_dim: int = 32
+    pair_heads: int = 4
+    pair_head_dim: int = 32
+    triangle: int = 128  # hidden channels of the triangle multiplications
+    outer: int = 32  # hidden channels of the outer product mean
+    transition: int = 4  # how much wider the transitions are inside
+    opm_first: bool = False
+    extra_depth: int = 4  # blocks of the extra alignment; 0: a model without one
+    c_e: int = 64  # its channels
+    extra_heads: int = 8
+    extra_head_dim: int = 8
+    msa_dropout: float = 0.15
+    pair_dropout: float = 0.25
+    reach: int = 32  # residues along the chain that positions tell apart
+    bins: int = 64  # of distance
+    chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
+
+    def __post_init__(self) -> None:
+        check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, depth=self.depth, c_e=self.c_e, chunk=self.chunk)
+        if self.extra_depth < 0:
+            raise ValueError(f"extra_depth={self.extra_depth}: 0 is a model without an extra alignment")
+
+
+class Block(nn.Module):
+    """AF2 algorithm 6, lines 2 to 10; with ``extra`` algorithm 18: narrower, and global column attention."""
+
+    def __init__(self, config: Config, extra: bool = False):
+        super().__init__()
+        c_z, chunk = config.c_z, config.chunk
+        c_m = config.c_e if extra else config.c_m
+        heads = (config.extra_heads, config.extra_head_dim) if extra else (config.msa_heads, config.msa_head_dim)
+        self.opm_first = config.opm_first
+        self.rowwise = SharedDropout(config.msa_dropout, 1)
+        self.row_bias = PairBias(c_z, heads[0])
+        self.row = RowAttention(c_m, *heads, 2, chunk)
+        self.column = (GlobalColumnAttention if extra else ColumnAttention)(c_m, *heads, 2, chunk)
+        self.transition = Transition(c_m, config.transition, 2)
+        self.outer = OuterProductMean(c_m, c_z, config.outer, 2, chunk)
+        self.pair = PairBlock(
+            c_z, config.triangle, config.pair_heads, config.pair_head_dim, config.transition, config.pair_dropout, 2,
+            chunk,
+        )  # fmt: skip
+
+    def forward(
+        self, m: Tensor, z: Tensor, msa_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.opm_first:
+            z = self.outer(z, m, msa_mask)
+        m = self.row(m, self.row_bias(z), msa_mask, self.rowwise(m))
+        m = self.column(m, msa_mask)
+        m = self.transition(m)
+        if not self.opm_first:
+            z = self.outer(z, m, msa_mask)
+        return m, self.pair(z, pair_mask)
+
+
+BLOCK = {
+    "row_bias": "b i j [c] -> b i j [h]",
+    "row": "b s [r c], bias=b [q k h], mask=b s [r], keep=b 1 [r c]",
+    "column": "b [s] r [c], mask=b [s] r",
+    "transition": "b s r [c]",
+    **prefixed("outer", OUTER),
+    **prefixed("pair", PAIR),
+}
+
+
+class Evoformer(nn.Module):
+    """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
+
+    msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
+    counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are True
+    for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.stages = {
+            "": "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
+            "extra_mask=b t r -> b s r v, b i j d, b r c",
+            **EMBEDDING,
+            "recycle_target": "b s r [c], row=s, previous=b r [c]",
+            "single": "b r [c] -> b r [e]",
+            **prefixed("blocks.*", BLOCK),
+        }
+        if config.extra_depth:
+            self.stages |= {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
+
+        self.msa_embed = MSAEmbed(config.c_m)
+        self.pair_embed = PairEmbed(config.c_z, config.reach)
+        self.pair_mask = PairMask()
+        self.recycle_pair = Recycle(config.c_z, 2)
+        self.recycle_target = RecycleTarget(config.c_m, 2)
+        self.extra_embed = MSAEmbed(config.c_e, target=False) if config.extra_depth else None
+        self.extra_blocks = nn.ModuleList(Block(config, extra=True) for _ in range(config.extra_depth))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.single = Linear(config.c_m, config.c_s)
+        self.heads = Heads(config.c_m, config.c_z, config.bins)
+
+    def forward(
+        self,
+        msa: Tensor,
+        deletions: Tensor,
+        sequence: Tensor,
+        residue_index: Tensor,
+        asym_id: Tensor,
+        extra_msa: Tensor | None = None,
+        extra_deletions: Tensor | None = None,
+        msa_mask: Tensor | None = None,
+        extra_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        recycles: int = 0,
+    ) -> Prediction:
+        built = f"extra_depth={self.config.extra_depth}"
+        expect("extra_msa", extra_msa, self.extra_embed is not None, built)
+        expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
+        check_masks(msa_mask, mask)
+
+        residues = torch.stack([sequence, residue_index, asym_id], -1)
+        row = torch.arange(msa.shape[1], device=msa.device)
+        pair_mask = None if mask is None else self.pair_mask(mask, mask)
+        target = z = None
+        for cycle in range(recycles + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
+                m = self.recycle_target(self.msa_embed(msa, deletions, sequence), row, target)
+                z = self.recycle_pair(self.pair_embed(residues, residues), z)
+                if self.extra_embed is not None:
+                    e = self.extra_embed(extra_msa, extra_deletions)
+                    for block in self.extra_blocks:
+                        e, z = block(e, z, extra_mask, pair_mask)
+                for block in self.blocks:
+                    m, z = block(m, z, msa_mask, pair_mask)
+                target = m[:, 0]
+        return Prediction(*self.heads(m, z), self.single(target))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too: AF2 supplement, 1.11.4."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+                module.reset_parameters()
+
+    def example_inputs(
+        self, batch: int = 1, *, rows: int = 5, residues: int = 7, extra_rows: int = 6
+    ) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device."""
+        inputs = protein_inputs(batch, rows, residues)
+        if self.config.extra_depth:
+            extra = protein_inputs(batch, extra_rows, residues)
+            inputs |= {
+                "extra_msa": extra["msa"], "extra_deletions": extra["deletions"], "extra_mask": extra["msa_mask"]
+            }  # fmt: skip
+        return inputs
+
+
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Evoformer:
+    """The Evoformer whose main stack is an openfold ``EvoformerStack`` with AF2's biases; all else starts fresh.
+
+    The Config is read off the shapes; whether the outer product mean comes first is said by ``opm_first``. Raises
+    ValueError for weights of another stack.
+    """
+    try:
+        msa, pair = "blocks.0.msa_att_row", "blocks.0.pair_stack"
+        c_s, c_m = state["linear.weight"].shape
+        msa_heads, c_z = state[f"{msa}.linear_z.weight"].shape
+        pair_heads = len(state[f"{pair}.tri_att_start.linear_z.weight"])
+        values = {
+            "c_m": c_m, "c_z": c_z, "c_s": c_s, "depth": count(state, "blocks.{}."), "msa_heads": msa_heads,
+            "msa_head_dim": len(state[f"{msa}.mha.linear_q.weight"]) // msa_heads, "pair_heads": pair_heads,
+            "pair_head_dim": len(state[f"{pair}.tri_att_start.mha.linear_q.weight"]) // pair_heads,
+            "triangle": len(state[f"{pair}.tri_mul_out.linear_a_p.weight"]),
+            "outer": len(state["blocks.0.outer_product_mean.linear_1.weight"]),
+            "transition": len(state["blocks.0.msa_transition.transition_mlp.layers.0.0.weight"]) // c_m,
+        }  # fmt: skip
+    except KeyError as missing:
+        raise ValueError(f"these weights are of another model; missing: {missing}") from None
+    model = Evoformer(Config(**{**values, "extra_depth": 0, **overrides}))
+    stack = nn.ModuleDict({"blocks": model.blocks, "linear": model.single})
+    load(stack, state, openfold_names(2))
+    return model

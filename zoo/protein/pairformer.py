@@ -1,0 +1,255 @@
+"""MSA module and Pairformer, the trunk of AlphaFold 3 (Abramson et al. 2024), trained as the Evoformer is.
+
+    size   MSA blocks  blocks  c_m  c_z  c_s   parameters
+    af3             4      48   64  128  384   150,782,167
+
+The alignment m (b s r c) is left behind after a few blocks; single residues s (b r c) and pairs z (b i j c) go on
+(algorithms 8 and 17). Masked tokens are predicted where the alignment is left. The last block of the MSA module updates
+it for that, which AlphaFold 3 has no use for. Recycled passes (``recycles``) start from the pairs and residues of the
+pass before them; only the last pass has gradients.
+
+Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.protein.embedding import (
+    CLASSES,
+    EMBEDDING,
+    Heads,
+    MSAEmbed,
+    PairEmbed,
+    PairMask,
+    Prediction,
+    Recycle,
+    check_masks,
+    check_widths,
+    protein_inputs,
+)
+from zoo.protein.layers import (
+    CHUNK,
+    OUTER,
+    PAIR,
+    OneHot,
+    OuterProductMean,
+    PairBias,
+    PairBlock,
+    PairWeightedAveraging,
+    SharedDropout,
+    SingleAttention,
+    Transition,
+    prefixed,
+)
+from zoo.protein.openfold import openfold_names
+from zoo.reference import count, load
+
+SIZES: dict[str, dict[str, Any]] = {
+    "af3": {},
+    "test": {
+        "c_m": 12, "c_z": 16, "c_s": 20, "msa_depth": 2, "depth": 2, "msa_heads": 4, "msa_head_dim": 6,
+        "pair_heads": 4, "pair_head_dim": 4, "single_heads": 2, "single_head_dim": 6, "triangle": 12, "outer": 4,
+        "transition": 2, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    c_m: int = 64  # channels of the alignment
+    c_z: int = 128  # of pairs
+    c_s: int = 384  # of single residues
+    msa_depth: int = 4  # blocks of the MSA module
+    depth: int = 48  # blocks of the Pairformer
+    msa_heads: int = 8
+    msa_head_dim: int = 32
+    pair_heads: int = 4
+    pair_head_dim: int = 32
+    single_heads: int = 16
+    single_head_dim: int = 24
+    triangle: int = 128  # hidden channels of the triangle multiplications
+    outer: int = 32  # hidden channels of the outer product mean
+    transition: int = 4  # how much wider the transitions are inside
+    msa_dropout: float = 0.15
+    pair_dropout: float = 0.25
+    reach: int = 32  # residues along the chain that positions tell apart
+    bins: int = 64  # of distance
+    chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
+
+    def __post_init__(self) -> None:
+        check_widths(
+            c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, msa_depth=self.msa_depth, depth=self.depth, chunk=self.chunk
+        )
+
+
+def pair_block(config: Config) -> PairBlock:
+    return PairBlock(
+        config.c_z, config.triangle, config.pair_heads, config.pair_head_dim, config.transition, config.pair_dropout, 3,
+        config.chunk,
+    )  # fmt: skip
+
+
+class MSABlock(nn.Module):
+    """AF3 algorithm 8, lines 6 to 13."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.rowwise = SharedDropout(config.msa_dropout, 1)
+        self.outer = OuterProductMean(config.c_m, config.c_z, config.outer, 3, config.chunk)
+        self.row_bias = PairBias(config.c_z, config.msa_heads)
+        self.average = PairWeightedAveraging(config.c_m, config.msa_heads, config.msa_head_dim)
+        self.transition = Transition(config.c_m, config.transition, 3)
+        self.pair = pair_block(config)
+
+    def forward(
+        self, m: Tensor, z: Tensor, msa_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        z = self.outer(z, m, msa_mask)
+        m = self.average(m, self.row_bias(z, pair_mask), self.rowwise(m))
+        return self.transition(m), self.pair(z, pair_mask)
+
+
+MSA_BLOCK = {
+    **prefixed("outer", OUTER),
+    "row_bias": "b i j [c], mask=b i j -> b i j [h]",
+    "average": "b s [r c], bias=b [q k h], keep=b 1 [r c]",
+    "transition": "b s r [c]",
+    **prefixed("pair", PAIR),
+}
+
+
+class PairformerBlock(nn.Module):
+    """AF3 algorithm 17, lines 2 to 8."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.pair = pair_block(config)
+        self.single_bias = PairBias(config.c_z, config.single_heads)
+        self.single = SingleAttention(config.c_s, config.single_heads, config.single_head_dim, config.chunk)
+        self.single_transition = Transition(config.c_s, config.transition, 3)
+
+    def forward(
+        self, s: Tensor, z: Tensor, mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        z = self.pair(z, pair_mask)
+        s = self.single(s, s, self.single_bias(z), mask)
+        return self.single_transition(s), z
+
+
+PAIRFORMER_BLOCK = {
+    **prefixed("pair", PAIR),
+    "single_bias": "b i j [c] -> b i j [h]",
+    "single": "b i [c], context=b [j c], bias=b i [j h], mask=b [j]",
+    "single_transition": "b i [c]",
+}
+
+
+class Pairformer(nn.Module):
+    """``forward(msa, deletions, sequence, residue_index, asym_id, msa_mask=None, mask=None, recycles=0)``
+
+    -> ``Prediction``. msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the
+    target, places in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or
+    neither.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.stages = {
+            "": "msa=b s r, deletions=b s r, msa_mask=b s r -> b s r v, b i j d, b r c",
+            **EMBEDDING,
+            "single_embed": "b r -> b r [c]",
+            "recycle_single": "b r [c], previous=b r [c]",
+            **prefixed("msa_blocks.*", MSA_BLOCK),
+            **prefixed("blocks.*", PAIRFORMER_BLOCK),
+        }
+
+        self.msa_embed = MSAEmbed(config.c_m)
+        self.pair_embed = PairEmbed(config.c_z, config.reach)
+        self.pair_mask = PairMask()
+        self.single_embed = OneHot(CLASSES, config.c_s)
+        self.recycle_pair = Recycle(config.c_z, 3)
+        self.recycle_single = Recycle(config.c_s, 3)
+        self.msa_blocks = nn.ModuleList(MSABlock(config) for _ in range(config.msa_depth))
+        self.blocks = nn.ModuleList(PairformerBlock(config) for _ in range(config.depth))
+        self.heads = Heads(config.c_m, config.c_z, config.bins)
+
+    def forward(
+        self,
+        msa: Tensor,
+        deletions: Tensor,
+        sequence: Tensor,
+        residue_index: Tensor,
+        asym_id: Tensor,
+        msa_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        recycles: int = 0,
+    ) -> Prediction:
+        check_masks(msa_mask, mask)
+        residues = torch.stack([sequence, residue_index, asym_id], -1)
+        pair_mask = None if mask is None else self.pair_mask(mask, mask)
+        s = z = None
+        for cycle in range(recycles + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
+                m = self.msa_embed(msa, deletions, sequence)
+                s = self.recycle_single(self.single_embed(sequence), s)
+                z = self.recycle_pair(self.pair_embed(residues, residues), z)
+                for msa_block in self.msa_blocks:
+                    m, z = msa_block(m, z, msa_mask, pair_mask)
+                for block in self.blocks:
+                    s, z = block(s, z, mask, pair_mask)
+        return Prediction(*self.heads(m, z), s)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too, as its layer says."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+                module.reset_parameters()
+
+    def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device."""
+        return protein_inputs(batch, rows, residues)
+
+
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
+    """The model whose trunk is that of openfold3, ``msa_module`` and ``pairformer_stack``; all else starts fresh.
+
+    What else a state dict of openfold3 holds is left out, so a whole checkpoint will do. The Config is read off the
+    shapes. Raises ValueError for weights of another trunk.
+    """
+    state = {name: value for name, value in state.items() if name.startswith(("msa_module.", "pairformer_stack."))}
+    try:
+        msa, block = "msa_module.blocks.0", "pairformer_stack.blocks.0"
+        c_m, outer = state[f"{msa}.outer_product_mean.linear_1.weight"].T.shape
+        msa_heads = len(state[f"{msa}.msa_att_row.linear_z.weight"])
+        pair_heads, c_z = state[f"{block}.pair_stack.tri_att_start.linear_z.weight"].shape
+        single_heads = len(state[f"{block}.attn_pair_bias.linear_z.weight"])
+        width, c_s = state[f"{block}.attn_pair_bias.mha.linear_q.weight"].shape
+        values = {
+            "c_m": c_m, "c_z": c_z, "c_s": c_s, "msa_depth": count(state, "msa_module.blocks.{}."),
+            "depth": count(state, "pairformer_stack.blocks.{}."), "msa_heads": msa_heads,
+            "msa_head_dim": len(state[f"{msa}.msa_att_row.linear_v.weight"]) // msa_heads, "pair_heads": pair_heads,
+            "pair_head_dim": len(state[f"{block}.pair_stack.tri_att_start.mha.linear_q.weight"]) // pair_heads,
+            "single_heads": single_heads, "single_head_dim": width // single_heads, "outer": outer,
+            "triangle": len(state[f"{block}.pair_stack.tri_mul_out.linear_a_p.weight"]),
+            "transition": len(state[f"{block}.single_transition.swiglu.linear_a.weight"]) // c_s,
+        }  # fmt: skip
+    except KeyError as missing:
+        raise ValueError(f"these weights are of another model; missing: {missing}") from None
+    model = Pairformer(Config(**{**values, **overrides}))
+    *first, last = model.msa_blocks
+    if f"msa_module.blocks.{len(first)}.msa_att_row.linear_v.weight" not in state:  # it does not update the alignment
+        last = nn.ModuleDict({"outer": last.outer, "pair": last.pair})
+    stack = nn.ModuleDict(
+        {
+            "msa_module": nn.ModuleDict({"blocks": nn.ModuleList([*first, last])}),
+            "pairformer_stack": nn.ModuleDict({"blocks": model.blocks}),
+        }
+    )
+    load(stack, state, openfold_names(3))
+    return model
