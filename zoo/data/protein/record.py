@@ -42,7 +42,7 @@ class Protein:
     resolved: np.ndarray  # [r, a] bool
     msa: np.ndarray  # [s, r] uint8
     deletions: np.ndarray  # [s, r] residues of the row left out just before this one, uint16
-    paired: int = 1  # so many leading rows run through all chains; later ones belong to one entity, with gaps elsewhere
+    paired: np.ndarray  # [s] bool: the row is of one species in all entities; else it has gaps in all but one
 
     def __len__(self) -> int:
         return len(self.sequence)

@@ -155,6 +155,7 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
         resolved=resolved,
         msa=encode(sequence)[None],
         deletions=np.zeros((1, len(sequence)), np.uint16),
+        paired=np.ones(1, bool),
     )
 
 
