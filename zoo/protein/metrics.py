@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.protein.distogram import CONTACT, distances
 
-__all__ = ["RANGES", "contact_precision", "lddt_ca", "masked_accuracy", "mutual_information", "range_of_pairs"]
+__all__ = ["RANGES", "average", "contact_precision", "distance_lddt", "masked_accuracy", "mutual_information", "range_of_pairs"]
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
 _GAP = 21
@@ -45,18 +45,19 @@ def contact_precision(
     return precision
 
 
-def lddt_ca(predicted: Tensor, position: Tensor, seen: Tensor) -> float:
-    """lDDT of predicted distances [r, r] between Cα atoms at `position` [r, 3]: Mariani et al. 2013, without superposition.
+def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
+    """lDDT of predicted distances [r, r] between atoms at `position` [r, 3]: Mariani et al. 2013, on one atom a residue.
 
-    Over all pairs of two residues closer than 15 Å, the share whose distance is right to within 0.5, 1, 2 and 4 Å,
-    averaged over these; a residue's score is that of its pairs, and the result their mean. nan if there is no such pair.
+    Of the pairs that are closer than 15 Å, the share whose distance is right to within 0.5, 1, 2 and 4 Å, averaged over
+    these; a residue's score is that of its pairs, and the result the mean over residues. None if there is no such pair.
+    For lDDT-Cα both are of Cα atoms; a distogram speaks of the contact atoms.
     """
     true = distances(position, position)
     pairs = (true < 15) & seen[:, None] & seen & ~torch.eye(len(seen), dtype=torch.bool, device=seen.device)
-    off = (predicted - true).abs()
+    off, counts = (predicted - true).abs(), pairs.sum(1)
     right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).double().mean(0)
-    counts = pairs.sum(1)
-    return ((right * pairs).sum(1) / counts)[counts > 0].mean().item()
+    scores = ((right * pairs).sum(1) / counts)[counts > 0]
+    return scores.mean().item() if len(scores) else None
 
 
 def masked_accuracy(logits: Tensor, target: Tensor, chosen: Tensor) -> float:

@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import read_alignment
@@ -24,7 +25,7 @@ __all__ = ["ProteinFolder", "read_protein"]
 
 log = logging.getLogger(__name__)
 
-_KEPT = 64  # proteins held in memory
+_KEPT = 16  # proteins held in memory
 
 
 def read_protein(structure: Path, alignments: list[Path]) -> Protein:
@@ -55,6 +56,9 @@ class ProteinFolder:
     def __len__(self) -> int:
         return len(self.names)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_read": OrderedDict()}  # another process reads for itself
+
     def protein(self, index: int) -> Protein:
         """Protein `index`, read again if it was not asked for lately."""
         name = self.names[index]
@@ -70,7 +74,7 @@ class ProteinFolder:
 
         Which are held out depends on their names alone. A folder of one protein is used for both.
         """
-        train, held_out = copy(self), copy(self)
+        train, held_out = copy(self), copy(self)  # each with its own memory
         if len(self) == 1:
             log.warning("%s holds a single protein: validation uses it too", self.root)
             return train, held_out

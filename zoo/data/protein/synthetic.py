@@ -14,7 +14,6 @@ Letters: f families, s rows, r residues, k properties.
 """
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -82,7 +81,7 @@ class PottsFamilies:
         families: int = 256,
         residues: int = 48,
         rows: int = 64,
-        coupling: float = 0.5,
+        coupling: float = 0.2,
         sweeps: int = 12,
         seed: int = 0,
     ):
@@ -93,7 +92,7 @@ class PottsFamilies:
             raise ValueError(f"no embedded structure has {residues} residues; the longest has {max(map(len, every))}")
         self.split, self.seed, self.families = split, seed, families
         self.residues, self.rows, self.coupling, self.sweeps = residues, rows, coupling, sweeps
-        self._batch = lru_cache(maxsize=None)(self._sample)
+        self._drawn: dict[int, list[Protein]] = {}
 
     def __len__(self) -> int:
         return self.families
@@ -101,7 +100,9 @@ class PottsFamilies:
     def protein(self, index: int) -> Protein:
         """Family `index`. Families are drawn a batch at a time, when the first of them is asked for."""
         batch, place = divmod(index, _BATCH)
-        return self._batch(batch)[place]
+        if batch not in self._drawn:
+            self._drawn[batch] = self._sample(batch)
+        return self._drawn[batch][place]
 
     def _sample(self, batch: int) -> list[Protein]:
         indices = range(batch * _BATCH, min((batch + 1) * _BATCH, self.families))
