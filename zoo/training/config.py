@@ -96,6 +96,9 @@ class Wandb:
 TASKS = {  # data.name -> the task that trains on it
     "digits": "zoo.training.video",
     "video_folder": "zoo.training.video",
+    "protein_synthetic": "zoo.training.protein",
+    "protein_embedded": "zoo.training.protein",
+    "protein_folder": "zoo.training.protein",
 }
 
 
