@@ -8,13 +8,13 @@ One file for every architecture, read from top to bottom: config, mesh, data, mo
 
 import math
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -369,8 +369,9 @@ def compute_dtype(config: cfg.Config) -> torch.dtype:
 
 def repeated_stages(model: Any) -> list[nn.Module]:
     """The blocks of a model: the stages whose pattern has a `*`."""
-    patterns = [pattern for pattern in model.stages if "*" in pattern]
-    return [module for name, module in model.named_modules() if any(fnmatchcase(name, p) for p in patterns)]
+    # a `*` stands for one component of a path: what is inside a stage is no stage
+    patterns = [re.escape(pattern).replace(r"\*", r"[^.]+") for pattern in model.stages if "*" in pattern]
+    return [module for name, module in model.named_modules() if any(re.fullmatch(p, name) for p in patterns)]
 
 
 def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
