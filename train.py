@@ -229,6 +229,7 @@ def assess(run: Run, step: int) -> None:
         if run.tracker:
             if measured := run.task.show(samples, path):
                 run.tracker.log(step, **measured)
+                ranks.say(f"step {step}: " + ", ".join(f"{key} {value:.3g}" for key, value in measured.items()))
             run.tracker.picture(step, path)
 
 

@@ -25,6 +25,7 @@ from test_zoo_parallel import build, doubled
 import dsp
 import zoo
 import zoo.layers
+from zoo.video.diffusion import IDDPM, RectifiedFlow
 from zoo.video.stdit import open_sora_names
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "stdit.json").read_text())
@@ -129,6 +130,33 @@ def test_weights_of_another_model_are_refused():
         zoo.from_reference("stdit", state, heads=4)
 
 
+# Clean frames
+
+
+@pytest.mark.parametrize("wrap", [RectifiedFlow, IDDPM])
+def test_clean_frames_are_seen_without_noise_and_not_judged(wrap):
+    objective = wrap(build("stdit-v3").float())
+    inputs = objective.model.example_inputs(2)
+    inputs["x_mask"] = torch.tensor([[True] * 5, [False, True, True, False, True]])
+    inputs["timestep"] = torch.tensor([0.5, 0.9]) if wrap is RectifiedFlow else torch.tensor([500, 900])
+    noise, seen = torch.randn_like(inputs["x"]), []
+    objective.model.embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    loss, weight = objective(noise=noise, **inputs)
+    objective(noise=noise, **{k: v for k, v in inputs.items() if k != "x_mask"})
+    masked, plain = seen
+    clean = ~inputs["x_mask"][:, None, :, None, None].expand_as(weight)
+    assert torch.equal(weight, (~clean).float())
+    assert torch.equal(masked[~clean], plain[~clean])
+    torch.testing.assert_close(masked[clean], inputs["x"][clean], rtol=0, atol=0 if wrap is RectifiedFlow else 0.1)
+    assert loss.shape == inputs["x"].shape
+
+
+def test_the_first_version_knows_no_clean_frames():
+    model = build("stdit-v1").float()
+    with pytest.raises(ValueError, match="a model built with version='v1' takes no x_mask"):
+        model(**model.example_inputs(), x_mask=torch.ones(1, 5, dtype=torch.bool))
+
+
 # In parallel
 
 
@@ -170,9 +198,9 @@ def test_two_switches_a_layer(ranks, version, sharded):
     for shape, forward in ranks(moved, 3, version, sharded):
         assert shape == (2, 8, 7, 6, 6)
         assert forward["switch"]["calls"] == 2 * 2 - 1  # two layers, and the last works on single tokens
-        # a mask that comes in parts is put together for every temporal stage: some bytes, B x T of them
+        # a mask that comes in parts is put together for each stage that is sharded along s: some bytes, B x T of them
         assert set(forward) == {"switch", "all_reduce"} | ({"gather"} if sharded else set())
-        assert forward.get("gather", {"bytes": 0})["bytes"] <= 2 * 2 * 7
+        assert forward.get("gather", {"bytes": 0})["bytes"] <= 3 * 2 * 7
 
 
 def held(mesh, version, backward):

@@ -104,10 +104,12 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     return comm.by_collective()
 
 
-@pytest.mark.parametrize("kind", ["rf", "iddpm"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), ("iddpm", "stdit-v2")],
+)
 @pytest.mark.parametrize("n", [2, 4])
-def test_objectives(ranks, kind: str, n: int) -> None:
-    case = "transformer2d-class" if kind == "rf" else "latte-class"
+def test_objectives(ranks, kind: str, case: str, n: int) -> None:
     depth = build(case).config.depth
     for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
         assert set(counts["forward"]) == {"switch", "all_reduce"}

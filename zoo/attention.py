@@ -53,7 +53,7 @@ def attend(
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}, the heads of keys and values")
 
 

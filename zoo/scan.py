@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from zoo.attention import MAX_BATCH
 
 # Positions of a chunk, the fastest of benchmarks/scan.py
-SCALAR_CHUNK, VECTOR_CHUNK, STATE_CHUNK = 64, 16, 16
+SCALAR_CHUNK, VECTOR_CHUNK, STATE_CHUNK = 64, 16, 8
 
 
 def scan(

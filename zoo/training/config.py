@@ -97,6 +97,9 @@ TASKS = {  # data.name -> the task that trains on it
     "digit_images": "zoo.training.image",
     "digits": "zoo.training.video",
     "video_folder": "zoo.training.video",
+    "protein_synthetic": "zoo.training.protein",
+    "protein_embedded": "zoo.training.protein",
+    "protein_folder": "zoo.training.protein",
 }
 
 

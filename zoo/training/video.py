@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.data import video_folder
-from zoo.data.digits import MovingDigits
+from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, batch_indices, hash_seed, order
 from zoo.training import UserError, task
 from zoo.training.config import option
@@ -28,12 +28,15 @@ from zoo.video.linear_denoiser import linear_denoiser_loss
 
 _VALIDATION, _SAMPLES = hash_seed("validation"), hash_seed("samples")
 _FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
+_CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
 
 
 @dataclass
 class Digits:
     channels: ClassVar[int] = 1
     classes: ClassVar[int | None] = 10
+    caption_channels: ClassVar[int] = LETTERS
+    fps: ClassVar[float] = 8
     name: str = option("digits", "moving handwritten digits, made from real digit images")
     frames: int = option(8, "frames a clip", least=1)
     height: int = option(16, "rows of pixels", least=1)
@@ -46,6 +49,7 @@ class Digits:
 class VideoFolder:
     channels: ClassVar[int] = 3
     classes: ClassVar[int | None] = None
+    caption_channels: ClassVar[int] = 0
     name: str = option("video_folder", "mp4, webm and GIF files under one folder")
     path: str | None = option(None, "the folder; required")
     frames: int = option(16, "frames a clip", least=1)
@@ -111,19 +115,28 @@ class Task(task.Task):
     def model(self) -> nn.Module:
         model = self.create()
         inputs = _on_meta(model.example_inputs, 1, frames=1, height=self.height, width=self.width)
-        channels, classes = self.config.data.channels, self.config.data.classes
+        data, self.takes = self.config.data, inputs.keys()
+        channels, classes = data.channels, data.classes
         if inputs["x"].shape[1] != channels:
             raise UserError(
                 f"the data has {channels} channels and the model takes {inputs['x'].shape[1]}: "
                 f"set model.overrides.in_channels={channels}"
             )
-        if unknown := sorted(inputs.keys() - {"x", "timestep", "label"}):
+        known = {"x", "timestep", "label"} | (_CAPTIONED if data.caption_channels else set())
+        if unknown := sorted(inputs.keys() - known):
             raise UserError(f"model {self.config.model.name} needs {', '.join(unknown)}, which this data does not have")
+        if "context" in inputs and inputs["context"].shape[-1] != data.caption_channels:
+            raise UserError(
+                f"the data's captions have {data.caption_channels} channels and the model takes "
+                f"{inputs['context'].shape[-1]}: set model.overrides.caption_channels={data.caption_channels}"
+            )
         self.num_classes = getattr(model.config, "num_classes", None) if "label" in inputs else None
         if self.num_classes is not None and self.num_classes != classes:
             raise UserError(f"the data has {classes or 'no'} classes and the model {self.num_classes}")
+        if "context" in inputs:
+            self.num_classes = classes
         if self.config.sample.guidance != 1 and self.num_classes is None:
-            raise UserError(f"sample.guidance={self.config.sample.guidance} needs a class-conditional model")
+            raise UserError(f"sample.guidance={self.config.sample.guidance} needs a model that is told the class")
         patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = prod(ceil(n / p) for n, p in zip((self.frames, self.height, self.width), patch))
         return model
@@ -137,9 +150,7 @@ class Task(task.Task):
         inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(b)}
         if self.config.objective.name == "iddpm":
             inputs["timestep"] = torch.empty(b, dtype=torch.long)
-        if self.num_classes is not None:
-            inputs["label"] = torch.empty(b, dtype=torch.long)
-        return inputs
+        return inputs | self._told(torch.zeros(b, dtype=torch.long), self.frames, self.height, self.width)
 
     # --------------------------------------------------------------------------------------------------------- batches
 
@@ -150,12 +161,9 @@ class Task(task.Task):
         chosen = list(zip(epochs, indices))[first : first + options.batch]
         ids = [epoch * n + index for epoch, index in chosen]
         clips = [self.train.clip(index, epoch, self.here) for epoch, index in chosen]
-        inputs = self._inputs(clips, seeded_noise(seed, step, ids, self.here, self.shape))
-        inputs["timestep"] = objective.sample_timestep(seeded_uniform(seed, step, ids))
-        if self.num_classes is not None:
-            drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout
-            inputs["label"] = inputs["label"].masked_fill(drop, self.num_classes)
-        return inputs
+        drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout
+        inputs = self._inputs(clips, seeded_noise(seed, step, ids, self.here, self.shape), drop)
+        return inputs | {"timestep": objective.sample_timestep(seeded_uniform(seed, step, ids))}
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         levels = objective.validation_levels(self.config.eval.levels)
@@ -174,12 +182,23 @@ class Task(task.Task):
         places = order(0, 0, n).tolist()
         return [(places[i % n], i // n) for i in range(self.config.eval.clips)]
 
-    def _inputs(self, clips: Sequence[Any], noise: Tensor) -> dict[str, Any]:
+    def _inputs(self, clips: Sequence[Any], noise: Tensor, drop: Tensor | None = None) -> dict[str, Any]:
         x = torch.stack([clip["x"] for clip in clips])
-        inputs: dict[str, Any] = {"x": Part(x, 2, self.frames), "noise": Part(noise, 2, self.frames)}
-        if self.num_classes is not None:
-            inputs["label"] = torch.tensor([clip["label"] for clip in clips])
-        return inputs
+        labels = torch.tensor([clip["label"] or 0 for clip in clips])
+        if drop is not None and self.num_classes is not None:
+            labels = labels.masked_fill(drop, self.num_classes)
+        told = self._told(labels, self.frames, self.height, self.width)
+        return {"x": Part(x, 2, self.frames), "noise": Part(noise, 2, self.frames), **told}
+
+    def _told(self, labels: Tensor, frames: int, height: int, width: int) -> dict[str, Tensor]:
+        """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
+        told = {"label": labels}
+        if "context" in self.takes:
+            told["context"], told["context_mask"] = spell(labels)
+            sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width}
+            for name, size in (sizes | {"fps": self.config.data.fps}).items():
+                told[name] = torch.full((len(labels),), float(size), device=labels.device)
+        return {name: value for name, value in told.items() if name in self.takes}
 
     # ------------------------------------------------------------------------------------------------- what is shown
 
@@ -213,8 +232,9 @@ class Task(task.Task):
                 "on_step": lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps),
             }
             if labels is not None and self.num_classes is not None:
-                given["label"] = torch.tensor([labels[i] for i in ids], device=device)
-                given["uncond"] = {"label": torch.full_like(given["label"], self.num_classes)}
+                classes = torch.tensor([labels[i] for i in ids], device=device)
+                given |= self._told(classes, frames, height, width)
+                given["uncond"] = self._told(torch.full_like(classes, self.num_classes), frames, height, width)
             noise = seeded_noise(seed, 0, ids, range(frames), size, device=device)
             made.append(sampler(model, noise, steps, **given).cpu())
         return torch.cat(made)

@@ -124,6 +124,7 @@ class Mamba1(nn.Module):
             y = y + self.back(x.flip(1)).flip(1)
         return self.out_proj(y * F.silu(z))
 
+    @torch.no_grad()
     def init_weights(self) -> None:
         init_mixer(self)
 
@@ -194,6 +195,7 @@ class Mamba2(nn.Module):
         grouped = y.unflatten(-1, (self.groups, -1))
         return F.rms_norm(grouped, grouped.shape[-1:], eps=1e-5).flatten(-2).to(z.dtype) * self.norm
 
+    @torch.no_grad()
     def init_weights(self) -> None:
         init_mixer(self)
         nn.init.ones_(self.norm)

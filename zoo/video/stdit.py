@@ -86,7 +86,7 @@ class Config:
         if self.version not in TOLD:
             raise ValueError(f"version={self.version!r}: there are {', '.join(map(repr, TOLD))}")
         check_shape(self.hidden, self.heads, self.patch)
-        check_heads(self.heads, self.kv_heads or self.heads)
+        check_heads(self.heads, self.heads if self.kv_heads is None else self.kv_heads)
         if self.version == "v2" and self.hidden % 3:
             raise ValueError(f"hidden={self.hidden}: v2 embeds height, width and aspect ratio in a third of it each")
         if self.version != "v1" and (self.space_scale, self.time_scale) != (1, 1):
@@ -307,9 +307,9 @@ class STDiT(nn.Module):
         if height is None or width is None:
             stride = torch.tensor([1 / self.config.space_scale], dtype=torch.float64, device=timestep.device)
             return stride.expand(len(timestep), 2)
-        rows, columns = (-(-cells // patch) for cells, patch in zip(size, self.config.patch[1:]))
-        side = round((rows * columns) ** 0.5) * self.config.input_sq_size / (height.double() * width.double()).sqrt()
-        return torch.stack([side / rows, side / columns], dim=-1)
+        down, across = (-(-cells // patch) for cells, patch in zip(size, self.config.patch[1:]))
+        side = round((down * across) ** 0.5) * self.config.input_sq_size / (height.double() * width.double()).sqrt()
+        return torch.stack([side / down, side / across], dim=-1)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -1,0 +1,97 @@
+"""Alignments joined to the protein they belong to: one for each entity, rows of the same species side by side."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from zoo.data.protein.alignment import Alignment, describe_difference, species_of
+from zoo.data.protein.record import GAP, UNKNOWN, Protein
+
+__all__ = ["join"]
+
+
+def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
+    """The protein with its alignment: first its own sequence, then what `alignments` say of its entities.
+
+    An alignment belongs to the entity whose sequence is its query; several of one entity follow one another, and a row
+    that is there twice is dropped. With more than one entity the i-th rows of a species, one of each entity, become one
+    `paired` row (AlphaFold-Multimer, supplement, 1.1); the others have gaps in the rest. Copies of an entity all have
+    the same rows: they are evolved together.
+
+    Raises ValueError for an alignment that is of none of them; the message says how far off the nearest is.
+    """
+    entities = range(int(protein.entity_id.max()) + 1)
+    places = {}  # of each entity, [copies, residues]
+    for entity in entities:
+        copies = np.unique(protein.asym_id[protein.entity_id == entity])
+        places[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
+    belonging: dict[int, list[Alignment]] = {entity: [] for entity in entities}
+    for alignment in alignments:
+        entity = next((e for e in entities if _same(alignment.msa[0], protein.msa[0, places[e][0]])), None)
+        if entity is None:
+            raise ValueError(_stranger(alignment, protein, places))
+        belonging[entity].append(alignment)
+    rows = {e: _stack(belonging[e], protein.msa[0, places[e][0]]) for e in entities}
+
+    partners = _pairs([species for _, _, species in rows.values()]) if len(entities) > 1 else []
+    used = [{group[e] for group in partners} for e in entities]
+    single = [(e, i) for e in entities for i in range(1, len(rows[e][0])) if i not in used[e]]
+    total = 1 + len(partners) + len(single)
+    msa = np.full((total, len(protein)), GAP, np.uint8)
+    deletions = np.zeros((total, len(protein)), np.uint16)
+    msa[0] = protein.msa[0]
+    for e in entities:
+        letters, left_out, _ = rows[e]
+        ours = [1 + len(partners) + k for k, (entity, _) in enumerate(single) if entity == e]
+        targets = np.array([*range(1, 1 + len(partners)), *ours], dtype=np.int64)
+        sources = np.array([*(group[e] for group in partners), *(i for entity, i in single if entity == e)], dtype=np.int64)
+        for copy in places[e]:
+            msa[targets[:, None], copy] = letters[sources]
+            deletions[targets[:, None], copy] = left_out[sources]
+    paired = np.arange(total) <= len(partners) if len(entities) > 1 else np.ones(total, bool)
+    return replace(protein, msa=msa, deletions=deletions, paired=paired)
+
+
+def _same(query: np.ndarray, sequence: np.ndarray) -> bool:
+    """Whether they are one sequence; X, on either side, is anything."""
+    if query.shape != sequence.shape:
+        return False
+    return bool(((query == sequence) | (query == UNKNOWN) | (sequence == UNKNOWN)).all())
+
+
+def _stranger(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray]) -> str:
+    sequences = {e: "".join(protein.sequence[i] for i in copies[0]) for e, copies in places.items()}
+    nearest = max(sequences, key=lambda e: _shared_words(alignment.query, sequences[e]))
+    chain = protein.chains[protein.asym_id[places[nearest][0, 0]]]
+    return (
+        f"{alignment.source} is of another protein than {protein.name}, chain {chain}: "
+        f"{describe_difference(alignment.query, sequences[nearest])}"
+    )
+
+
+def _shared_words(a: str, b: str, n: int = 3) -> int:
+    return len({a[i : i + n] for i in range(len(a))} & {b[i : i + n] for i in range(len(b))})
+
+
+def _stack(alignments: Sequence[Alignment], query: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
+    """The rows of one entity, its own sequence first, each once: letters [s, r], deletions [s, r], species."""
+    letters = np.concatenate([query[None], *(a.msa[1:] for a in alignments)])
+    deletions = np.concatenate([np.zeros((1, len(query)), np.uint16), *(a.deletions[1:] for a in alignments)])
+    species = [None, *(species_of(name) for a in alignments for name in a.names[1:])]
+    whole = np.ascontiguousarray(letters).view(f"V{letters.shape[1]}")[:, 0]
+    kept = np.sort(np.unique(whole, return_index=True)[1])
+    return letters[kept], deletions[kept], [species[i] for i in kept]
+
+
+def _pairs(species: list[list[str | None]]) -> list[tuple[int, ...]]:
+    """Rows of the same species, one of each entity, in the order of their rank within it."""
+    ranked: list[dict[str, list[int]]] = []
+    for names in species:
+        found: dict[str, list[int]] = {}
+        for i, name in enumerate(names):
+            if name is not None:
+                found.setdefault(name, []).append(i)
+        ranked.append(found)
+    shared = [name for name in ranked[0] if all(name in other for other in ranked)]
+    return sorted(group for name in shared for group in zip(*(found[name] for found in ranked)))

@@ -1,0 +1,81 @@
+"""Real structures that come with the package: what `make_embedded.py` made of wwPDB entries (CC0).
+
+Sequences, and where the Cα and Cβ atoms are to 0.01 Å; no alignments. `sources()` says where each was taken from.
+"""
+
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from zoo.data.protein.record import ATOMS, LETTERS, Protein
+from zoo.data.sampling import hash_seed
+
+__all__ = ["EmbeddedProteins", "sources"]
+
+STEP = 0.01  # Å
+STORED = [ATOMS.index("CA"), ATOMS.index("CB")]
+_HELD_OUT = 0.2  # share of the structures kept for validation
+
+
+class EmbeddedProteins:
+    """The structures of one split, "train" or "validation"; which is in which depends on its name alone.
+
+    No chain is more than 30% identical to one in the other split (`make_embedded.py` leaves relatives out).
+    """
+
+    def __init__(self, split: str = "train"):
+        if split not in ("train", "validation"):
+            raise ValueError(f"EmbeddedProteins: split must be 'train' or 'validation', got {split!r}")
+        names, chains = _arrays()["name"].tolist(), _arrays()["chains"].tolist()
+        self.places: list[int] = []
+        for several in (False, True):  # a share of the complexes too
+            places = [i for i in range(len(names)) if (len(chains[i]) > 1) == several]
+            ranked = sorted(places, key=lambda i: hash_seed(names[i]))
+            held_out = round(_HELD_OUT * len(ranked))
+            self.places += sorted(ranked[held_out:] if split == "train" else ranked[:held_out])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def protein(self, index: int) -> Protein:
+        """Structure `index`; its alignment is its own sequence alone."""
+        return _protein(self.places[index])
+
+
+def sources() -> dict[str, str]:
+    """Of each structure the package that it was taken from, and the file there."""
+    return dict(zip(_arrays()["name"].tolist(), _arrays()["source"].tolist()))
+
+
+@lru_cache(maxsize=1)
+def _arrays() -> dict[str, Any]:
+    with (files("zoo.data.protein") / "embedded.npz").open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        return dict(stored)
+
+
+@lru_cache
+def _protein(place: int) -> Protein:
+    stored = _arrays()
+    first, last = stored["first"][place], stored["first"][place + 1]
+    letters = stored["letters"][first:last]
+    resolved = np.zeros((len(letters), len(ATOMS)), bool)
+    positions = np.zeros((len(letters), len(ATOMS), 3), np.float32)
+    resolved[:, STORED] = stored["resolved"][first:last]
+    positions[:, STORED] = stored["positions"][first:last] * np.float32(STEP)
+    index = stored["residue_index"][first:last].astype(np.int64)
+    return Protein(
+        name=str(stored["name"][place]),
+        sequence="".join(LETTERS[i] for i in letters),
+        chains=tuple(str(stored["chains"][place])),
+        asym_id=stored["asym_id"][first:last].astype(np.int64),
+        entity_id=stored["entity_id"][first:last].astype(np.int64),
+        residue_index=index,
+        residue_ids=tuple(str(i + 1) for i in index),
+        positions=positions,
+        resolved=resolved,
+        msa=letters[None],
+        deletions=np.zeros((1, len(letters)), np.uint16),
+        paired=np.ones(1, bool),
+    )

@@ -1,0 +1,178 @@
+"""What a model is trained on: a crop of a protein, some rows of its alignment, some of their letters hidden.
+
+All that is drawn comes from one `torch.Generator`, so an example is a pure function of its seed. Letters: s rows of the
+alignment, t of the extra one, r residues, i j the residues of a pair.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.data.protein.record import GAP, MASK, UNKNOWN, Protein
+from zoo.data.sampling import generator
+from zoo.protein.distogram import distances, distogram_bins
+
+__all__ = ["Example", "crop_contiguous", "crop_spatial", "draw", "hide", "sample_rows"]
+
+_INTERFACE = 15.0  # Å between the contact atoms of two chains that touch
+
+
+def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) -> Protein:
+    """At most so many residues, one stretch of every chain: algorithm 1 of AlphaFold-Multimer's supplement."""
+    if len(protein) <= residues:
+        return protein
+    _, starts, lengths = np.unique(protein.asym_id, return_index=True, return_counts=True)
+    taken, added, left = [], 0, len(protein)
+    for chain in torch.randperm(len(lengths), generator=random).tolist():
+        n = int(lengths[chain])
+        left -= n
+        most, least = min(residues - added, n), min(n, max(0, residues - added - left))
+        size = least + _integer(most - least + 1, random)
+        start = int(starts[chain]) + _integer(n - size + 1, random)
+        taken.append(np.arange(start, start + size))
+        added += size
+    return protein.take(np.sort(np.concatenate(taken)))
+
+
+def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Protein:
+    """The residues nearest to a random one, which is near another chain if there is such a one: algorithm 2 of the same.
+
+    Distances are taken from one residue at a time, so that nothing of the size of all pairs is made.
+    """
+    if len(protein) <= residues:
+        return protein
+    position, seen = protein.contact_atoms()
+
+    def distance(centre: int) -> np.ndarray:
+        return np.where(seen, np.linalg.norm(position - position[centre], axis=1), np.inf)
+
+    candidates = np.flatnonzero(seen)[torch.randperm(int(seen.sum()), generator=random).numpy()]
+    centre = candidates[0]
+    if len(np.unique(protein.asym_id[candidates])) > 1:
+        touching = (i for i in candidates if distance(i)[protein.asym_id != protein.asym_id[i]].min() < _INTERFACE)
+        centre = next(touching, centre)
+    return protein.take(np.sort(np.argsort(distance(centre), kind="stable")[:residues]))
+
+
+def sample_rows(protein: Protein, rows: int, random: torch.Generator) -> Protein:
+    """At most so many rows of the alignment: the first, which is the protein's own, and others, in random order."""
+    if len(protein.msa) <= 1 or rows <= 1:
+        order = np.zeros(1, np.int64)
+    else:
+        order = torch.randperm(len(protein.msa) - 1, generator=random)[: rows - 1].numpy()
+        order = np.concatenate([[0], order + 1])
+    return replace(
+        protein, msa=protein.msa[order], deletions=protein.deletions[order], paired=protein.paired[order]
+    )
+
+
+def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Tensor, Tensor]:
+    """The alignment [s, r] with a share of its letters hidden, and which they are [s, r]; at least one.
+
+    As in AlphaFold 2 (supplement, 1.2.7): of those chosen 70% become MASK, 10% a random amino acid, 10% a letter of the
+    same column (that of a random row) and 10% stay as they are.
+    """
+    s, r = msa.shape
+    u = torch.rand(s, r, generator=random)
+    chosen = (u < share) | (u == u.min())
+    how = torch.rand(s, r, generator=random)
+    anything = torch.randint(20, (s, r), generator=random, dtype=msa.dtype)
+    column = msa.gather(0, torch.randint(s, (s, r), generator=random))
+    hidden = torch.where(how < 0.7, MASK, torch.where(how < 0.8, anything, torch.where(how < 0.9, column, msa)))
+    return torch.where(chosen, hidden, msa), chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A protein of at most `residues` residues and `rows` rows, and as `extra` further rows of its alignment.
+
+    What it is asked for is padded to these sizes. A rank asks for its own range of rows and gets what those are of the
+    whole; nothing else is made.
+    """
+
+    protein: Protein
+    residues: int
+    rows: int
+    extra: int
+    hidden: Tensor  # [s, r] the first rows of the alignment as the model sees them
+    chosen: Tensor  # [s, r] the letters it has to guess
+
+    def alignment(self, rows: range | None = None) -> dict[str, Tensor]:
+        """Rows s of the alignment, each [s, r].
+
+        `msa` (int64), `deletions`, `msa_mask` (bool: not padding), `msa_target` (int64) and `msa_weight` (what to guess).
+        """
+        rows = range(self.rows) if rows is None else rows
+        own = slice(0, self.rows)
+        return {
+            "msa": self._padded(self.hidden, rows, GAP),
+            "deletions": self._padded(self.protein.deletions[own].astype(np.float32), rows),
+            "msa_mask": self._padded(np.ones(self.hidden.shape, bool), rows),
+            "msa_target": self._padded(self.protein.msa[own].astype(np.int64), rows, GAP),
+            "msa_weight": self._padded(self.chosen.float(), rows),
+        }
+
+    def extra_alignment(self, rows: range | None = None) -> dict[str, Tensor]:
+        """Rows t of the rest of the alignment: `extra_msa` (int64), `extra_deletions`, `extra_mask` (bool), [t, r]."""
+        rows = range(self.extra) if rows is None else rows
+        msa, deletions = self.protein.msa[self.rows :], self.protein.deletions[self.rows :]
+        return {
+            "extra_msa": self._padded(msa.astype(np.int64), rows, GAP),
+            "extra_deletions": self._padded(deletions.astype(np.float32), rows),
+            "extra_mask": self._padded(np.ones(msa.shape, bool), rows),
+        }
+
+    def single(self) -> dict[str, Tensor]:
+        """What is known of each residue: `sequence`, `residue_index`, `asym_id` [r] int64 and `mask` [r] bool."""
+        protein, missing = self.protein, self.residues - len(self.protein)
+        values = {
+            "sequence": (torch.from_numpy(protein.msa[0].astype(np.int64)), UNKNOWN),
+            "residue_index": (torch.from_numpy(protein.residue_index), 0),
+            "asym_id": (torch.from_numpy(protein.asym_id), 0),
+            "mask": (torch.ones(len(protein), dtype=torch.bool), False),
+        }
+        return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
+
+    def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
+        """Rows i of all pairs [i, j]: `bins` of their distance (int64), `pair_weight` (zero where either was not seen)."""
+        position, seen = self.protein.contact_atoms()
+        missing = self.residues - len(self.protein)
+        xyz, there = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))
+        part = slice(None) if rows is None else slice(rows.start, rows.stop)
+        return {
+            "bins": distogram_bins(distances(xyz[part], xyz)),
+            "pair_weight": (there[part, None] & there).float(),
+        }
+
+    def _padded(self, values: Any, rows: range, fill: float = 0) -> Tensor:
+        part = torch.as_tensor(values[rows.start : rows.stop])
+        out = torch.full((len(rows), self.residues), fill, dtype=part.dtype)
+        out[: part.shape[0], : part.shape[1]] = part
+        return out
+
+
+def draw(
+    protein: Protein,
+    *seed: int | str,
+    residues: int,
+    rows: int,
+    extra: int = 0,
+    share: float = 0.15,
+    spatial: bool = False,
+) -> Example:
+    """The example that the numbers of `seed` stand for: a pure function of the arguments. Some residue of it was seen."""
+    random = generator("protein", *seed)
+    crop, cropped = (crop_spatial if spatial else crop_contiguous), None
+    while cropped is None or not cropped.contact_atoms()[1].any():
+        cropped = crop(protein, residues, random)
+    cropped = sample_rows(cropped, rows + extra, random)
+    hidden, chosen = hide(torch.from_numpy(cropped.msa[:rows].astype(np.int64)), random, share)
+    return Example(cropped, residues, rows, extra, hidden, chosen)
+
+
+def _integer(n: int, random: torch.Generator) -> int:
+    return int(torch.randint(n, (), generator=random))

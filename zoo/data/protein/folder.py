@@ -1,0 +1,133 @@
+"""Proteins from a folder of structures and alignments.
+
+    1abc.cif.gz                             a structure: .cif, .mmcif, .pdb or .ent, gzipped or not
+    1abc.a3m  1abc_A.a3m  1abc.uniref.sto   its alignments: .a3m, .fasta, .sto ... that begin with its name
+    1abc/...  1abc_A/...                    and those in sub-folders so named
+
+Which chain an alignment belongs to, its first sequence says. A structure without one has its own sequence alone.
+"""
+
+import logging
+import os
+from collections import OrderedDict
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from zoo.data.protein import alignment, structure
+from zoo.data.protein.alignment import read_alignment
+from zoo.data.protein.complexes import join
+from zoo.data.protein.record import Protein
+from zoo.data.protein.structure import read_structure
+from zoo.data.sampling import hash_seed
+
+__all__ = ["ProteinFolder", "read_protein"]
+
+log = logging.getLogger(__name__)
+
+_KEPT = 16  # proteins held in memory
+
+
+def read_protein(structure: Path, alignments: list[Path]) -> Protein:
+    """A structure with its alignments; a ValueError that names the file and what is wrong with it."""
+    protein = read_structure(structure)
+    if not protein.contact_atoms()[1].any():
+        raise ValueError(f"{structure}: of no residue the Cβ (of glycine the Cα) was seen")
+    return join(protein, [read_alignment(path) for path in alignments])
+
+
+class ProteinFolder:
+    """The proteins under `root`, in the order of their names.
+
+    All are read once when the folder is opened. Files that cannot be used are skipped: one log line names each,
+    `skipped` lists them.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]):
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise ValueError(f"no such folder: {self.root}")
+        self.files: dict[str, tuple[Path, list[Path]]] = {}
+        self.skipped: list[tuple[Path, str]] = []
+        self._read: OrderedDict[str, Protein] = OrderedDict()
+        self._scan()
+        self.names = list(self.files)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_read": OrderedDict()}  # another process reads for itself
+
+    def protein(self, index: int) -> Protein:
+        """Protein `index`, read again if it was not asked for lately."""
+        name = self.names[index]
+        if name not in self._read:
+            self._read[name] = read_protein(*self.files[name])
+            if len(self._read) > _KEPT:
+                self._read.popitem(last=False)
+        self._read.move_to_end(name)
+        return self._read[name]
+
+    def split(self, validation: float = 0.1) -> tuple["ProteinFolder", "ProteinFolder"]:
+        """This folder in two, `(train, validation)`: that share of the proteins, at least one, is held out.
+
+        Which are held out depends on their names alone. A folder of one protein is used for both.
+        """
+        train, held_out = copy(self), copy(self)  # each with its own memory
+        if len(self) == 1:
+            log.warning("%s holds a single protein: validation uses it too", self.root)
+            return train, held_out
+        count = min(max(1, round(validation * len(self))), len(self) - 1)
+        chosen = set(sorted(self.names, key=lambda name: hash_seed(name))[:count])
+        train.names = [name for name in self.names if name not in chosen]
+        held_out.names = [name for name in self.names if name in chosen]
+        return train, held_out
+
+    def _scan(self) -> None:
+        paths = sorted(path for path in self.root.iterdir() if path.is_file() and not path.name.startswith("."))
+        structures = [path for path in paths if _suffix(path) in structure.SUFFIXES]
+        if not structures:
+            raise ValueError(f"no structures in {self.root} (looked for {', '.join(structure.SUFFIXES)}, plain or .gz)")
+        files: dict[str, tuple[Path, list[Path]]] = {}
+        for path in structures:
+            name = path.name.removesuffix(".gz").removesuffix(_suffix(path))
+            if name in files:
+                self._skip(path, f"there is {files[name][0].name} too")
+            else:
+                files[name] = (path, [])
+        for path in sorted(self.root.rglob("*")):
+            if path.is_file() and _suffix(path) in alignment.SUFFIXES:
+                entry = f"{path.relative_to(self.root)}/"
+                owners = [name for name in files if entry.startswith(name) and entry[len(name)] in "._/"]
+                if owners:
+                    files[max(owners, key=len)][1].append(path)
+                else:
+                    self._skip(path, "no structure has the name that it begins with")
+        for name, (path, alignments) in files.items():
+            try:
+                read = read_protein(path, alignments)
+            except (ValueError, OSError) as error:
+                self._skip(path, str(error))
+                continue
+            self.files[name] = (path, alignments)
+            if len(self._read) < _KEPT:
+                self._read[name] = read
+        alone = sum(not alignments for _, alignments in self.files.values())
+        log.info(
+            "%d proteins in %s, %d without an alignment, %d skipped", len(self.files), self.root, alone,
+            len(self.skipped),
+        )  # fmt: skip
+        if not self.files:
+            raise ValueError(
+                f"none of the {len(structures)} structures in {self.root} can be used; the first: {self.skipped[0][1]}"
+            )
+
+    def _skip(self, path: Path, reason: str) -> None:
+        self.skipped.append((path, reason))
+        log.warning("skipped %s: %s", path, reason)
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+

@@ -1,0 +1,69 @@
+"""A protein as data: one or several chains residue by residue, their alignment and where their atoms are.
+
+Letters: r residues of all chains together, s rows of the alignment, a atoms of a residue (ATOMS).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+__all__ = ["ATOMS", "GAP", "LETTERS", "MASK", "UNKNOWN", "Protein", "encode"]
+
+LETTERS = "ARNDCQEGHILKMFPSTWYVX-#"  # the 23 classes of AlphaFold 2: amino acids, unknown, gap, masked
+UNKNOWN, GAP, MASK = 20, 21, 22
+ATOMS = ("N", "CA", "C", "O", "CB")
+
+# B and Z are read as in AlphaFold's tables, selenocysteine (U) as cysteine; whatever else is a letter is unknown
+_CODES = np.full(256, 255, np.uint8)
+for _letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+    _CODES[ord(_letter)] = LETTERS.find({"B": "D", "Z": "E", "U": "C"}.get(_letter, _letter)) % 21
+_CODES[[ord(letter) for letter in "JO"]] = UNKNOWN
+_CODES[ord("-")] = GAP
+
+
+def encode(sequence: str | bytes) -> np.ndarray:
+    """The class of every letter [n], uint8; 255 for what is neither a capital letter nor a gap."""
+    raw = sequence if isinstance(sequence, bytes) else sequence.encode("latin-1", "replace")
+    return _CODES[np.frombuffer(raw, np.uint8)]
+
+
+@dataclass(frozen=True, eq=False)
+class Protein:
+    """Chains one after another, with an alignment whose first row is their own sequence."""
+
+    name: str
+    sequence: str  # one letter a residue that was in the experiment, seen or not; X where it has none
+    chains: tuple[str, ...]  # what the authors call them, in the order of asym_id
+    asym_id: np.ndarray  # [r] the chain, from 0
+    entity_id: np.ndarray  # [r] chains of the same entity are copies of one another
+    residue_index: np.ndarray  # [r] place in the whole sequence of the chain, from 0
+    residue_ids: tuple[str, ...]  # what the authors call a residue: number and insertion code
+    positions: np.ndarray  # [r, a, 3] Å, zero where unresolved
+    resolved: np.ndarray  # [r, a] bool
+    msa: np.ndarray  # [s, r] uint8
+    deletions: np.ndarray  # [s, r] residues of the row left out just before this one, uint16
+    paired: np.ndarray  # [s] bool: the row is of one species in all entities; else it has gaps in all but one
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def take(self, residues: np.ndarray) -> "Protein":
+        """Those residues alone, in that order; `asym_id` and `residue_index` stay what they were."""
+        return replace(
+            self,
+            sequence="".join(self.sequence[i] for i in residues),
+            residue_ids=tuple(self.residue_ids[i] for i in residues),
+            **{
+                name: getattr(self, name)[residues]
+                for name in ("asym_id", "entity_id", "residue_index", "positions", "resolved")
+            },
+            msa=self.msa[:, residues],
+            deletions=self.deletions[:, residues],
+        )
+
+    def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the atom is that stands for a residue, Cβ or for glycine Cα: [r, 3] Å, and whether it was seen [r]."""
+        ca, cb = ATOMS.index("CA"), ATOMS.index("CB")
+        atom = np.where((encode(self.sequence) == LETTERS.index("G")) & ~self.resolved[:, cb], ca, cb)
+        every = np.arange(len(self))
+        return self.positions[every, atom], self.resolved[every, atom]

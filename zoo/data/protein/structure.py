@@ -1,0 +1,352 @@
+"""Structures from mmCIF and PDB files, plain or gzipped, as a `Protein` without an alignment.
+
+What is read: the protein chains of the first model (nucleic acids, ligands and water are left out), every residue
+that was in the experiment, and its backbone and Cβ atoms where they were seen. Numbering is that of the sequence
+(label ids and _pdbx_poly_seq_scheme in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A modified residue
+has the letter of what it was made from (selenomethionine is M). Of alternative atoms the one of highest occupancy
+counts, of equal ones the first in the alphabet; an atom of no occupancy was not seen. B factors, which may hold
+confidences, are not looked at.
+
+Biopython's parsers of atoms are not used: they drop repeated atoms and take nan for a number. Its tables are.
+"""
+
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from Bio.Align import PairwiseAligner
+from Bio.Data.PDBData import protein_letters_3to1_extended
+from Bio.PDB.MMCIF2Dict import MMCIF2Dict
+from Bio.PDB.parse_pdb_header import parse_pdb_header
+
+from zoo.data.protein.files import MAX_BYTES, read_text
+from zoo.data.protein.record import ATOMS, Protein, encode
+
+__all__ = ["SUFFIXES", "read_structure"]
+
+SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
+
+
+@dataclass
+class Residue:
+    key: str  # by which its atoms name it
+    id: str  # what the authors call it
+    name: str  # three letters
+    seen: bool = False  # the file says that it has atoms
+
+
+@dataclass
+class Chain:
+    id: str  # what the authors call it
+    key: str  # by which its atoms name it
+    entity: str
+    residues: list[Residue] = field(default_factory=list)
+    index: list[int] | None = None  # places in the sequence, if they do not just count
+
+
+@dataclass
+class Atoms:
+    """Columns of one table."""
+
+    chain: Sequence[str]
+    residue: Sequence[str]
+    component: Sequence[str]
+    name: Sequence[str]
+    alternative: Sequence[str]
+    occupancy: Sequence[str]
+    position: tuple[Sequence[str], Sequence[str], Sequence[str]]
+
+
+def read_structure(
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_atoms: int = 1_000_000,
+    max_residues: int = 20_000,
+) -> Protein:
+    """The protein of an mmCIF or a PDB file; which of both it is, the text says, not the name.
+
+    Raises ValueError, with the file's name and the record that is wrong, for a file that is damaged, too large or
+    not what it claims to be, and for one in which no residue was seen. `max_atoms` counts all models.
+    """
+    text = read_text(path, max_bytes=max_bytes)
+    try:
+        count = len(re.findall(r"^(?:ATOM|HETATM)\s", text, re.MULTILINE))
+        if count > max_atoms:
+            raise ValueError(f"{count} atoms, and the limit is {max_atoms}")
+        if re.search(r"^\s*data_\S*\s*$", text, re.MULTILINE):
+            chains, atoms = _parse_mmcif(text)
+        elif count:
+            chains, atoms = _parse_pdb(text)
+        else:
+            raise ValueError("neither an mmCIF file (no data_ block) nor a PDB file (no ATOM records)")
+        if not chains:
+            raise ValueError("it has no protein chain")
+        if (total := sum(len(chain.residues) for chain in chains)) > max_residues:
+            raise ValueError(f"{total} residues, and the limit is {max_residues}")
+        name = Path(path).name.removesuffix(".gz")
+        return _build(name.removesuffix(Path(name).suffix), chains, atoms)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
+    residues = [(chain, residue) for chain in chains for residue in chain.residues]
+    sequence = "".join(one_letter(residue.name) for _, residue in residues)
+    places = {(chain.key, residue.key): i for i, (chain, residue) in enumerate(residues)}
+    place = np.array([places.get(key, -1) for key in zip(atoms.chain, atoms.residue)], dtype=np.int64)
+    for i in sorted({i for i, (_, residue) in enumerate(residues) if residue.seen} - set(place.tolist()))[:1]:
+        chain, residue = residues[i]
+        raise ValueError(
+            f"residue {residue.name} {residue.id} of chain {chain.id} was seen, but has no atoms: is the file cut off?"
+        )
+    components = np.array([residue.name for _, residue in residues])
+    atom = np.array([ATOMS.index(name) if name in ATOMS else -1 for name in atoms.name], dtype=np.int64)
+    wanted = np.flatnonzero((place >= 0) & (atom >= 0))
+    wanted = wanted[np.array(atoms.component)[wanted] == components[place[wanted]]]  # one of several in this place
+    place, atom, alternative = place[wanted], atom[wanted], np.array(atoms.alternative)[wanted]
+
+    def numbers(column: Sequence[str], what: str) -> np.ndarray:
+        chosen = [column[i] for i in wanted]
+        try:
+            values = np.array(chosen, dtype=np.float64)
+        except ValueError:
+            values = np.array([_number(text) for text in chosen])
+        for i in np.flatnonzero(~np.isfinite(values))[:1]:
+            chain, residue = residues[place[i]]
+            raise ValueError(
+                f"atom {ATOMS[atom[i]]} of residue {residue.name} {residue.id} of chain {chain.id}: "
+                f"{what} {chosen[i]!r} is not a number"
+            )
+        return values
+
+    position = np.stack([numbers(column, f"coordinate {axis}") for axis, column in zip("xyz", atoms.position)], 1)
+    occupancy = numbers(atoms.occupancy, "occupancy")
+    best = np.lexsort((alternative, -occupancy, atom, place))  # the last key counts most
+    key = np.stack([place, atom], 1)[best]
+    repeated = (key[1:] == key[:-1]).all(1)
+    for i in np.flatnonzero(repeated & (alternative[best][1:] == alternative[best][:-1]))[:1]:
+        chain, residue = residues[key[i, 0]]
+        raise ValueError(f"atom {ATOMS[key[i, 1]]} of residue {residue.name} {residue.id} of chain {chain.id} repeats")
+    best = best[np.concatenate([np.ones(min(len(best), 1), bool), ~repeated])]
+    best = best[occupancy[best] > 0]
+    if not len(best):
+        raise ValueError("no atom of a protein backbone was seen (with an occupancy above 0)")
+    positions = np.zeros((len(residues), len(ATOMS), 3), np.float32)
+    resolved = np.zeros((len(residues), len(ATOMS)), bool)
+    positions[place[best], atom[best]] = position[best]
+    resolved[place[best], atom[best]] = True
+
+    lengths = [len(chain.residues) for chain in chains]
+    entities = list(dict.fromkeys(chain.entity for chain in chains))
+    return Protein(
+        name=name,
+        sequence=sequence,
+        chains=tuple(chain.id for chain in chains),
+        asym_id=np.repeat(np.arange(len(chains)), lengths),
+        entity_id=np.repeat([entities.index(chain.entity) for chain in chains], lengths),
+        residue_index=np.concatenate([chain.index or range(len(chain.residues)) for chain in chains]).astype(np.int64),
+        residue_ids=tuple(residue.id for _, residue in residues),
+        positions=positions,
+        resolved=resolved,
+        msa=encode(sequence)[None],
+        deletions=np.zeros((1, len(sequence)), np.uint16),
+        paired=np.ones(1, bool),
+    )
+
+
+def one_letter(name: str) -> str:
+    """The letter of a residue's three-letter name, modified ones included; X for one that has none."""
+    return protein_letters_3to1_extended.get(name, "X")
+
+
+def _is_protein(names: Sequence[str]) -> bool:
+    known = sum(name in protein_letters_3to1_extended or name == "UNK" for name in names)
+    return 2 * known > len(names)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str]) -> list[Chain]:
+    """The chains of a file that says nothing of sequences: the amino acids that have a Cα.
+
+    Authors' numbers, where they ascend, then tell how far apart two residues are.
+    """
+    chains: dict[str, Chain] = {}
+    for i in range(len(atoms.name)):
+        if atoms.name[i] == "CA" and atoms.residue[i] not in (".", "?") and _is_protein([atoms.component[i]]):
+            key = atoms.chain[i]
+            chain = chains.setdefault(key, Chain(chain_ids[i], key, entity=""))
+            if not any(residue.key == atoms.residue[i] for residue in chain.residues[-1:]):  # an alternative
+                chain.residues.append(Residue(atoms.residue[i], ids[i], atoms.component[i]))
+    for chain in chains.values():
+        chain.entity = " ".join(residue.name for residue in chain.residues)
+        try:
+            index = [int(residue.id) for residue in chain.residues]
+        except ValueError:  # an insertion code
+            continue
+        if all(b > a for a, b in zip(index, index[1:])):
+            chain.index = [number - index[0] for number in index]
+    return list(chains.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------- mmCIF
+
+
+def _columns(table: Mapping[str, list[str]], category: str, *names: str) -> list[list[str]]:
+    columns = [table.get(f"_{category}.{name}", []) for name in names]
+    for name, column in zip(names, columns):
+        if len(column) != len(columns[0]):
+            raise ValueError(
+                f"_{category}: {len(columns[0])} values of {names[0]} and {len(column)} of {name}: is the file cut off?"
+            )
+    return columns
+
+
+def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
+    if len(blocks := re.findall(r"^\s*data_\S*\s*$", text, re.MULTILINE)) > 1:
+        raise ValueError(f"{len(blocks)} data blocks; expected one")
+    try:
+        table = MMCIF2Dict(io.StringIO(text))
+    except Exception as error:  # whatever it stumbles over
+        raise ValueError(f"not a readable mmCIF file, or cut off: {error}") from error
+    if not any(key.startswith("_atom_site.") for key in table):
+        raise ValueError("it has no _atom_site table: is the file cut off?")
+    for category in ("atom_site", "pdbx_poly_seq_scheme", "entity_poly"):
+        _columns(table, category, *(key.split(".")[1] for key in table if key.startswith(f"_{category}.")))
+    chain, residue, component, name, alternative, x, y, z = _columns(
+        table, "atom_site", "label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "label_alt_id",
+        "Cartn_x", "Cartn_y", "Cartn_z",
+    )  # fmt: skip
+    n = len(chain)
+    model, occupancy, number, insertion, author = (
+        table.get(f"_atom_site.{name}", default)
+        for name, default in (
+            ("pdbx_PDB_model_num", ["1"] * n), ("occupancy", ["1"] * n), ("auth_seq_id", residue),
+            ("pdbx_PDB_ins_code", ["?"] * n), ("auth_asym_id", chain),
+        )
+    )  # fmt: skip
+    first = [i for i in range(n) if model[i] == model[0]]
+    (chain, residue, component, name, alternative, occupancy, x, y, z, number, insertion, author) = (
+        [column[i] for i in first]
+        for column in (chain, residue, component, name, alternative, occupancy, x, y, z, number, insertion, author)
+    )
+    atoms = Atoms(chain, residue, component, name, alternative, occupancy, (x, y, z))
+    if "_pdbx_poly_seq_scheme.asym_id" not in table:
+        return _chains_of_atoms(atoms, [_joined(*i) for i in zip(number, insertion)], author), atoms
+
+    kinds = dict(zip(*_columns(table, "entity_poly", "entity_id", "type")))
+    chains: dict[str, Chain] = {}
+    scheme = _columns(
+        table, "pdbx_poly_seq_scheme", "asym_id", "entity_id", "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num",
+        "pdb_ins_code", "pdb_strand_id",
+    )  # fmt: skip
+    for asym, entity, place, monomer, seen, number_, insertion_, strand in zip(*scheme):
+        residues = chains.setdefault(asym, Chain(strand, asym, entity)).residues
+        if residues and residues[-1].key == place:
+            continue  # another residue in the same place: the first is that of the sequence
+        if place != str(len(residues) + 1):
+            raise ValueError(f"_pdbx_poly_seq_scheme: residue {place} of chain {strand} follows {len(residues)}")
+        residues.append(Residue(place, _joined(number_, insertion_), monomer, seen not in ("?", ".")))
+    return [
+        chain
+        for chain in chains.values()
+        if kinds.get(chain.entity, "polypeptide").startswith("polypeptide")
+        and (chain.entity in kinds or _is_protein([residue.name for residue in chain.residues]))
+    ], atoms
+
+
+def _joined(number: str, insertion: str) -> str:
+    return number + insertion.strip("?. ")
+
+
+# ------------------------------------------------------------------------------------------------------------------ PDB
+
+
+def _parse_pdb(text: str) -> tuple[list[Chain], Atoms]:
+    lines = text.splitlines()
+    rows: list[tuple[str, ...]] = []
+    ended: set[str] = set()  # chains after whose end only ligands and water come
+    sequences: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        kind = line[:6]
+        if kind == "SEQRES":
+            sequences.setdefault(line[11], []).extend(line[19:70].split())
+        elif kind in ("ATOM  ", "HETATM"):
+            if len(line) < 54:
+                raise ValueError(f"line {number}: an atom record cut off after {len(line)} columns")
+            if line[21] not in ended:
+                rows.append((
+                    line[21], line[22:27].replace(" ", ""), line[17:20].strip(), line[12:16].strip(), line[16],
+                    line[54:60].strip() or "1", line[30:38], line[38:46], line[46:54],
+                ))  # fmt: skip
+        elif kind.startswith("TER") and rows:
+            ended.add(rows[-1][0])
+        elif kind == "ENDMDL" and rows:
+            break
+    columns = [list(column) for column in zip(*rows)]
+    atoms = Atoms(*columns[:6], (columns[6], columns[7], columns[8]))  # type: ignore[arg-type]
+    if not sequences:
+        return _chains_of_atoms(atoms, atoms.residue, atoms.chain), atoms
+
+    missing: dict[str, list[Residue]] = {}
+    for gap in parse_pdb_header(io.StringIO(text))["missing_residues"]:
+        if gap["model"] in (None, 1):
+            key = f"{gap['ssseq']}{gap['insertion'] or ''}"
+            missing.setdefault(gap["chain"], []).append(Residue(key, key, gap["res_name"]))
+    seen: dict[str, dict[str, Residue]] = {}
+    for chain, key, component in zip(atoms.chain, atoms.residue, atoms.component):
+        if component in sequences.get(chain, ()):
+            seen.setdefault(chain, {}).setdefault(key, Residue(key, key, component, seen=True))
+    chains = []
+    for chain, names in sequences.items():
+        if _is_protein(names):
+            placed = _in_sequence(chain, names, list(seen.get(chain, {}).values()), missing.get(chain, []))
+            chains.append(Chain(chain, chain, " ".join(names), placed))
+    return chains, atoms
+
+
+def _in_sequence(chain: str, names: list[str], seen: list[Residue], missing: list[Residue]) -> list[Residue]:
+    """The residues of SEQRES, those that were seen among them: by REMARK 465, or where that does not fit by alignment."""
+    merged, rest = [], list(missing)
+    for residue in seen:
+        while rest and _order(rest[0]) < _order(residue):
+            merged.append(rest.pop(0))
+        merged.append(residue)
+    merged += rest
+    if [residue.name for residue in merged] == names:
+        return merged
+    placed = [Residue(f"missing {i}", "?", name) for i, name in enumerate(names)]
+    if not seen:
+        return placed
+    aligner = PairwiseAligner(scoring="blastp")
+    aligner.substitution_matrix = None
+    aligner.match_score, aligner.mismatch_score = 1, -1000
+    aligner.open_gap_score, aligner.extend_gap_score = -10, 0
+    aligner.open_end_gap_score = aligner.extend_end_gap_score = 0
+    ours, theirs = ("".join(one_letter(name) for name in all_) for all_ in (names, [r.name for r in seen]))
+    alignment = aligner.align(ours, theirs)[0]
+    found = 0
+    for (start, end), (first, _) in zip(*alignment.aligned):
+        for i in range(start, end):
+            residue = seen[first + i - start]
+            if residue.name != names[i]:
+                raise ValueError(f"residue {residue.name} {residue.id} of chain {chain} is {names[i]} in SEQRES")
+            placed[i], found = residue, found + 1
+    if found < len(seen):
+        raise ValueError(f"chain {chain}: {len(seen) - found} of {len(seen)} residues have no place in its SEQRES")
+    return placed
+
+
+def _order(residue: Residue) -> tuple[int, str]:
+    number = residue.key.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    return int(number), residue.key[len(number) :]

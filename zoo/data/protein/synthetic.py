@@ -1,0 +1,148 @@
+"""Families of sequences that evolved on real structures, by a known law: data to measure what a model learns.
+
+A family is a crop of a structure of the embedded set and an alignment drawn from a Potts model on it,
+
+    p(x) ~ exp(sum_i h_i(x_i) + beta sum_{contacts i j} sum_k g_k u_k(x_i) u_k(x_j))
+
+by Gibbs sampling, every row from a start of its own. Fields h are normal numbers, drawn for the family. Couplings sit on
+the pairs in contact (Cβ closer than 8 Å, at least 3 apart in a chain or in two chains), and what they say is physics in
+short: hydrophobic residues attract one another, charges of one sign repel, and a large one has a small one beside it.
+So contacts can be told from the alignment, the better the more rows there are, and all the better by who has learned the
+law. The first row, also drawn, is the sequence of the family; of the structure only the coordinates are kept.
+
+Letters: f families, s rows, r residues, k properties.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from Bio.SeqUtils.ProtParamData import kd as HYDROPATHY
+from torch import Tensor
+
+from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.example import crop_contiguous
+from zoo.data.protein.record import ATOMS, LETTERS, Protein
+from zoo.data.sampling import generator
+from zoo.protein.distogram import CONTACT, distances
+
+__all__ = ["PottsFamilies", "gibbs"]
+
+# Å³ (Zamyatnin 1972), in the order of LETTERS
+VOLUME = [
+    88.6, 173.4, 114.1, 111.1, 108.5, 143.8, 138.4, 60.1, 153.2, 166.7, 166.7, 168.6, 162.9, 189.9, 112.7, 89.0, 116.1,
+    227.8, 193.6, 140.0,
+]  # fmt: skip
+CHARGE = {"K": 1.0, "R": 1.0, "D": -1.0, "E": -1.0}
+SIGNS = (1.0, -1.0, -1.0)  # like attracts like in hydropathy; unlike attracts unlike in charge and volume
+APART = 3  # residues of a chain nearer than that along it are not coupled
+FIELD = 0.8  # standard deviation of the fields
+
+
+def properties() -> Tensor:
+    """Hydropathy, charge and volume of the 20 amino acids [20, 3], each of mean 0 and variance 1."""
+    letters = LETTERS[:20]
+    columns = [[HYDROPATHY[a] for a in letters], [CHARGE.get(a, 0.0) for a in letters], VOLUME]
+    u = torch.tensor(columns).T
+    return (u - u.mean(0)) / u.std(0, correction=0)
+
+
+def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor) -> Tensor:
+    """Letters [f, s, r] after as many sweeps over all residues as `uniform` [f, sweeps, r, s] has numbers for.
+
+    `fields` [f, r, 20], `couplings` [f, r, r] (symmetric, no diagonal), `u` [20, k] already scaled by its sign:
+    the logit of letter a at residue i is h_i(a) + sum_j J_ij sum_k u_k(a) |u_k|(x_j).
+    """
+    f, sweeps, r, s = uniform.shape
+    letters = torch.zeros(f, r, s, dtype=torch.long)
+    signs = torch.tensor(SIGNS)
+    held = torch.zeros(f, r, s * u.shape[1])  # properties of the letters
+    for sweep in range(sweeps):
+        for i in range(r):
+            around = torch.bmm(couplings[:, i : i + 1], held).view(f, s, -1)
+            logits = fields[:, i, None] + (around * signs) @ u.T
+            cumulated = logits.softmax(-1).cumsum(-1)
+            chosen = (cumulated < uniform[:, sweep, i, :, None]).sum(-1).clamp(max=u.shape[0] - 1)
+            letters[:, i] = chosen
+            held[:, i] = u[chosen].flatten(1)
+    return letters.transpose(1, 2)
+
+
+class PottsFamilies:
+    """`families` of alignments of `residues` columns and `rows` rows, on the structures of one embedded split.
+
+    Family i is a function of (seed, i) alone. `coupling` is beta. Structures that are shorter than `residues` are not used.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        *,
+        families: int = 256,
+        residues: int = 48,
+        rows: int = 64,
+        coupling: float = 0.2,
+        sweeps: int = 12,
+        seed: int = 0,
+    ):
+        structures = EmbeddedProteins(split)
+        every = [structures.protein(i) for i in range(len(structures))]
+        self.structures = [p for p in every if len(p) >= residues]
+        if not self.structures:
+            raise ValueError(f"no embedded structure has {residues} residues; the longest has {max(map(len, every))}")
+        self.split, self.seed, self.families = split, seed, families
+        self.residues, self.rows, self.coupling, self.sweeps = residues, rows, coupling, sweeps
+        self._drawn: dict[int, list[Protein]] = {}
+
+    def __len__(self) -> int:
+        return self.families
+
+    def protein(self, index: int) -> Protein:
+        """Family `index`. Families are drawn a batch at a time, when the first of them is asked for."""
+        batch, place = divmod(index, _BATCH)
+        if batch not in self._drawn:
+            self._drawn[batch] = self._sample(batch)
+        return self._drawn[batch][place]
+
+    def _sample(self, batch: int) -> list[Protein]:
+        indices = range(batch * _BATCH, min((batch + 1) * _BATCH, self.families))
+        crops, fields, couplings, uniform = [], [], [], []
+        for i in indices:
+            random = generator("potts", self.split, self.seed, i)
+            source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
+            crop = crop_contiguous(source, self.residues, random)
+            crops.append(crop)
+            fields.append(FIELD * torch.randn(self.residues, 20, generator=random))
+            couplings.append(self.coupling * coupled(crop).float())
+            uniform.append(torch.rand(self.sweeps, self.residues, self.rows, generator=random))
+        drawn = gibbs(torch.stack(fields), torch.stack(couplings), properties(), torch.stack(uniform))
+        return [_family(crop, msa, i) for crop, msa, i in zip(crops, drawn.numpy().astype(np.uint8), indices)]
+
+
+_BATCH = 64
+
+
+def coupled(protein: Protein) -> Tensor:
+    """Which residues are in contact, chain neighbours apart: [r, r] bool."""
+    position, seen = protein.contact_atoms()
+    x, there = torch.from_numpy(position), torch.from_numpy(seen)
+    chain, place = torch.from_numpy(protein.asym_id), torch.from_numpy(protein.residue_index)
+    apart = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= APART)
+    return (distances(x, x) < CONTACT) & there[:, None] & there & apart
+
+
+def _family(crop: Protein, msa: np.ndarray, index: int) -> Protein:
+    """The crop with another sequence: its contact atoms stay where they are, also where it had a glycine."""
+    position, seen = crop.contact_atoms()
+    positions, resolved = crop.positions.copy(), crop.resolved.copy()
+    positions[:, ATOMS.index("CB")], resolved[:, ATOMS.index("CB")] = position, seen
+    return replace(
+        crop,
+        name=f"{crop.name} {index}",
+        sequence="".join(LETTERS[a] for a in msa[0]),
+        positions=positions,
+        resolved=resolved,
+        msa=msa,
+        deletions=np.zeros(msa.shape, np.uint16),
+        paired=np.ones(len(msa), bool),
+    )

@@ -1,0 +1,107 @@
+"""How good predicted contacts, distances and letters are, and what can be had without a model.
+
+Letters: s rows of the alignment, r residues, i j the residues of a pair. Distances in Å.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zoo.protein.distogram import CONTACT, distances
+
+__all__ = ["RANGES", "average", "contact_precision", "distance_lddt", "masked_accuracy", "mutual_information", "range_of_pairs"]
+
+RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
+_GAP = 21
+
+
+def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
+    """Of each range, and of pairs of two chains ("inter"), the pairs i < j that belong to it: [r, r] bool."""
+    apart = (residue_index[:, None] - residue_index).abs()
+    same, upper = asym_id[:, None] == asym_id, torch.ones_like(apart, dtype=torch.bool).triu(1)
+    ranges = {name: same & upper & (apart >= low) & (apart < high) for name, (low, high) in RANGES.items()}
+    return ranges | {"inter": ~same & upper}
+
+
+def contact_precision(
+    score: Tensor, position: Tensor, seen: Tensor, residue_index: Tensor, asym_id: Tensor
+) -> dict[str, float]:
+    """The share of contacts among the L, L/2 and L/5 pairs of highest score, in each range: {"long P@L/5": 0.8, ...}.
+
+    `score` [r, r] (its upper triangle counts), `position` [r, 3] of the contact atoms, `seen` [r]; L counts the
+    residues that were seen. Pairs that were not are left out, as are ranges without a contact; where fewer pairs are
+    left than asked for, all of them are taken.
+    """
+    contact, there = distances(position, position) < CONTACT, seen[:, None] & seen
+    length, precision = int(seen.sum()), {}
+    for name, pairs in range_of_pairs(residue_index, asym_id).items():
+        pairs = pairs & there
+        if not (contact & pairs).any():
+            continue
+        ranked = contact[pairs][score[pairs].argsort(descending=True, stable=True)].double()
+        for part, count in (("L", length), ("L/2", length // 2), ("L/5", length // 5)):
+            precision[f"{name} P@{part}"] = ranked[: max(1, count)].mean().item()
+    return precision
+
+
+def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
+    """lDDT of predicted distances [r, r] between atoms at `position` [r, 3]: Mariani et al. 2013, on one atom a residue.
+
+    Of the pairs that are closer than 15 Å, the share whose distance is right to within 0.5, 1, 2 and 4 Å, averaged over
+    these; a residue's score is that of its pairs, and the result the mean over residues. None if there is no such pair.
+    For lDDT-Cα both are of Cα atoms; a distogram speaks of the contact atoms.
+    """
+    true = distances(position, position)
+    pairs = (true < 15) & seen[:, None] & seen & ~torch.eye(len(seen), dtype=torch.bool, device=seen.device)
+    off, counts = (predicted - true).abs(), pairs.sum(1)
+    right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).double().mean(0)
+    scores = ((right * pairs).sum(1) / counts)[counts > 0]
+    return scores.mean().item() if len(scores) else None
+
+
+def masked_accuracy(logits: Tensor, target: Tensor, chosen: Tensor) -> float:
+    """The share of the chosen letters whose class [..., ] has the greatest of the logits [..., 23]."""
+    return (logits.argmax(-1) == target)[chosen.bool()].double().mean().item()
+
+
+def mutual_information(msa: Tensor, classes: int = 21, rows: int = 256) -> Tensor:
+    """Mutual information of all pairs of columns of an alignment [s, r], in nats, with APC: [r, r], zero diagonal.
+
+    What a pair has of two letters of the 20, X counted as a gap, relative frequencies, no weights and no pseudocounts.
+    APC takes off what a column shares with all others: I_ij - mean_i mean_j / mean (Dunn et al. 2008). Pairs are counted
+    for `rows` / `classes` columns at a time.
+    """
+    return average_product_correction(plain_mutual_information(msa, classes, rows))
+
+
+def plain_mutual_information(msa: Tensor, classes: int = 21, rows: int = 256) -> Tensor:
+    """The same without the correction."""
+    s, r = msa.shape
+    one_hot = torch.nn.functional.one_hot(msa.long().clamp(max=classes - 1), classes).float()  # (s, r, a)
+    flat = one_hot.flatten(1)
+    frequency = flat.mean(0)
+    entropy = -(frequency * frequency.clamp(min=1e-30).log()).view(r, classes).sum(1)
+    step, joint = max(1, rows // classes), torch.empty(r, r)
+    for i in range(0, r, step):
+        p = flat[:, i * classes : (i + step) * classes].T @ flat / s
+        cells = -(p * p.clamp(min=1e-30).log()).view(-1, classes, r, classes)
+        joint[i : i + step] = cells.sum((1, 3))
+    return entropy[:, None] + entropy - joint
+
+
+def average_product_correction(score: Tensor) -> Tensor:
+    """A symmetric score [r, r] of pairs less the product of its rows' means, over its mean; zero on the diagonal."""
+    n = len(score)
+    off = score * (1 - torch.eye(n, dtype=score.dtype, device=score.device))
+    mean = off.sum(1) / max(1, n - 1)
+    whole = mean.mean()
+    corrected = off - mean[:, None] * mean / whole if whole > 0 else off
+    return corrected.fill_diagonal_(0)
+
+
+def average(measured: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every number over those that have it."""
+    names = dict.fromkeys(name for values in measured for name in values)
+    found = {name: [values[name] for values in measured if name in values] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}

@@ -1,0 +1,110 @@
+"""What models of proteins are trained for: hidden letters of the alignment, and distances of pairs.
+
+Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, v classes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.protein.distogram import BINS
+from zoo.protein.embedding import CLASSES
+
+__all__ = ["ProteinObjective", "frequency_floor"]
+
+_REACH = 32
+MSA_WEIGHT, PAIR_WEIGHT = 2.0, 0.3  # AlphaFold 2, supplement, 1.9, equation 7
+
+
+class CrossEntropy(nn.Module):
+    """scale × -log softmax(logits)[target] of every element, (... v) and (...) -> (...), in float32 at least.
+
+    The weight (...) goes through unchanged, so that it is sharded as the loss is.
+    """
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        loss = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+        return self.scale * loss.view(target.shape), weight
+
+
+class ProteinObjective(nn.Module):
+    """Masked-MSA and distogram cross entropy on `model(**inputs)`, whose first outputs are the logits of both.
+
+    AlphaFold 2, supplement, 1.9.8 and 1.9.9, weighted 0.3 and 2. The distogram has 64 bins (zoo/protein/distogram.py).
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.letters, self.distances = CrossEntropy(MSA_WEIGHT), CrossEntropy(PAIR_WEIGHT)
+
+    @property
+    def stages(self) -> dict[str, str]:
+        """The stages of the wrapped model for `dsp.parallelize(objective, mesh)`, with the objective's own inputs."""
+        stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
+        inputs, _ = stages.pop("").split("->")
+        targets = "msa_target=b s r, msa_weight=b s r, bins=b i j, pair_weight=b i j"
+        return {
+            "": f"{inputs.strip()}, {targets}",
+            **{f"model.{name}": stage for name, stage in stages.items()},
+            "letters": "b s r [v], target=b s r, weight=b s r -> b s r, b s r",
+            "distances": "b i j [v], target=b i j, weight=b i j -> b i j, b i j",
+        }
+
+    def forward(
+        self, msa_target: Tensor, msa_weight: Tensor, bins: Tensor, pair_weight: Tensor, **inputs: Any
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
+
+        `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
+        `pair_weight` for the pairs of which both residues were seen, else 0.
+        """
+        letters, distances, *_ = self.model(**inputs)
+        return {
+            "msa": self.letters(letters, msa_target, msa_weight),
+            "distogram": self.distances(distances, bins, pair_weight),
+        }
+
+
+def frequency_floor(train: Sequence[Mapping[str, Tensor]], validation: Sequence[Mapping[str, Tensor]]) -> float:
+    """The same loss of what needs no model, averaged over validation samples (without a batch dim).
+
+    A hidden letter is given the frequencies of what is left of its column and, as a prior of one row, of all training
+    data; a distance the frequencies of its bin in training data at the same separation along the chain (up to 32, and
+    in two chains), plus one for each bin.
+    """
+    letters = torch.ones(CLASSES)
+    bins = torch.ones(_REACH + 2, BINS)
+    for sample in train:
+        letters += torch.bincount(sample["msa_target"][sample["msa_mask"]], minlength=CLASSES)
+        seen = sample["pair_weight"].bool()
+        bins.index_put_((_separation(sample)[seen], sample["bins"][seen]), torch.ones(()), accumulate=True)
+    letters, bins = letters / letters.sum(), bins / bins.sum(1, keepdim=True)
+    losses = []
+    for sample in validation:
+        shown = sample["msa_mask"] & ~sample["msa_weight"].bool()
+        columns = F.one_hot(sample["msa_target"], CLASSES) * shown[..., None]
+        profile = columns.sum(0) + letters
+        profile = (profile / profile.sum(-1, keepdim=True)).log()
+        of_letters = -profile.gather(1, sample["msa_target"].T).T
+        of_pairs = -bins[_separation(sample), sample["bins"]].log()
+        losses.append(
+            MSA_WEIGHT * (of_letters * sample["msa_weight"]).sum() / sample["msa_weight"].sum()
+            + PAIR_WEIGHT * (of_pairs * sample["pair_weight"]).sum() / sample["pair_weight"].sum()
+        )
+    return torch.stack(losses).mean().item()
+
+
+def _separation(sample: Mapping[str, Tensor]) -> Tensor:
+    """How far apart i and j are along the chain [i, j], at most 32; 33 if they are of two chains."""
+    index, chain = sample["residue_index"], sample["asym_id"]
+    apart = (index[:, None] - index).abs().clamp(max=_REACH)
+    return apart.masked_fill(chain[:, None] != chain, _REACH + 1)

@@ -1,0 +1,113 @@
+"""Contact maps as PNG files: what a model predicts above the diagonal, what is true below it."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.protein.distogram import CONTACT, distances
+from zoo.protein.metrics import RANGES, range_of_pairs
+
+__all__ = ["ContactMap", "save_contact_maps"]
+
+HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
+PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
+SHADE = np.array([150, 178, 224])  # of a pair that is in contact for certain but not among those counted
+SIDE = 420  # pixels of a map, about
+
+
+@dataclass
+class ContactMap:
+    """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms."""
+
+    title: str
+    probability: Tensor
+    position: Tensor
+    seen: Tensor
+    residue_index: Tensor
+    asym_id: Tensor
+
+    def pixels(self) -> np.ndarray:
+        """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain are not counted, and pale."""
+        r, there = len(self.seen), self.seen[:, None] & self.seen
+        ranges = range_of_pairs(self.residue_index, self.asym_id)
+        counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
+        contact = (distances(self.position, self.position) < CONTACT) & there
+        best = torch.where(counted, self.probability, -1.0).flatten().topk(min(int(self.seen.sum()), r * r)).indices
+        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted
+
+        image = np.full((r, r, 3), PAPER, np.float64)
+        strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7
+        upper = torch.ones(r, r).triu(1).bool()
+        shaded = (upper & there).numpy()
+        image[shaded] = (PAPER + (SHADE - PAPER) * strength)[shaded]
+        for where, colour in (
+            (contact.tril(-1), NEAR),
+            ((contact & counted.T), OVERLOOKED),
+            ((contact & counted.T & top.T), FOUND),
+            (top & contact, HIT),
+            (top & ~contact, MISS),
+            (~there, UNSEEN),
+        ):
+            image[where.numpy()] = colour
+        return image.astype(np.uint8)
+
+    def draw(self) -> Any:
+        from PIL import Image, ImageDraw, ImageFont
+
+        r = len(self.seen)
+        scale = max(1, round(SIDE / r))
+        side, left, top, right = r * scale, 34, 26, 10
+        image = Image.new("RGB", (left + side + right, top + side + 40), PAPER)
+        map_ = Image.fromarray(self.pixels()).resize((side, side), Image.Resampling.NEAREST)
+        image.paste(map_, (left, top))
+        pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=11)
+        pen.line((left, top, left + side, top + side), fill=INK)
+        for i in np.flatnonzero(np.diff(self.asym_id.numpy())) + 1:  # where a chain begins
+            pen.line((left, top + i * scale, left + side, top + i * scale), fill=LINE)
+            pen.line((left + i * scale, top, left + i * scale, top + side), fill=LINE)
+        pen.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)
+        every = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 10**9) if r / step <= 10)
+        for i in range(0, r, every):
+            y = top + i * scale + scale // 2
+            pen.line((left - 4, y, left - 1, y), fill=INK)
+            pen.text((left - 7, y), str(i), fill=INK, font=font, anchor="rm")
+        pen.text((left, top - 7), self.title, fill=INK, font=ImageFont.load_default(size=12), anchor="ls")
+        x, y = left, top + side + 12
+        for colour, words in ((HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (tuple(SHADE), "likely")):
+            pen.rectangle((x, y - 4, x + 8, y + 4), fill=colour)
+            pen.text((x + 13, y), words, fill=INK, font=font, anchor="lm")
+            x += 13 + round(font.getlength(words)) + 16
+        near = RANGES["short"][0]
+        note = f"above: the L most likely pairs, {near} or more apart; below: true contacts"
+        pen.text((left, y + 17), note, fill=INK, font=font, anchor="lm")
+        return image
+
+
+def save_contact_maps(path: str | os.PathLike[str], maps: Sequence[ContactMap]) -> None:
+    """Write contact maps side by side as one PNG. The file appears whole or not at all."""
+    from PIL import Image
+
+    images = [contact_map.draw() for contact_map in maps]
+    whole = Image.new("RGB", (sum(i.width for i in images), max(i.height for i in images)), PAPER)
+    x = 0
+    for image in images:
+        whole.paste(image, (x, 0))
+        x += image.width
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            whole.save(file, "PNG")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,285 @@
+"""The protein task: crops of proteins with their alignments, hidden letters and distances to be told.
+
+Every batch is a pure function of the step. Of the alignment a rank makes the rows it holds, of the pairs its rows i.
+Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.example import Example, draw
+from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.record import Protein
+from zoo.data.protein.synthetic import PottsFamilies
+from zoo.data.sampling import batch_indices
+from zoo.protein.distogram import BINS, contact_probability, expected_distance
+from zoo.protein.metrics import average, contact_precision, distance_lddt, masked_accuracy, mutual_information
+from zoo.protein.objective import ProteinObjective, frequency_floor
+from zoo.protein.picture import ContactMap, save_contact_maps
+from zoo.training import UserError, task
+from zoo.training.config import option
+from zoo.training.ranks import on_first_rank
+from zoo.training.task import Floor, Inputs, Part, share, user_error
+
+_FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
+
+
+@dataclass
+class Synthetic:
+    name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
+    residues: int = option(48, "residues of a family", least=8)
+    rows: int = option(32, "rows of its alignment that a sample has", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    families: int = option(512, "families for training", least=1)
+    depth: int = option(64, "rows drawn of each", least=1)
+    coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
+
+
+@dataclass
+class Embedded:
+    name: str = option("protein_embedded", "68 real structures that come with the package, each with its sequence alone")
+    residues: int = option(128, "residues of a crop", least=8)
+    rows: int = option(1, "rows of the alignment; there is one", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+
+
+@dataclass
+class Folder:
+    name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
+    path: str | None = option(None, "the folder; required")
+    residues: int = option(256, "residues of a crop", least=8)
+    rows: int = option(128, "rows of the alignment that a sample has", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+    validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
+
+
+DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}
+
+
+@dataclass
+class Objective:
+    name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
+
+
+@dataclass
+class Eval:
+    every: int = option(500, "steps between validations; 0 for none", least=0)
+    proteins: int = option(16, "validation samples, the same at every validation", least=1)
+    floors: bool = option(False, "also report what needs no training: frequencies, and mutual information")
+
+
+@dataclass
+class Sample:
+    every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
+    proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
+    drawn: int = option(3, "of these in the picture", least=1)
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def protein(self, index: int) -> Protein: ...
+
+
+@dataclass
+class Predicted:
+    """An example, and what a model makes of it."""
+
+    example: Example
+    contact: Tensor  # [r, r] probability
+    distance: Tensor  # [r, r] Å
+    accuracy: float  # of hidden letters
+
+
+class Task(task.Task):
+    """Proteins: `rank` of `size` holds a range of the rows of each alignment and of the rows i of its pairs."""
+
+    def __init__(self, config: Any, rank: int = 0, size: int = 1):
+        super().__init__(config, rank, size)
+        data = config.data
+        self.validation_samples = config.eval.proteins
+        self.tokens = data.rows * data.residues
+        self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
+        self.here = {name: share(length, rank, size) for name, length in self.shape.items()}
+
+    def open(self) -> None:
+        data, seed = self.config.data, self.config.train.seed
+        needed = max(self.config.eval.proteins, self.config.sample.proteins)
+        self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, needed, prefix="data: "))
+
+    # ------------------------------------------------------------------------------------------------ model, objective
+
+    def model(self) -> nn.Module:
+        model = self.create()
+        self.inputs = list(inspect.signature(model.forward).parameters)
+        if "msa" not in self.inputs:
+            raise UserError(f"model {self.config.model.name} is not one of proteins: it takes {', '.join(self.inputs)}")
+        if (bins := getattr(model.config, "bins", BINS)) != BINS:
+            raise UserError(f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}")
+        wanted, rows = getattr(model.config, "extra_depth", 0), self.shape["extra"]
+        if wanted and not rows:
+            raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
+        if rows and not wanted:
+            raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
+        return model
+
+    def objective(self, model: nn.Module) -> nn.Module:
+        return ProteinObjective(model)
+
+    def example(self, objective: Any) -> dict[str, Tensor]:
+        b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
+        inputs = {
+            "msa": torch.zeros(b, s, r, dtype=torch.long), "deletions": torch.zeros(b, s, r),
+            "msa_mask": torch.ones(b, s, r, dtype=torch.bool), "msa_target": torch.zeros(b, s, r, dtype=torch.long),
+            "msa_weight": torch.ones(b, s, r), "bins": torch.zeros(b, r, r, dtype=torch.long),
+            "pair_weight": torch.ones(b, r, r), "sequence": torch.zeros(b, r, dtype=torch.long),
+            "residue_index": torch.zeros(b, r, dtype=torch.long), "asym_id": torch.zeros(b, r, dtype=torch.long),
+            "mask": torch.ones(b, r, dtype=torch.bool),
+        }  # fmt: skip
+        if t:
+            inputs |= {
+                "extra_msa": torch.zeros(b, t, r, dtype=torch.long), "extra_deletions": torch.zeros(b, t, r),
+                "extra_mask": torch.ones(b, t, r, dtype=torch.bool),
+            }  # fmt: skip
+        return inputs
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
+        options, seed = self.config.train, self.config.train.seed
+        count = options.batch * options.accumulation * groups
+        first = (micro * groups + group) * options.batch
+        chosen = list(zip(*batch_indices(seed, step, count, len(self.train))))[first : first + options.batch]
+        return self._inputs([self._draw(self.train, "train", seed, epoch, index) for epoch, index in chosen])
+
+    def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
+        chosen = self._validation_examples(self.config.eval.proteins)[group::groups]
+        for start in range(0, len(chosen), self.config.train.batch):
+            examples = [example() for example in chosen[start : start + self.config.train.batch]]
+            yield 0, len(examples), self._inputs(examples)
+
+    def _validation_examples(self, count: int) -> list[Callable[[], Example]]:
+        """The first `count`, spread over the validation set; if it has too few proteins, several crops of each."""
+        n = len(self.validation)
+
+        def example(i: int) -> Callable[[], Example]:
+            return lambda: self._draw(self.validation, "validation", 0, i // n, i % n)
+
+        return [example(i * n // count if count < n else i) for i in range(count)]
+
+    def _draw(self, data: Dataset, split: str, seed: int, epoch: int, index: int) -> Example:
+        options = self.config.data
+        return draw(
+            data.protein(index), split, seed, epoch, index, **self.shape, share=options.masked,
+            spatial=getattr(options, "crop", "") == "spatial",
+        )  # fmt: skip
+
+    def _inputs(self, examples: Sequence[Example]) -> Inputs:
+        """What this rank holds of a batch."""
+
+        def stacked(of: Callable[[Example], dict[str, Tensor]], length: int | None = None) -> Inputs:
+            parts = [of(example) for example in examples]
+            whole = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            return {name: x if length is None else Part(x, 1, length) for name, x in whole.items()}
+
+        here, shape = self.here, self.shape
+        inputs = stacked(lambda e: e.alignment(here["rows"]), shape["rows"])
+        inputs |= stacked(lambda e: e.pairs(here["residues"]), shape["residues"])
+        inputs |= stacked(Example.single)
+        if shape["extra"]:
+            inputs |= stacked(lambda e: e.extra_alignment(here["extra"]), shape["extra"])
+        return inputs
+
+    # --------------------------------------------------------------------------------------------------- what is shown
+
+    def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> list[Predicted]:
+        """What the model says of held-out proteins, some letters hidden as in validation."""
+        made, chosen = [], self._validation_examples(self.config.sample.proteins)
+        for i, example in enumerate(chosen):
+            drawn = example()
+            given = drawn.alignment() | drawn.single() | (drawn.extra_alignment() if self.shape["extra"] else {})
+            inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
+            with torch.no_grad():
+                letters, bins, *_ = model(**inputs)
+            made.append(
+                Predicted(
+                    drawn,
+                    contact_probability(bins[0]).cpu(),
+                    expected_distance(bins[0]).cpu(),
+                    masked_accuracy(letters[0].cpu(), given["msa_target"], given["msa_weight"]),
+                )
+            )
+            on_step(i + 1, len(chosen))
+        return made
+
+    def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
+        measured, maps = [], []
+        for predicted in samples:
+            protein = predicted.example.protein
+            truth, r = _truth(protein), len(protein)
+            found = contact_precision(predicted.contact[:r, :r], *truth)
+            accuracy = {"masked accuracy": predicted.accuracy}
+            measured.append(found | _lddt(predicted.distance[:r, :r], *truth[:2]) | accuracy)
+            title = f"{protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k.endswith("P@L/2"))
+            maps.append(ContactMap(title, predicted.contact[:r, :r], *truth))
+        save_contact_maps(path, maps[: self.config.sample.drawn])
+        return {f"val_{name}": value for name, value in average(measured).items()}
+
+    def describe(self) -> str:
+        extra = f" + {self.shape['extra']}" if self.shape["extra"] else ""
+        return f"{self.shape['rows']}{extra} rows of {self.shape['residues']} residues"
+
+    def floors(self, objective: Any) -> list[Floor]:
+        if not self.config.eval.floors:
+            return []
+        seed, n = self.config.train.seed, len(self.train)
+        train = [self._draw(self.train, "train", seed, i // n, i % n) for i in range(_FLOOR_EXAMPLES)]
+        validation = [example() for example in self._validation_examples(self.config.eval.proteins)]
+        loss = frequency_floor(*([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation)))
+        floors = [Floor("frequency_floor", "frequencies of letters in a column, of distances by separation", loss)]
+        measured = []
+        for example in self._validation_examples(self.config.sample.proteins):
+            protein = example().protein
+            if len(protein.msa) > 1:
+                measured.append(contact_precision(mutual_information(torch.from_numpy(protein.msa)), *_truth(protein)))
+        for name, value in average(measured).items():
+            floors.append(Floor(f"apc_floor {name}", f"mutual information of the same rows, {name}", value))
+        return floors
+
+
+def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Position [r, 3] and `seen` [r] of the contact atoms, residue_index [r], asym_id [r]."""
+    arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
+    position, seen, residue_index, asym_id = (torch.from_numpy(array) for array in arrays)
+    return position, seen, residue_index, asym_id
+
+
+def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
+    value = distance_lddt(distance, position, seen)
+    return {} if value is None else {"distance lDDT": value}
+
+
+def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
+    """The training and the validation set that `data` describes."""
+    if isinstance(data, Synthetic):
+        options: dict[str, Any] = {"residues": data.residues, "rows": data.depth, "coupling": data.coupling}
+        return (
+            PottsFamilies("train", families=data.families, seed=seed, **options),
+            PottsFamilies("validation", families=needed, seed=0, **options),
+        )
+    if isinstance(data, Embedded):
+        return EmbeddedProteins("train"), EmbeddedProteins("validation")
+    return ProteinFolder(data.path).split(data.validation)
