@@ -33,21 +33,32 @@ VIDEO = {"frames": 64, "height": 64, "width": 64}
 
 @dataclass
 class Entry:
-    """A model at a size, the lengths it is planned at, and the sublayers that Megatron would cut."""
+    """A model at a size, and the sublayers that Megatron would cut."""
 
     title: str
     model: str
     size: str
     sublayers: int  # of the whole model: mixers, cross attentions and MLPs
-    lengths: dict[str, int] = field(default_factory=lambda: VIDEO)
     options: dict[str, Any] = field(default_factory=dict)
 
 
 ENTRIES = [
     Entry("Transformer-2D 720M", "transformer2d", "720m", sublayers=28 * 4),
     Entry("Transformer-2D 3B", "transformer2d", "3b", sublayers=36 * 4),
-    Entry("Latte XL/2, class", "latte", "XL/2", sublayers=28 * 2, options={"conditioning": "class"}),
+    Entry("STDiT v1 XL/2", "stdit", "v1-XL/2", sublayers=28 * 4),
+    Entry("STDiT v2 XL/2", "stdit", "v2-XL/2", sublayers=28 * 4),
+    Entry("STDiT v3 XL/2", "stdit", "v3-XL/2", sublayers=28 * 6),
+    Entry("STDiT v3 3B/2", "stdit", "v3-3B/2", sublayers=28 * 6),
+    Entry("Latte V1 XL/2", "latte", "XL/2", sublayers=28 * 2),
+    Entry("Latte V2 XL/2", "latte", "XL/2", sublayers=28 * 2, options={"variant": 2}),
+    Entry("Latte V3 XL/2", "latte", "XL/2", sublayers=28 * 3, options={"variant": 3}),
+    Entry("Latte V4 XL/2", "latte", "XL/2", sublayers=28 * 2, options={"variant": 4}),
     Entry("Latte-1, text", "latte", "T2V", sublayers=28 * 5),
+    Entry("Axial video XL/2, in turn", "axial_video", "XL/2", sublayers=27 * 2),
+    Entry("Axial video XL/2, summed", "axial_video", "XL/2", sublayers=9 * 2, options={"order": "summed"}),
+    Entry("ST-Mamba B/2, st", "st_mamba", "B/2", sublayers=24),
+    Entry("ST-Mamba B/2, sst", "st_mamba", "B/2", sublayers=24, options={"order": "sst", "mixer": "mamba2"}),
+    Entry("ST-RWKV-6 B/2", "st_rwkv", "B/2", sublayers=24 * 2),
 ]
 
 
@@ -56,7 +67,6 @@ class Row:
     entry: Entry
     parameters: int
     residual: int  # bytes of the residual stream
-    layers: int
     plan: dsp.Plan
     mixers: dict[str, int]  # dim -> stages of the blocks that compute over it
 
@@ -64,38 +74,66 @@ class Row:
 def measure(entry: Entry) -> Row:
     with torch.device("meta"):
         model = zoo.create(entry.model, entry.size, **entry.options)
-        inputs = model.example_inputs(1, **entry.lengths)
+        inputs = model.example_inputs(1, **VIDEO)
     plan = dsp.plan(model, kwargs=inputs, size=RANKS, dtype=torch.bfloat16)
     blocks = [row for row in plan.stages if any(char.isdigit() for char in row.name)]
     dims = {dim for row in blocks for dim in row.computes} & {"t", "s", "h", "w"}
     mixers = {dim: sum(dim in row.computes for row in blocks) for dim in sorted(dims)}
-    patch = getattr(model.config, "patch", (1, 1, 1))
-    cells = 1
-    for length, side in zip((entry.lengths["frames"], entry.lengths["height"], entry.lengths["width"]), patch):
-        cells *= -(-length // side)
+    tokens = VIDEO["frames"] * (VIDEO["height"] // 2) * (VIDEO["width"] // 2)  # patches of 2 x 2 cells in all of them
     count = sum(p.numel() for p in model.parameters())
-    return Row(entry, count, 2 * cells * model.config.hidden, model.config.depth, plan, mixers)
+    return Row(entry, count, 2 * tokens * model.config.hidden, plan, mixers)
 
 
 def mib(count: float) -> str:
     return f"{count / 2**20:,.1f}" if count else "0"
 
 
-def video_table(rows: list[Row]) -> Iterator[str]:
-    yield "| model | parameters | M, MiB | computes over | switches | a layer | DSP | Ulysses | ring | Megatron |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        calls, each = row.plan.calls["forward"], row.residual / RANKS
-        k, over = min(row.mixers.values()), ", ".join(f"{d} {n}×" for d, n in row.mixers.items())
+def video_table() -> Iterator[str]:
+    yield "| model | parameters | M, MiB | attends or scans along | switches | DSP | Ulysses | ring | Megatron |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in map(measure, ENTRIES):
+        each, k = row.residual / RANKS, min(row.mixers.values())
         yield (
-            f"| {row.entry.title} | {row.parameters / 1e6:,.0f}M | {mib(row.residual)} | {over} | {calls} "
-            f"| {calls / row.layers:.2g} | {mib(row.plan.bytes['forward'])} "
+            f"| {row.entry.title} | {row.parameters / 1e6:,.0f}M | {mib(row.residual)} "
+            f"| {', '.join(f'{dim} {n}×' for dim, n in row.mixers.items())} | {row.plan.calls['forward']} "
+            f"| {mib(row.plan.bytes['forward'])} "
             f"| {mib(k * 4 * each * (RANKS - 1) / RANKS)} | {mib(k * 2 * each * (RANKS - 1))} "
             f"| {mib(row.entry.sublayers * 2 * each * (RANKS - 1))} |"
         )
 
 
-TABLES = {"video": lambda: video_table([measure(entry) for entry in ENTRIES])}
+def pair_table() -> Iterator[str]:
+    """A block of the Evoformer, as the difference of two models: FastFold's schedule (arXiv 2203.00854) by formula."""
+    yield "| s | r | ranks | collectives | DSP, MiB | FastFold, MiB | DSP / FastFold |"
+    yield "|---|---|---|---|---|---|---|"
+    s = 512
+    for r, n in ((r, n) for r in (768, 2048) for n in (2, 4, 8, 16)):
+        plans = []
+        for depth in (2, 3):
+            with torch.device("meta"):
+                model = zoo.create("evoformer", "af2", depth=depth, extra_depth=0)
+                inputs = model.example_inputs(1, rows=s, residues=r)
+            plans.append(dsp.plan(model, kwargs=inputs, size=n, dtype=torch.bfloat16))
+        sent, calls = (
+            getattr(plans[1], kind)["forward"] - getattr(plans[0], kind)["forward"] for kind in ("bytes", "calls")
+        )
+        fastfold = 2 * (n - 1) / n * (r * r * (272 + 512 / n) + s * r * (32 + 512 / n))
+        yield f"| {s} | {r} | {n} | {calls} | {mib(sent)} | {mib(fastfold)} | {sent / fastfold:.2f} |"
+
+
+def stages_list() -> Iterator[str]:
+    """Every model's stages, as they stand in it."""
+    for name in zoo.list_models():
+        with torch.device("meta"):
+            stages = zoo.create(name).stages
+        yield f"**{name}**"
+        yield "```"
+        width = max(map(len, stages))
+        yield from (f"{key:<{width}}  {stage}" for key, stage in stages.items())
+        yield "```"
+
+
+TABLES = {"video": video_table, "pair": pair_table, "stages": stages_list}
 
 
 def fill(page: str) -> str:

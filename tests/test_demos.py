@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 DEMOS = sorted(path for path in (ROOT / "configs").glob("*demo.yaml"))
 SHORT = ["train.steps=3", "log.every=1", "checkpoint.every=0", "wandb.mode=disabled"]
 SHORT_TASK = {  # the rest of a demo, in little
+    "digit_images": ["train.batch=4", "eval={every: 3, images: 4, floors: false}", "sample.every=0"],
     "digits": ["train.batch=4", "eval={every: 3, clips: 4, levels: 1, linear_floor: false}", "sample.every=0"],
 }
 

@@ -1,9 +1,9 @@
-"""Moving handwritten digits: the demo's data, made of the real digit images that ship with scikit-learn.
+"""Handwritten digits, still and moving: the demos' data, made of the real digit images that ship with scikit-learn.
 
-1797 images of 8 x 8 pixels (Alpaydin & Kaynak 1998, "Optical Recognition of Handwritten Digits", UCI; BSD copy in
-scikit-learn). A clip shows one of them, scaled up, moving in a straight line at a constant speed and bouncing off the
-walls, as in Moving MNIST (Srivastava et al. 2015); its class is the digit. Positions are real numbers and the image is
-drawn by bilinear interpolation, so the motion is smooth.
+1797 images of 8 x 8 pixels with 17 levels of grey (Alpaydin & Kaynak 1998, "Optical Recognition of Handwritten Digits",
+UCI; BSD copy in scikit-learn), of which 297 are for validation. A clip shows one of them, scaled up, moving in a
+straight line at a constant speed and bouncing off the walls, as in Moving MNIST (Srivastava et al. 2015); its class is
+the digit. Positions are real numbers and the image is drawn by bilinear interpolation, so the motion is smooth.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 
 from zoo.data.sampling import Clip, frame_range, generator, order
 
-__all__ = ["LETTERS", "MovingDigits", "spell"]
+__all__ = ["LETTERS", "DigitImages", "MovingDigits", "spell"]
 
 LETTERS = 26
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "")
@@ -29,6 +29,32 @@ def _images() -> tuple[np.ndarray, list[int]]:
 
     digits = load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.tolist()
+
+
+def _split(split: str) -> list[int]:
+    """The images of the "train" or of the "validation" split, the same for every seed."""
+    if split not in ("train", "validation"):
+        raise ValueError(f"DigitImages, MovingDigits: split must be 'train' or 'validation', got {split!r}")
+    shuffled = order(0, 0, len(_images()[1])).tolist()
+    return sorted(shuffled[_HELD_OUT:] if split == "train" else shuffled[:_HELD_OUT])
+
+
+class DigitImages:
+    """Images [1, 8, 8] of whole numbers from 0 to 16, int64, with their class 0-9."""
+
+    shape, levels, num_classes = (1, 8, 8), 17, 10
+
+    def __init__(self, split: str = "train"):
+        self.samples = _split(split)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def image(self, index: int, rows: range = range(8)) -> tuple[torch.Tensor, int]:
+        """The given rows of image `index`, and its class."""
+        images, labels = _images()
+        image = torch.from_numpy(images[self.samples[index]][rows.start : rows.stop] * 16)
+        return image.round().long()[None], labels[self.samples[index]]
 
 
 def _reflect(position: float, room: float) -> float:
@@ -76,16 +102,13 @@ class MovingDigits:
         speed: tuple[float, float] = (0.5, 1.5),
         seed: int = 0,
     ):
-        if split not in ("train", "validation"):
-            raise ValueError(f"MovingDigits: split must be 'train' or 'validation', got {split!r}")
         if frames < 1 or digit <= 0 or digit > min(size):
             raise ValueError(f"MovingDigits: need frames >= 1 and 0 < digit <= canvas, got {frames=} {digit=} {size=}")
         if not 0 <= speed[0] <= speed[1]:
             raise ValueError(f"MovingDigits: speed is a range (slowest, fastest) in pixels a frame, got {speed}")
         self.split, self.frames, self.shape, self.seed = split, frames, (1, *size), seed
         self.digit, self.speed = digit, speed
-        shuffled = order(0, 0, len(_images()[1])).tolist()  # the same split for every seed
-        self.samples = sorted(shuffled[_HELD_OUT:] if split == "train" else shuffled[:_HELD_OUT])
+        self.samples = _split(split)
 
     def __len__(self) -> int:
         return len(self.samples)

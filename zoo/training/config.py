@@ -94,6 +94,7 @@ class Wandb:
 
 
 TASKS = {  # data.name -> the task that trains on it
+    "digit_images": "zoo.training.image",
     "digits": "zoo.training.video",
     "video_folder": "zoo.training.video",
     "protein_synthetic": "zoo.training.protein",
