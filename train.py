@@ -11,7 +11,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -32,7 +33,8 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
-from zoo.training.estimate import memory_table, saved_for_backward
+from zoo.training.ema import MovingAverage
+from zoo.training.estimate import Activations, advice, memory_table, saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
@@ -50,6 +52,7 @@ class Run:
     model: Any  # an nn.Module that fully_shard gave more methods
     objective: Any
     optimizer: torch.optim.Optimizer
+    average: MovingAverage | None
     directory: Path
     plan: dsp.Plan
     start: int = 0
@@ -106,20 +109,26 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     betas = (options.betas[0], options.betas[1])
     optimizer = torch.optim.AdamW(groups, options.lr, betas, options.eps, options.weight_decay)
 
-    return Run(config, device, stop, task, mesh, model, objective, optimizer, directory, plan)
+    average = MovingAverage(model, config.train.ema) if config.train.ema else None
+
+    return Run(config, device, stop, task, mesh, model, objective, optimizer, average, directory, plan)
 
 
 def resume(run: Run) -> None:
     """Continue from the latest checkpoint, if that is wanted, and open the records."""
     config, directory, wandb_id = run.config, run.directory / "checkpoints", None
     if config.resume:
-        state = checkpoint.load(directory, run.model, run.optimizer, identity=run.task.identity, report=ranks.say)
+        state = checkpoint.load(
+            directory, run.model, run.optimizer, run.average, identity=run.task.identity, report=ranks.say
+        )
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
         for change in changes(run.directory, config) if state else []:
             ranks.say(f"  with another {change}")
-    room = checkpoint.expected_size(run.model) * max(1, config.checkpoint.keep + 1 - len(checkpoint.found(directory)))
+    room = checkpoint.expected_size(run.model, run.average) * max(
+        1, config.checkpoint.keep + 1 - len(checkpoint.found(directory))
+    )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
         run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plan))
@@ -173,23 +182,28 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         param_group["lr"] = lr
     torch.manual_seed(hash_seed("dropout", options.seed, step, data_parallel(run)[0]))  # a resumed run draws the same
     run.objective.train()
-    loss = torch.zeros((), device=run.device)
+    losses: dict[str, Any] = {}
     for micro in range(accumulation):
         run.model.set_requires_gradient_sync(micro == accumulation - 1)
-        part = mean_loss(run.objective(**place(next(batches), run.mesh["sp"], run.device))) / accumulation
-        part.backward()
-        loss += part.detach()
+        terms = mean_losses(run.objective(**place(next(batches), run.mesh["sp"], run.device)))
+        torch.stack(list(terms.values())).sum().div(accumulation).backward()
+        for name, term in terms.items():
+            losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
     norm: Any = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf)
     norm = norm.full_tensor().item()
-    mean, stopping = ranks.total(loss.item() / dist.get_world_size(), run.stop.requested)
-    if not math.isfinite(mean + norm):  # the same numbers on every rank
+    *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
+    losses = dict(zip(losses, means))
+    loss = sum(means)
+    if not math.isfinite(loss + norm):  # the same numbers on every rank
         raise UserError(
-            f"step {step}: loss {mean}, gradient norm {norm}: training diverged, and this step was not taken. "
+            f"step {step}: loss {loss}, gradient norm {norm}: training diverged, and this step was not taken. "
             f"Checkpoints are in {run.directory / 'checkpoints'}; a lower optim.lr or a longer optim.warmup may help"
         )
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return {"loss": mean, "grad_norm": norm, "lr": lr}, bool(stopping)
+    if run.average:
+        run.average.update()
+    return {"loss": loss, **named(losses), "grad_norm": norm, "lr": lr}, bool(stopping)
 
 
 # ------------------------------------------------------------------------------------- validation, samples, checkpoints
@@ -200,15 +214,18 @@ def assess(run: Run, step: int) -> None:
     config, records = run.config, run.tracker.records if run.tracker else []
     judged = any("val_loss" in record and record["step"] == step for record in records)
     if due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
-        losses = evaluate(run)
-        mean = sum(losses) / len(losses)
+        with averaged(run):
+            losses, by_level = evaluate(run)
+        mean = sum(losses.values())
         ranks.say(f"step {step}: validation loss {mean:.4g}")
         if run.tracker:
-            run.tracker.log(step, val_loss=mean, val_losses=losses)
+            terms = {f"val_{name}": value for name, value in named(losses).items()}
+            run.tracker.log(step, val_loss=mean, **terms, val_losses=by_level)
     path = run.directory / "samples" / f"step-{step:08d}.{run.task.media}"
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
-        samples = run.task.sample(run.model, run.device, run.stop.poll)
+        with averaged(run):
+            samples = run.task.sample(run.model, run.device, run.stop.poll)
         if run.tracker:
             if measured := run.task.show(samples, path):
                 run.tracker.log(step, **measured)
@@ -217,22 +234,27 @@ def assess(run: Run, step: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> list[float]:
-    """Mean loss over the validation samples at each level."""
+def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
+    """Mean losses over the validation samples: every term at all levels together, and the whole at each level."""
     group, groups = data_parallel(run)
     run.objective.eval()
-    sums = [0.0] * run.task.levels
+    losses: dict[str, float] = {}
+    by_level = [0.0] * run.task.levels
     for level, count, inputs in run.task.validation_batches(run.objective, group, groups):
         run.stop.poll()
-        sums[level] += mean_loss(run.objective(**place(inputs, run.mesh["sp"], run.device))).item() * count
+        terms = mean_losses(run.objective(**place(inputs, run.mesh["sp"], run.device)))
+        for name, term in terms.items():
+            losses[name] = losses.get(name, 0.0) + term.item() * count / run.task.levels
+            by_level[level] += term.item() * count
     scale = run.task.validation_samples * run.mesh["sp"].size()  # every rank of an sp group adds the same mean
-    return [value / scale for value in ranks.total(*sums)]
+    sums = [value / scale for value in ranks.total(*by_level, *losses.values())]
+    return dict(zip(losses, sums[len(by_level) :])), sums[: len(by_level)]
 
 
 def save(run: Run, step: int) -> None:
     wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
     path = checkpoint.save(
-        run.directory / "checkpoints", step, run.model, run.optimizer,
+        run.directory / "checkpoints", step, run.model, run.optimizer, run.average,
         identity=run.task.identity, extra={"wandb_id": wandb_id}, keep=run.config.checkpoint.keep,
     )  # fmt: skip
     ranks.say(f"step {step}: checkpoint {path}")
@@ -266,23 +288,51 @@ def dry_run(config: cfg.Config) -> None:
     with torch.device("meta"):
         model = task.model()
         plan = make_plan(config, task, task.objective(model), sp)
-    dtype = compute_dtype(config)
-    activations = saved_for_backward(
-        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
-        dtype=dtype, checkpointed=config.train.checkpoint_activations,
-    )  # fmt: skip
-    rows = memory_table(
-        model, repeated_stages(model), shards=shard * sp, accumulation=config.train.accumulation,
-        width=dtype.itemsize, activations=activations // sp,
-    )  # fmt: skip
+    activations, table = estimate(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
     again = ", stages recomputed" if config.train.checkpoint_activations else ""
     print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
-    for what, held, note in rows:
+    for what, held, note in table(sp):
         print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
-    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
+    for held, what in activations.largest(5):
+        print(f"  {size(held):>10}  {what}")
+    print(f"\n{advise(config, table, sp)}")
+    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+
+
+def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[[int], Any]]:
+    """What a forward keeps, and the table of memory a rank for any sp."""
+    dtype = compute_dtype(config)
+    activations = saved_for_backward(
+        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
+        dtype=dtype, checkpointed=config.train.checkpoint_activations,
+    )  # fmt: skip
+    return activations, lambda sp: memory_table(
+        model, repeated_stages(model), shards=config.parallel.dp_shard * sp, ema=config.train.ema > 0,
+        accumulation=config.train.accumulation, width=dtype.itemsize,
+        activations=-(-activations.bytes // sp),
+    )  # fmt: skip
+
+
+def advise(config: cfg.Config, table: Callable[[int], Any], sp: int) -> str:
+    memory = int((config.parallel.memory or 80) * 2**30)
+    return advice(lambda n: table(n)[-1][1], memory, sp, config.train.checkpoint_activations)
+
+
+def out_of_memory(config: cfg.Config) -> UserError:
+    """What a run that ran out of memory would have needed, from the estimator of the dry run."""
+    sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
+    task = cfg.create_task(config)
+    with torch.device("meta"):
+        model = task.model()
+    activations, table = estimate(config, task, model)
+    largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
+    error = UserError(f"out of memory: {advise(config, table, sp)}\n  largest activations, over {sp} ranks: {largest}")
+    error.alone = True  # the other ranks may have had enough
+    return error
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -292,10 +342,15 @@ def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int) -> 
     return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
 
 
-def mean_loss(output: Any) -> Tensor:
-    """The loss of what an objective returned, over the whole batch of the sp group: its terms are added."""
-    terms = output.values() if isinstance(output, dict) else [output]
-    return sum((dsp.mean(error, weight) for error, weight in terms), start=torch.zeros(()))
+def mean_losses(output: Any) -> dict[str, Tensor]:
+    """The terms of the loss, over the whole batch of the sp group, of what an objective returned."""
+    terms = output if isinstance(output, dict) else {"loss": output}
+    return {name: dsp.mean(error, weight) for name, (error, weight) in terms.items()}
+
+
+def named(losses: dict[str, float]) -> dict[str, float]:
+    """The terms of a loss as they are recorded; a loss of one term is recorded already."""
+    return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
@@ -338,6 +393,11 @@ def data_parallel(run: Run) -> tuple[int, int]:
     return dist.get_rank() // sp, dist.get_world_size() // sp
 
 
+def averaged(run: Run) -> AbstractContextManager[None]:
+    """The model as it is judged and shown: with the moving average of its weights, if there is one."""
+    return run.average.swapped() if run.average else nullcontext()
+
+
 def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
     """Inputs as the objective takes them: a part of a tensor becomes a DTensor over the ranks that hold the others."""
     placed = {}
@@ -372,6 +432,10 @@ def main(arguments: list[str]) -> int:
             try:
                 resume(run)
                 loop(run)
+            except RuntimeError as error:
+                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                    raise
+                raise out_of_memory(config) from error
             finally:
                 if run.tracker:
                     run.tracker.finish()

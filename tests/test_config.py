@@ -171,11 +171,20 @@ def test_shipped_configs_are_sound(path):
         (["model.overrides.hidden=50"], "hidden=50"),
         (["model.overrides.in_channels=4"], "the data has 1 channels and the model takes 4"),
         (["model.overrides.num_classes=7"], "the data has 10 classes and the model 7"),
-        (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a class-conditional"),
-        (["model.overrides.block=stdit", "model.overrides.caption_channels=8"], "needs context"),
+        (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a model that is told"),
+        (["model.overrides.caption_channels=8"], "captions have 26 channels and the model takes 8: set model."),
     ],
 )
 def test_a_model_that_does_not_fit(arguments, message):
     demo = next(str(path) for path in CONFIGS if path.stem == "demo")
     with pytest.raises(UserError, match=re.escape(message)), torch.device("meta"):
         cfg.create_task(cfg.load([demo, *arguments])).model()
+
+
+def test_a_model_that_needs_captions(tmp_path):
+    path = tmp_path / "clips.yaml"
+    path.write_text(
+        "model: {name: stdit, size: test, overrides: {in_channels: 3}}\ndata: {name: video_folder, path: x}"
+    )
+    with pytest.raises(UserError, match="needs context, context_mask, fps, height, width, x_mask"):
+        cfg.create_task(cfg.load([str(path)])).model()

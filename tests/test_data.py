@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from zoo.data.digits import MovingDigits
+from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.video_folder import VideoError, VideoFolder
 from zoo.video.gif import save_gif
@@ -140,6 +140,15 @@ def test_digits_are_split_by_image():
     for wrong in ({"split": "test"}, {"frames": 0}, {"digit": 17.0}, {"speed": (2.0, 1.0)}):
         with pytest.raises(ValueError, match="MovingDigits"):
             MovingDigits(**wrong)
+
+
+def test_digits_are_spelled():
+    letters, there = spell(torch.tensor([7, 2, 10]))
+    assert letters.shape == (3, 5, 26)
+    assert there.sum(1).tolist() == [5, 3, 0]
+    assert "".join(chr(97 + i) for i in letters[0].argmax(-1)) == "seven"
+    assert torch.equal(letters.sum(-1), there.float())
+    assert len({frozenset(row.nonzero()[:, 1].tolist()) for row in spell(torch.arange(11))[0]}) == 11
 
 
 # ----------------------------------------------------------------------------------------------------- video folder

@@ -191,7 +191,7 @@ def test_weight_is_per_element(kind):
 
 def test_stages_are_those_of_the_model_under_the_objective():
     assert RectifiedFlow(Fixed()).stages == {
-        "": "x=b c t h w, noise=b c t h w -> b c t h w, b c t h w",
+        "": "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w",
         "model.blocks.*": "b [t] s [c]",
         "model.out": "b t s [c], context=b [l c]",
     }

@@ -247,9 +247,7 @@ def test_global_column_attention_agrees_with_openfold(dtype: torch.dtype) -> Non
     ours = layers.GlobalColumnAttention(C_M, 3, 4, 2, C)
     oracle = msa.MSAColumnGlobalAttention(C_M, 4, 3, INF, linear_init_params=AF2.msa_row_att)
     mask = masks(dtype)[1]
-    compare(
-        ours, oracle, 2, lambda m: ours(m, mask), lambda m: m + oracle(m, mask), [MSA], dtype, global_names
-    )
+    compare(ours, oracle, 2, lambda m: ours(m, mask), lambda m: m + oracle(m, mask), [MSA], dtype, global_names)
 
 
 def global_names(name: str) -> list[str]:
@@ -412,8 +410,6 @@ def test_evoformer_takes_the_weights_of_an_openfold_stack(opm_first: bool) -> No
     model = zoo.from_reference("evoformer", state, opm_first=opm_first).double().eval()
     ours = {**OURS, "chunk": layers.CHUNK}
     assert model.config == evoformer.Config(**ours, depth=2, extra_depth=0, opm_first=opm_first)
-    copy_weights(stack(*model.blocks), oracle_blocks := stack(*oracle.blocks), openfold_names(2))  # in full precision
-    assert sum(p.numel() for p in oracle_blocks.parameters()) == sum(p.numel() for p in model.blocks.parameters())
     _, msa_mask, pair_mask = masks(torch.float64)
     m, z = (torch.randn(shape, dtype=torch.float64) for shape in (MSA, PAIR))
     wanted = oracle(m, z, msa_mask, pair_mask, _mask_trans=False)
@@ -425,7 +421,7 @@ def test_evoformer_takes_the_weights_of_an_openfold_stack(opm_first: bool) -> No
 
     with pytest.raises(ValueError, match="unknown: more"):
         zoo.from_reference("evoformer", {**state, "more": torch.zeros(1)})
-    with pytest.raises(ValueError, match="missing: blocks.1.msa_att_row.mha.linear_g.bias"):
+    with pytest.raises(ValueError, match=r"missing: blocks\.1\.msa_att_row\.mha\.linear_g\.bias"):
         gone = {k: v for k, v in state.items() if k != "blocks.1.msa_att_row.mha.linear_g.bias"}
         zoo.from_reference("evoformer", gone)
     with pytest.raises(ValueError, match=r"of another model; missing: 'linear\.weight'"):

@@ -91,14 +91,14 @@ def dit_names(name):
     return [f"transformer_blocks.{block}.{n.split('.', 2)[2]}" for n in diffusers_names(name)]
 
 
-def dit_oracle(frames, size, classes):
+def dit_oracle(frames, size, classes, turned=True, layers=4):
     """diffusers' DiT, which hooks make a Latte V1: each odd block sees frames for patches and patches for samples."""
     oracle = diffusers.DiTTransformer2DModel(
         num_attention_heads=4,
         attention_head_dim=12,
         in_channels=3,
         out_channels=6,
-        num_layers=4,
+        num_layers=layers,
         sample_size=size,
         num_embeds_ada_norm=classes,
         norm_eps=1e-6,
@@ -108,7 +108,7 @@ def dit_oracle(frames, size, classes):
     shared.time_proj.downscale_freq_shift = 0  # DiT's own frequencies, which diffusers' differ from
     for i, block in enumerate(oracle.transformer_blocks):
         block.norm1.emb = shared
-        if i % 2:
+        if turned and i % 2:
             turn(block, frames, (size // 2) ** 2, first=i == 1)
     return oracle.eval()
 

@@ -306,6 +306,56 @@ def test_ranks_with_the_same_error_leave_together(run):
     assert errors[1] == ""
 
 
+def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
+    """They are what is judged, resume bitwise, do not depend on the mesh, and an old checkpoint starts them."""
+    ema = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
+    seen = []
+    plain_step, plain_evaluate = trainer.train_step, trainer.evaluate
+
+    def weights(run):
+        for module in run.model.modules():
+            module.reshard() if hasattr(module, "reshard") else None
+        return torch.cat([p.detach().full_tensor().flatten() for p in run.model.parameters()])
+
+    def stepped(run, *args):
+        before = weights(run)
+        result = plain_step(run, *args)
+        seen.append(("step", before, weights(run)))
+        return result
+
+    def judged(run):
+        seen.append(("judged", weights(run)))
+        return plain_evaluate(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", stepped)
+        patch.setattr(trainer, "evaluate", judged)
+        whole = run(*ema, "name=whole")
+    average = None
+    for what, *values in seen:
+        if what == "step":
+            average = values[0] if average is None else average
+            average = average + 0.5 * (values[1] - average)
+        elif average is not None:
+            torch.testing.assert_close(values[0], average)
+
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 3)
+        half = run(*ema, "name=half")
+    run(*ema, "name=half", "resume=true")
+    for keys in (("loss", "grad_norm"), ("val_loss",)):
+        assert metrics(half, *keys) == metrics(whole, *keys)
+
+    fresh_ranks(_run_here, 4, run.arguments(*ema, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+    expected, got = metrics(whole, "val_loss"), metrics(run.directory / "runs/mesh", "val_loss")
+    assert {k: pytest.approx(v, rel=1e-5) for k, v in expected.items()} == got
+
+    run("train.batch=4", "sample.every=0", "train.steps=2", "name=late")
+    late = run(*ema, "name=late", "resume=true")
+    assert list(metrics(late, "loss")) == [1, 2, 3, 4]
+    assert metrics(late, "val_loss")[4] != metrics(whole, "val_loss")[4]
+
+
 # --------------------------------------------------------------------------------------------------------- many ranks
 
 
@@ -448,7 +498,22 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     for what in ("parameters", "gradients", "AdamW moments", "gathered weights", "activations", "total"):
         assert re.search(rf"^  {what} +\d[\d.]* [MG]iB", out, re.M), what
     assert re.search(r"^sequence parallelism sends \d[\d.]* [MG]iB a rank and step", out, re.M)
+    assert "largest activations, of which a rank holds 1/" in out
+    assert "the smallest sp that fits 80 GiB a device is 1" in out
     assert not list(tmp_path.iterdir())  # nothing is written
+
+
+def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(trainer, "train_step", full)
+    run("parallel.memory=1e-3", expect=2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory: the smallest sp that fits 1.02 MiB a device is ")
+    assert "; sp=1 needs " in error
+    assert "train.checkpoint_activations=true keeps less" in error
+    assert "x [2, 5, 9, 48] float32 in model.blocks" in error
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -458,7 +523,7 @@ def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed)
     task = cfg.create_task(config)
     stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
     build = lambda: task.objective(task.model())  # noqa: E731
-    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed)
+    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed).bytes
 
     objective = build()
     weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}

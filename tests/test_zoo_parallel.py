@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
+from zoo.image.autoregressive import BitsPerDim
 from zoo.video.diffusion import IDDPM, RectifiedFlow
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,7 +24,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latte": ("latte", {"conditioning": "none"}),
     "latte-class": ("latte", {"conditioning": "class", "num_classes": 5}),
     "latte-text": ("latte", {"conditioning": "text", "caption_channels": 8}),
+    "stdit-v1": ("stdit", {"version": "v1"}),
+    "stdit-v2": ("stdit", {"version": "v2"}),
+    "stdit-v3": ("stdit", {"version": "v3", "kv_heads": 2}),
+    "st_mamba": ("st_mamba", {"num_classes": 5}),
+    "st_mamba-sst": ("st_mamba", {"order": "sst", "bidirectional": False}),
+    "st_mamba-2": ("st_mamba", {"mixer": "mamba2"}),
+    "st_mamba-2-sst": ("st_mamba", {"mixer": "mamba2", "order": "sst", "learn_sigma": True}),
+    "st_rwkv": ("st_rwkv", {}),
+    "st_rwkv-sst": ("st_rwkv", {"order": "sst", "num_classes": 5}),
+    "latte-2-class": ("latte", {"variant": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-2-text": ("latte", {"variant": 2, "conditioning": "text", "caption_channels": 8}),
+    "latte-3-class": ("latte", {"variant": 3, "depth": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-3-text": ("latte", {"variant": 3, "depth": 2, "conditioning": "text", "caption_channels": 8}),
+    "latte-4-class": ("latte", {"variant": 4, "depth": 2, "conditioning": "class", "num_classes": 5}),
+    "latte-4-text": ("latte", {"variant": 4, "depth": 2, "conditioning": "text", "caption_channels": 8}),
+    "axial-video": ("axial_video", {"num_classes": 5}),
+    "axial-video-summed": ("axial_video", {"order": "summed"}),
+    "axial-image": ("axial_image", {}),
+    "axial-image-colour": ("axial_image", {"channels": 3, "num_classes": 5}),
 }
+
+
+def example(model: nn.Module, batch: int, **lengths: int) -> dict[str, Tensor]:
+    """Inputs of those lengths that the model knows."""
+    known = inspect.signature(model.example_inputs).parameters
+    return model.example_inputs(batch, **{name: length for name, length in lengths.items() if name in known})
 
 
 def build(case: str) -> nn.Module:
@@ -40,7 +68,7 @@ def doubled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def parity(mesh: DeviceMesh, case: str, frames: int, height: int, width: int) -> None:
     single, model = build(case), build(case)
-    inputs = doubled(single.example_inputs(2, frames=frames, height=height, width=width))
+    inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
     expect = single(**inputs)
     assert expect.std() > 0.01
     expect.square().mean().backward()
@@ -76,13 +104,77 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     return comm.by_collective()
 
 
-@pytest.mark.parametrize("kind", ["rf", "iddpm"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), ("iddpm", "stdit-v2")],
+)
 @pytest.mark.parametrize("n", [2, 4])
-def test_objectives(ranks, kind: str, n: int) -> None:
-    case = "transformer2d-class" if kind == "rf" else "latte-class"
+def test_objectives(ranks, kind: str, case: str, n: int) -> None:
     depth = build(case).config.depth
     for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
         assert set(counts["forward"]) == {"switch", "all_reduce"}
         assert counts["recompute"] == {}
         assert counts["forward"]["switch"]["calls"] <= 2 * depth
         assert counts["backward"]["switch"]["calls"] == counts["forward"]["switch"]["calls"]
+
+
+NEW = [case for case in CASES if case.startswith("axial") or case[:8] in ("latte-2-", "latte-3-", "latte-4-")]
+
+
+def checked(mesh: DeviceMesh, case: str) -> None:
+    model = build(case)
+    inputs = doubled(example(model, 2, frames=5, height=6, width=10))
+    if "timestep" in inputs:  # whole numbers: the gradient of others is float32, since the sinusoids of the models are
+        inputs["timestep"] = inputs["timestep"].long()
+    report = dsp.check(model, kwargs=inputs, mesh=mesh)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_stages_are_what_they_say(ranks, case: str) -> None:
+    ranks(checked, 3, case)
+
+
+def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
+    """The largest tensor of a step and the elements of all of them, as shares of a single process's."""
+    found = []
+    for parallel in (False, True):
+        model = build(case)
+        side = 12 if case.startswith("axial-image") else 16  # of 12 pixels, or of 8 patches
+        inputs = doubled(example(model, 4, frames=8, height=side, width=side))
+        if parallel:
+            dsp.parallelize(model, mesh, gather_output=False)
+            model(**inputs)
+        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
+            out = model(**inputs)
+            dsp.mean(out).backward()
+        found.append(sizes)
+    single, sharded = found
+    return sharded.largest / single.largest, sharded.total / single.total
+
+
+@pytest.mark.parametrize("case", NEW)
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
+    for largest, total in ranks(held, n, case):
+        assert largest <= 1.1 / n
+        assert total <= 1.1 / n
+
+
+def bits(mesh: DeviceMesh, case: str) -> None:
+    single, model = BitsPerDim(build(case)), BitsPerDim(build(case))
+    inputs = example(single.model, 3, height=7, width=5)
+    loss, weight = single(**inputs)
+    expect = (loss * weight).sum() / weight.sum()
+    expect.backward()
+    dsp.parallelize(model, mesh, gather_output=False)
+    got = dsp.mean(*model(**inputs))
+    got.backward()
+    torch.testing.assert_close(got, expect)
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("case", ["axial-image", "axial-image-colour"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_bits_per_dim(ranks, n: int, case: str) -> None:
+    ranks(bits, n, case)

@@ -1,78 +1,17 @@
 """Layers that the models share: plain PyTorch with no buffers, so that a model built on meta needs only its weights.
 
-Letters: b batch, t frames, s patches of a frame (row by row), c channels, h heads, e channels of a head, l text tokens.
+Letters: b batch, t frames, s patches of a frame (row by row), c channels, l text tokens.
 """
 
 import math
-from itertools import repeat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
-try:
-    from flash_attn import flash_attn_func
-except ImportError:
-    flash_attn_func = None
-
-MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, and a grid has no more rows
-
-
-# Attention
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention: queries (b n h e), keys and values (b m h e) -> (b n h e).
-
-    ``mask`` (b m) is True for the keys to be seen; where it is False throughout, all of them are. flash-attn runs it
-    where it is installed and can (CUDA, half precision, no mask), PyTorch's SDPA everywhere else.
-    """
-    if len(q) > MAX_BATCH:
-        masks = repeat(None) if mask is None else mask.split(MAX_BATCH)
-        parts = zip(q.split(MAX_BATCH), k.split(MAX_BATCH), v.split(MAX_BATCH), masks)
-        return torch.cat([attend(*part) for part in parts])
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if flash_attn_func is not None and q.is_cuda and half and mask is None and q.shape[-1] <= 256:
-        return flash_attn_func(q, k, v)
-    if mask is not None:
-        mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-class SelfAttention(nn.Module):
-    """Multi-head self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``)."""
-
-    def __init__(self, dim: int, heads: int, over: str):
-        super().__init__()
-        self.heads = heads
-        self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
-        self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = rearrange(x, self.fold)
-        q, k, v = rearrange(self.qkv(y), "b n (k h e) -> k b n h e", k=3, h=self.heads)
-        y = self.out(rearrange(attend(q, k, v), "b n h e -> b n (h e)"))
-        return rearrange(y, self.unfold, b=len(x))
-
-
-class CrossAttention(nn.Module):
-    """Multi-head attention from (b t s c) to text (b l c), the same for every frame; ``mask`` (b l) keeps tokens."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", h=self.heads)
-        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, h=self.heads)
-        return self.out(rearrange(attend(q, k, v, mask), "b (t s) h e -> b t s (h e)", t=x.shape[1]))
+from zoo.attention import CrossAttention, SelfAttention
 
 
 class MLP(nn.Module):
@@ -107,23 +46,30 @@ def init_zero(*layers: nn.Linear) -> None:
 
 
 def sincos(positions: Tensor, dim: int) -> Tensor:
-    """Sines, then cosines, of positions (n) at dim/2 frequencies 10000^(-2k/dim), in float64 -> float32 (n dim)."""
+    """Sines, then cosines, of positions (...) at dim/2 frequencies 10000^(-2k/dim), in float64 -> float32 (... dim)."""
     steps = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
-    angles = torch.outer(positions.double(), 1.0 / 10000 ** (steps / (dim / 2)))
-    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+    angles = positions.double()[..., None] * (1.0 / 10000 ** (steps / (dim / 2)))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
 
 
-def add_time(x: Tensor) -> Tensor:
-    """Add the sincos table of the frame number to (b t s c), which must hold all its frames."""
-    frames = torch.arange(x.shape[1], device=x.device)
-    return x + sincos(frames, x.shape[-1]).to(x.dtype)[:, None]
+def add_time(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Add the sincos table of the frame number over ``scale`` to (b t s c), which must hold all its frames."""
+    frames = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+    return x + sincos(frames / scale, x.shape[-1]).to(x.dtype)[:, None]
 
 
 # Conditioning
 
 
+def sinusoids(x: Tensor, count: int) -> Tensor:
+    """Cosines, then sines, of x (...) at count/2 frequencies from 1 down to 1/10000, in float32 -> (... count)."""
+    steps = torch.arange(count // 2, dtype=torch.float32, device=x.device)
+    angles = x.float()[..., None] * torch.exp(-math.log(10000) * steps / (count // 2))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
 class TimestepEmbed(nn.Module):
-    """Diffusion timesteps (b), on the scale 0 to 1000, to (b c): cosines and sines, then an MLP (DiT, section 3)."""
+    """Diffusion timesteps (...), on the scale 0 to 1000, to (... c): sinusoids, then an MLP (DiT, section 3)."""
 
     def __init__(self, dim: int, frequencies: int = 256):
         super().__init__()
@@ -131,10 +77,7 @@ class TimestepEmbed(nn.Module):
         self.mlp = MLP(frequencies, dim, dim, activation=nn.SiLU())
 
     def forward(self, timestep: Tensor) -> Tensor:
-        half = self.frequencies // 2
-        steps = torch.arange(half, dtype=torch.float32, device=timestep.device)
-        angles = timestep.float()[:, None] * torch.exp(-math.log(10000) * steps / half)
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1).to(self.mlp.up.weight.dtype))
+        return self.mlp(sinusoids(timestep, self.frequencies).to(self.mlp.up.weight.dtype))
 
 
 class LabelEmbed(nn.Module):
@@ -185,9 +128,19 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rows(modulation: Tensor) -> tuple[Tensor, ...]:
-    """The rows of (b k c), each (b 1 1 c): shift, scale, gate in this order, for one sublayer after another."""
-    return modulation[:, :, None, None].unbind(1)
+def rows(
+    modulation: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None, dims: int = 2
+) -> tuple[Tensor, ...]:
+    """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
+
+    ``dims`` is the number of dims between b and c of what they modulate. With ``x_mask`` (b t) each is (b t 1 ... c):
+    the frames where it is False take theirs from ``clean`` (b k c).
+    """
+    modulation = modulation[:, None]
+    if x_mask is not None:
+        assert clean is not None
+        modulation = torch.where(x_mask[:, :, None, None], modulation, clean[:, None])
+    return modulation.unflatten(-1, [1] * (dims - 1) + [-1]).unbind(2)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -201,25 +154,76 @@ class Block(nn.Module):
     """A transformer block on (b t s c), which attends within frames (``over="s"``) or across them (``over="t"``).
 
     Modulated attention, attention to text (if ``text``; without norm or gate), modulated MLP. ``modulation`` turns
-    ``cond`` (b k) into shift, scale and gate of both modulated sublayers. ``positions`` adds the temporal table first,
-    unless there is one frame alone: that is an image.
+    ``cond`` (b k) into shift, scale and gate of both modulated sublayers, and ``clean`` (b k) into those of the frames
+    that ``x_mask`` (b t) has as False. ``positions`` adds the temporal table first, unless there is one frame alone:
+    that is an image. ``options`` are those of the attention.
     """
 
     def __init__(
-        self, dim: int, heads: int, over: str, modulation: nn.Module, text: bool = False, positions: bool = False
+        self,
+        dim: int,
+        heads: int,
+        over: str,
+        modulation: nn.Module,
+        text: bool = False,
+        positions: bool = False,
+        **options: Any,
     ):
         super().__init__()
         self.positions = positions
         self.modulation = modulation
-        self.attention = SelfAttention(dim, heads, over)
+        self.attention = SelfAttention(dim, heads, over, **options)
         self.cross = CrossAttention(dim, heads) if text else None
         self.mlp = MLP(dim, 4 * dim)
 
-    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = rows(self.modulation(cond))
+    def forward(
+        self,
+        x: Tensor,
+        cond: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        clean: Tensor | None = None,
+        x_mask: Tensor | None = None,
+    ) -> Tensor:
+        modulation = self.modulation(cond), None if clean is None else self.modulation(clean)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = rows(*modulation, x_mask)
         if self.positions and x.shape[1] > 1:
             x = add_time(x)
         x = x + gate * self.attention(modulate(norm(x), shift, scale))
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
+
+
+class ModulatedNorm(nn.Module):
+    """The one input of attentions that run side by side: norm and modulation of (b ... c); ``cond`` as in Block."""
+
+    def __init__(self, modulation: nn.Module):
+        super().__init__()
+        self.modulation = modulation  # of 2 rows
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        return modulate(norm(x), *rows(self.modulation(cond), dims=x.ndim - 2))
+
+
+class FusedMLP(nn.Module):
+    """What follows attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
+
+    With ``heads``, attention to text comes between the two, as in Block.
+    """
+
+    def __init__(self, dim: int, modulation: nn.Module, heads: int | None = None):
+        super().__init__()
+        self.modulation = modulation  # of 4 rows
+        self.cross = None if heads is None else CrossAttention(dim, heads)
+        self.mlp = MLP(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, y: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        gate, shift_mlp, scale_mlp, gate_mlp = rows(self.modulation(cond), dims=x.ndim - 2)
+        x = x + gate * y
         if self.cross is not None:
             assert context is not None
             x = x + self.cross(x, context, mask)
@@ -231,7 +235,8 @@ class PatchEmbed(nn.Module):
 
     Frames are padded at the bottom and the right to whole patches. The table's first half of channels encodes the
     column, its second half the row. ``sample_size`` stretches the positions of any frame over the grid of a square
-    frame of that many cells, as diffusers' models do; without it they count patches.
+    frame of that many cells, as diffusers' models do; without it they count patches, or are ``stride`` (b 2) apart: the
+    rows of each sample and its columns.
     """
 
     def __init__(self, in_channels: int, dim: int, patch: tuple[int, int, int], sample_size: int | None = None):
@@ -240,20 +245,21 @@ class PatchEmbed(nn.Module):
         self.sample_size = sample_size
         self.proj = nn.Linear(in_channels * math.prod(patch), dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, stride: Tensor | None = None) -> Tensor:
         p, q = self.patch
         x = F.pad(x, (0, -x.shape[-1] % q, 0, -x.shape[-2] % p))
         height, width = x.shape[-2] // p, x.shape[-1] // q
         x = rearrange(x, "b i t (h p) (w q) -> b t (h w) (i p q)", p=p, q=q)
         x = self.proj(x.to(self.proj.weight.dtype))
-        return x + self.table(height, width, x).to(x.dtype)
-
-    def table(self, height: int, width: int, like: Tensor) -> Tensor:
-        down, right = (
-            sincos(self.positions(count, patch, like.device), like.shape[-1] // 2)
-            for count, patch in zip((height, width), self.patch)
+        down, right = self.positions(height, p, x.device), self.positions(width, q, x.device)
+        if stride is not None:
+            down, right = stride[:, :1] * down, stride[:, 1:] * right
+        down, right = (sincos(places, x.shape[-1] // 2) for places in (down, right))
+        right, down = (
+            repeat(right, "... w c -> ... 1 (h w) c", h=height),
+            repeat(down, "... h c -> ... 1 (h w) c", w=width),
         )
-        return torch.cat([right.repeat(height, 1), down.repeat_interleave(width, dim=0)], dim=1)
+        return x + torch.cat([right, down], dim=-1).to(x.dtype)
 
     def positions(self, count: int, patch: int, device: torch.device) -> Tensor:
         places = torch.arange(count, dtype=torch.float32, device=device)
@@ -262,8 +268,12 @@ class PatchEmbed(nn.Module):
         return places / (count / (self.sample_size // patch)) / max(self.sample_size // 64, 1)
 
 
-class FinalLayer(nn.Module):
-    """Tokens (b t s c) back to latent video (b o t h w) of ``size`` (h, w): norm, modulation, one linear layer."""
+class FinalLinear(nn.Module):
+    """A token (b t s c) to the values of its patch (b t s k): norm, modulation, linear.
+
+    Frames that ``x_mask`` (b t) has as False are normalised and modulated a second time, with ``clean`` (b k): so does
+    Open-Sora, whose weights were trained with it.
+    """
 
     def __init__(self, dim: int, out_channels: int, patch: tuple[int, int, int], modulation: nn.Module):
         super().__init__()
@@ -271,11 +281,21 @@ class FinalLayer(nn.Module):
         self.modulation = modulation
         self.linear = nn.Linear(dim, out_channels * math.prod(patch))
 
-    def forward(self, x: Tensor, cond: Tensor, size: tuple[int, int]) -> Tensor:
-        (p, q), (height, width) = self.patch, size
-        x = self.linear(modulate(norm(x), *rows(self.modulation(cond))))
-        x = rearrange(x, "b t (h w) (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
-        return x[..., :height, :width]
+    def forward(self, x: Tensor, cond: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None) -> Tensor:
+        dims = x.ndim - 2
+        x = modulate(norm(x), *rows(self.modulation(cond), dims=dims))
+        if x_mask is not None:
+            again = modulate(norm(x), *rows(self.modulation(clean), dims=dims))
+            x = torch.where(x_mask[:, :, None, None], x, again)
+        return self.linear(x)
+
+
+def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tensor:
+    """The values of all patches, (b t s k) or (b t h w k), as frames (b o t h w) of ``size``, padding cut off."""
+    (p, q), (height, width) = patch[-2:], size
+    tokens = "(h w)" if x.ndim == 4 else "h w"
+    x = rearrange(x, f"b t {tokens} (p q o) -> b o t (h p) (w q)", h=-(-height // p), p=p, q=q)
+    return x if x.shape[-2:] == size else x[..., :height, :width]
 
 
 # What the video models share around their layers

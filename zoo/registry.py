@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
+    "axial_image": "zoo.image.axial:AxialImage",
+    "axial_video": "zoo.video.axial:AxialVideo",
     "latte": "zoo.video.latte:Latte",
+    "stdit": "zoo.video.stdit:STDiT",
+    "st_mamba": "zoo.video.mamba:STMamba",
+    "st_rwkv": "zoo.video.rwkv:STRWKV",
     "pairformer": "zoo.protein.pairformer:Pairformer",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
 }

@@ -14,7 +14,10 @@ import torch
 
 from zoo.data.sampling import Clip, frame_range, generator, order
 
-__all__ = ["MovingDigits"]
+__all__ = ["LETTERS", "MovingDigits", "spell"]
+
+LETTERS = 26
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "")
 
 _HELD_OUT = 297  # images kept for validation; the other 1500 are for training
 
@@ -41,6 +44,16 @@ def _resample(offsets: list[float], length: int, digit: float, source: int = 8) 
     centres = (np.arange(length) + 0.5 - np.array(offsets)[:, None]) * (source / digit) - 0.5
     distance = np.abs(centres[:, :, None] - np.arange(source))
     return np.maximum(1 - distance, 0).astype(np.float32)
+
+
+def spell(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Captions of digits (b): the letters of their names, one-hot (b 5 26), and where there are any (b 5, bool).
+
+    10 is no digit and has the empty caption.
+    """
+    codes = [[ord(letter) - ord("a") for letter in name] + [-1] * (5 - len(name)) for name in _NAMES]
+    letters = torch.tensor(codes, device=labels.device)[labels]
+    return (letters[..., None] == torch.arange(LETTERS, device=labels.device)).float(), letters >= 0
 
 
 class MovingDigits:

@@ -82,19 +82,19 @@ class Recycle(nn.Module):
         self.project = Linear(dim, dim, bias=False) if version == 3 else nn.Identity()
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> Tensor:
-        return x + self.project(self.norm.bias if previous is None else self.norm(previous))
+        return x + self.project(self.norm(x.new_zeros(x.shape[-1]) if previous is None else previous))
 
 
 class RecycleTarget(Recycle):
     """The same for the first row of an alignment (b s r c), from its earlier state (b r c); ``row`` (s) counts rows."""
 
     def forward(self, x: Tensor, row: Tensor, previous: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        update = self.project(self.norm.bias if previous is None else self.norm(previous)[:, None])
+        update = self.norm(x.new_zeros(x.shape[-1]) if previous is None else previous[:, None])
         return x + update * (row == 0)[:, None, None]
 
 
 class Sum(nn.Module):
-    """x + y, as a stage: so that logits are sharded along residues and not along classes, which a loss computes over."""
+    """x + y, as a stage: logits stay sharded along residues, not along the classes that a loss computes over."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -112,7 +112,7 @@ class Heads(nn.Module):
 
     def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         half = self.distance(z)
-        return self.token(m), self.both(half, half.transpose(1, 2))
+        return self.token(m), self.both(half, half.transpose(1, 2).contiguous())
 
 
 EMBEDDING = {

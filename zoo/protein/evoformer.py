@@ -4,9 +4,9 @@
     af2        48  256  128  384              4   64    90,785,111
 
 An alignment m (b s r c) and its pairs z (b i j c) in turn inform each other. An extra, deeper alignment passes first
-through a narrower stack, of which only the pairs remain. ``opm_first`` moves the outer product mean to the start of each
-block, as in AF-Multimer. Recycled passes (``recycles``) start from what the pass before them made of the pairs and of the
-alignment's first row; only the last pass has gradients.
+through a narrower stack, of which only the pairs remain. ``opm_first`` moves the outer product mean to the start of
+each block, as in AF-Multimer. Recycled passes (``recycles``) start from what the pass before them made of the pairs and
+of the alignment's first row; only the last pass has gradients.
 
 Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
 """
@@ -200,7 +200,8 @@ class Evoformer(nn.Module):
                 for block in self.blocks:
                     m, z = block(m, z, msa_mask, pair_mask)
                 target = m[:, 0]
-        return Prediction(*self.heads(m, z), self.single(target))
+        msa_logits, distogram_logits = self.heads(m, z)
+        return Prediction(msa_logits, distogram_logits, self.single(target))
 
     @torch.no_grad()
     def init_weights(self) -> None:

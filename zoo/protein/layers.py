@@ -29,7 +29,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.layers import MAX_BATCH
+from zoo.attention import MAX_BATCH
 
 MASKED = -(2.0**15)  # the logit of what is not to be seen: exp() of it is zero, and half precision has it
 CHUNK = 2**28  # elements of logits or outer products that are held at once: 512 MiB in half precision
@@ -304,7 +304,7 @@ class OuterUpdate(nn.Module):
     def forward(
         self, z: Tensor, left: Tensor, right: Tensor, mask_i: Tensor | None = None, mask_j: Tensor | None = None
     ) -> Tensor:
-        b, s, _, d = left.shape
+        b, _, _, d = left.shape
         rows = max(1, self.chunk // (b * right.shape[2] * d * d))
         masks = [None] * -(-left.shape[2] // rows) if mask_i is None else mask_i.to(z.dtype).split(rows, 2)
         mask_j = None if mask_j is None else mask_j.to(z.dtype)
@@ -341,8 +341,7 @@ OUTER = {
 
 
 class TriangleProject(nn.Module):
-    """Both operands of the product, gated and zero where masked, and its gate: (b i j c) -> (b i j d) twice, (b i j c).
-    """
+    """The product's operands (b i j d), gated and zero where masked, and the gate of its result, from z (b i j c)."""
 
     def __init__(self, c_z: int, hidden: int, version: int):
         super().__init__()
@@ -359,7 +358,7 @@ class TriangleProject(nn.Module):
 
 
 class TriangleProduct(nn.Module):
-    """Σ_k of left_ik right_jk ("outgoing" edges) or of left_ki right_kj ("incoming"), each hidden channel for itself."""
+    """Σ_k left_ik right_jk ("outgoing" edges) or Σ_k left_ki right_kj ("incoming"), each hidden channel for itself."""
 
     def __init__(self, edges: str):
         super().__init__()

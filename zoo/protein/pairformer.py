@@ -149,11 +149,10 @@ PAIRFORMER_BLOCK = {
 
 
 class Pairformer(nn.Module):
-    """``forward(msa, deletions, sequence, residue_index, asym_id, msa_mask=None, mask=None, recycles=0)``
+    """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
 
-    -> ``Prediction``. msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the
-    target, places in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or
-    neither.
+    msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
+    in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or neither.
     """
 
     def __init__(self, config: Config):
@@ -202,7 +201,9 @@ class Pairformer(nn.Module):
                     m, z = msa_block(m, z, msa_mask, pair_mask)
                 for block in self.blocks:
                     s, z = block(s, z, mask, pair_mask)
-        return Prediction(*self.heads(m, z), s)
+        assert s is not None
+        msa_logits, distogram_logits = self.heads(m, z)
+        return Prediction(msa_logits, distogram_logits, s)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -242,12 +243,13 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
     except KeyError as missing:
         raise ValueError(f"these weights are of another model; missing: {missing}") from None
     model = Pairformer(Config(**{**values, **overrides}))
-    *first, last = model.msa_blocks
-    if f"msa_module.blocks.{len(first)}.msa_att_row.linear_v.weight" not in state:  # it does not update the alignment
-        last = nn.ModuleDict({"outer": last.outer, "pair": last.pair})
+    msa_blocks = nn.ModuleList(model.msa_blocks)
+    if f"msa_module.blocks.{len(msa_blocks) - 1}.msa_att_row.linear_v.weight" not in state:  # it keeps its alignment
+        parts = dict(msa_blocks[-1].named_children())
+        msa_blocks[-1] = nn.ModuleDict({name: parts[name] for name in ("outer", "pair")})
     stack = nn.ModuleDict(
         {
-            "msa_module": nn.ModuleDict({"blocks": nn.ModuleList([*first, last])}),
+            "msa_module": nn.ModuleDict({"blocks": msa_blocks}),
             "pairformer_stack": nn.ModuleDict({"blocks": model.blocks}),
         }
     )

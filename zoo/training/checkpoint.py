@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from zoo.training import UserError
+from zoo.training.ema import MovingAverage
 from zoo.training.ranks import on_first_rank
 
 FORMAT = 1
@@ -54,6 +55,7 @@ def save(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
@@ -66,6 +68,8 @@ def save(
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
     tensors, _ = _tensors(model, optimizer)
+    if average:
+        tensors["average"] = average.values
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,9 +135,9 @@ def size_of(tensors: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in _flat(tensors))
 
 
-def expected_size(model: nn.Module) -> int:
+def expected_size(model: nn.Module, average: MovingAverage | None = None) -> int:
     """Bytes of a checkpoint of `model` with AdamW's two moments."""
-    return sum(3 * p.numel() * p.element_size() for p in model.parameters())
+    return sum((4 if average else 3) * p.numel() * p.element_size() for p in model.parameters())
 
 
 def check_space(directory: Path, needed: int) -> None:
@@ -159,26 +163,30 @@ def load(
     directory: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
+    step: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
-    """Restore the latest sound checkpoint under `directory` in place and return its state; None if there is none.
+    """Restore the latest sound checkpoint under `directory`, or that of `step`, in place and return its state.
 
-    A damaged one is named through `report`, on rank 0, and the one before it is tried. Weights and moments are
-    resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one belongs to another model.
+    None if there is none. Without an optimizer the model gets the averaged weights, if there are any. A damaged one is
+    named through `report`, on rank 0, and the one before it is tried. All is resharded to the ranks at hand. UserError:
+    every checkpoint is damaged, or a sound one belongs to another model.
     """
     damaged = []
-    for _, path in reversed(on_first_rank(lambda: found(directory))):
+    for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
         try:
             state, metadata = _verify(path)
             _refuse_foreign(path, state["identity"], identity, metadata, model)
-            _restore(path, metadata, model, optimizer)
+            _restore(path, metadata, model, optimizer, average)
             return state
         except Damaged as error:
             damaged.append(str(error))
             if dist.get_rank() == 0:
-                report(f"checkpoint {path.name} is damaged ({error}); trying the one before it")
+                before = "; trying the one before it" if step is None else ""
+                report(f"checkpoint {path.name} is damaged ({error}){before}")
     if damaged:
         raise UserError(f"{directory}: no sound checkpoint is left: {'; '.join(damaged)}")
     return None
@@ -249,8 +257,19 @@ def _refuse_foreign(
         raise UserError(f"{path} is a checkpoint of another model:\n" + "\n".join(lines))
 
 
-def _restore(path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _restore(
+    path: Path,
+    metadata: Metadata,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    average: MovingAverage | None,
+) -> None:
     tensors, settings = _tensors(model, optimizer)
+    has_average = any(key.startswith("average.") for key in metadata.state_dict_metadata)
+    if has_average and average:
+        tensors["average"] = average.values
+    if has_average and optimizer is None:
+        tensors["average"] = {name: tensors["model"].pop(name) for name, _ in model.named_parameters()}
     if optimizer is not None:  # a parameter that never had a gradient has no moments to load
         known = metadata.state_dict_metadata
         tensors["optimizer"] = {
@@ -262,7 +281,10 @@ def _restore(path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.
         dcp.load(tensors, storage_reader=_Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
-    set_model_state_dict(model, tensors["model"])
+    weights = tensors["model"] | (tensors["average"] if has_average and optimizer is None else {})
+    set_model_state_dict(model, weights)
+    if average and not has_average:
+        average.restart()
     if optimizer is not None:
         full, _ = _tensors(model, optimizer)
         set_optimizer_state_dict(model, optimizer, {"state": full["optimizer"] | tensors["optimizer"], **settings})

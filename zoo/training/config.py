@@ -49,6 +49,7 @@ class Parallel:
     dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
     sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
+    memory: float | None = option(None, "GiB of a device, for the advice of dry_run; null for 80", least=0)
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Train:
     accumulation: int = option(1, "such batches a step", least=1)
     precision: str = option("fp32", "of the computation; weights, sums and moments stay fp32", choices=("fp32", "bf16"))
     clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
+    ema: float = option(0.0, "decay of the averaged weights that are judged and shown; 0 for none", least=0, most=1)
     seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
     checkpoint_activations: bool = option(False, "recompute a stage in backward instead of keeping its inside")
     compile: bool = option(False, "torch.compile the inside of every stage")

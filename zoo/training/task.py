@@ -10,6 +10,7 @@ A task lives in a module of its own, with the sections of the configuration that
 """
 
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -103,6 +104,16 @@ class Task(ABC):
     @abstractmethod
     def show(self, samples: Any, path: Path) -> Mapping[str, float]:
         """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
+
+    @abstractmethod
+    def arguments(self, parser: ArgumentParser) -> None:
+        """Add what infer.py can be told about this task."""
+
+    @abstractmethod
+    def infer(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        """Do what `options` ask for, on every rank; rank 0 writes under `options.out`. Returns the files."""
 
     def floors(self, objective: Any) -> list[Floor]:
         """Those that the configuration asks for; called on rank 0 at the end of a run."""

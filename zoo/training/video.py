@@ -5,6 +5,7 @@ c channels, t frames, h w height and width.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.data import video_folder
-from zoo.data.digits import MovingDigits
+from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, batch_indices, hash_seed, order
 from zoo.training import UserError, task
 from zoo.training.config import option
@@ -27,12 +28,15 @@ from zoo.video.linear_denoiser import linear_denoiser_loss
 
 _VALIDATION, _SAMPLES = hash_seed("validation"), hash_seed("samples")
 _FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
+_CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
 
 
 @dataclass
 class Digits:
     channels: ClassVar[int] = 1
     classes: ClassVar[int | None] = 10
+    caption_channels: ClassVar[int] = LETTERS
+    fps: ClassVar[float] = 8
     name: str = option("digits", "moving handwritten digits, made from real digit images")
     frames: int = option(8, "frames a clip", least=1)
     height: int = option(16, "rows of pixels", least=1)
@@ -45,6 +49,7 @@ class Digits:
 class VideoFolder:
     channels: ClassVar[int] = 3
     classes: ClassVar[int | None] = None
+    caption_channels: ClassVar[int] = 0
     name: str = option("video_folder", "mp4, webm and GIF files under one folder")
     path: str | None = option(None, "the folder; required")
     frames: int = option(16, "frames a clip", least=1)
@@ -110,19 +115,28 @@ class Task(task.Task):
     def model(self) -> nn.Module:
         model = self.create()
         inputs = _on_meta(model.example_inputs, 1, frames=1, height=self.height, width=self.width)
-        channels, classes = self.config.data.channels, self.config.data.classes
+        data, self.takes = self.config.data, inputs.keys()
+        channels, classes = data.channels, data.classes
         if inputs["x"].shape[1] != channels:
             raise UserError(
                 f"the data has {channels} channels and the model takes {inputs['x'].shape[1]}: "
                 f"set model.overrides.in_channels={channels}"
             )
-        if unknown := sorted(inputs.keys() - {"x", "timestep", "label"}):
+        known = {"x", "timestep", "label"} | (_CAPTIONED if data.caption_channels else set())
+        if unknown := sorted(inputs.keys() - known):
             raise UserError(f"model {self.config.model.name} needs {', '.join(unknown)}, which this data does not have")
+        if "context" in inputs and inputs["context"].shape[-1] != data.caption_channels:
+            raise UserError(
+                f"the data's captions have {data.caption_channels} channels and the model takes "
+                f"{inputs['context'].shape[-1]}: set model.overrides.caption_channels={data.caption_channels}"
+            )
         self.num_classes = getattr(model.config, "num_classes", None) if "label" in inputs else None
         if self.num_classes is not None and self.num_classes != classes:
             raise UserError(f"the data has {classes or 'no'} classes and the model {self.num_classes}")
+        if "context" in inputs:
+            self.num_classes = classes
         if self.config.sample.guidance != 1 and self.num_classes is None:
-            raise UserError(f"sample.guidance={self.config.sample.guidance} needs a class-conditional model")
+            raise UserError(f"sample.guidance={self.config.sample.guidance} needs a model that is told the class")
         patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = prod(ceil(n / p) for n, p in zip((self.frames, self.height, self.width), patch))
         return model
@@ -136,9 +150,7 @@ class Task(task.Task):
         inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(b)}
         if self.config.objective.name == "iddpm":
             inputs["timestep"] = torch.empty(b, dtype=torch.long)
-        if self.num_classes is not None:
-            inputs["label"] = torch.empty(b, dtype=torch.long)
-        return inputs
+        return inputs | self._told(torch.zeros(b, dtype=torch.long), self.frames, self.height, self.width)
 
     # --------------------------------------------------------------------------------------------------------- batches
 
@@ -149,12 +161,9 @@ class Task(task.Task):
         chosen = list(zip(epochs, indices))[first : first + options.batch]
         ids = [epoch * n + index for epoch, index in chosen]
         clips = [self.train.clip(index, epoch, self.here) for epoch, index in chosen]
-        inputs = self._inputs(clips, seeded_noise(seed, step, ids, self.here, self.shape))
-        inputs["timestep"] = objective.sample_timestep(seeded_uniform(seed, step, ids))
-        if self.num_classes is not None:
-            drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout
-            inputs["label"] = inputs["label"].masked_fill(drop, self.num_classes)
-        return inputs
+        drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout
+        inputs = self._inputs(clips, seeded_noise(seed, step, ids, self.here, self.shape), drop)
+        return inputs | {"timestep": objective.sample_timestep(seeded_uniform(seed, step, ids))}
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         levels = objective.validation_levels(self.config.eval.levels)
@@ -173,33 +182,98 @@ class Task(task.Task):
         places = order(0, 0, n).tolist()
         return [(places[i % n], i // n) for i in range(self.config.eval.clips)]
 
-    def _inputs(self, clips: Sequence[Any], noise: Tensor) -> dict[str, Any]:
+    def _inputs(self, clips: Sequence[Any], noise: Tensor, drop: Tensor | None = None) -> dict[str, Any]:
         x = torch.stack([clip["x"] for clip in clips])
-        inputs: dict[str, Any] = {"x": Part(x, 2, self.frames), "noise": Part(noise, 2, self.frames)}
-        if self.num_classes is not None:
-            inputs["label"] = torch.tensor([clip["label"] for clip in clips])
-        return inputs
+        labels = torch.tensor([clip["label"] or 0 for clip in clips])
+        if drop is not None and self.num_classes is not None:
+            labels = labels.masked_fill(drop, self.num_classes)
+        told = self._told(labels, self.frames, self.height, self.width)
+        return {"x": Part(x, 2, self.frames), "noise": Part(noise, 2, self.frames), **told}
+
+    def _told(self, labels: Tensor, frames: int, height: int, width: int) -> dict[str, Tensor]:
+        """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
+        told = {"label": labels}
+        if "context" in self.takes:
+            told["context"], told["context_mask"] = spell(labels)
+            sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width}
+            for name, size in (sizes | {"fps": self.config.data.fps}).items():
+                told[name] = torch.full((len(labels),), float(size), device=labels.device)
+        return {name: value for name, value in told.items() if name in self.takes}
 
     # ------------------------------------------------------------------------------------------------- what is shown
 
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Tensor:
         """Clips (b c t h w) in [-1, 1] from fixed noise, of class 0, 1, ... in turn."""
-        options, made = self.config.sample, []
+        options = self.config.sample
+        labels = [i % self.num_classes for i in range(options.clips)] if self.num_classes is not None else None
+        shape = (options.clips, self.frames, *self.shape[1:])
+        return self._draw(model, shape, labels, _SAMPLES, options.steps, options.guidance, device, on_step)
+
+    def _draw(
+        self,
+        model: Callable[..., Tensor],
+        shape: tuple[int, int, int, int],
+        labels: Sequence[int] | None,
+        seed: int,
+        steps: int,
+        guidance: float,
+        device: torch.device,
+        on_step: Callable[..., None],
+    ) -> Tensor:
+        """Clips (b c t h w) of `shape` (b, t, h, w) from noise of `seed`, a batch of them at a time."""
+        clips, frames, height, width = shape
         sampler: Any = {"rectified_flow": euler, "iddpm": ddim}[self.config.objective.name]
-        for start in range(0, options.clips, self.config.train.batch):
-            ids = range(start, min(start + self.config.train.batch, options.clips))
-            noise = seeded_noise(_SAMPLES, 0, ids, range(self.frames), self.shape, device=device)
-            given: dict[str, Any] = {"guidance": options.guidance, "on_step": on_step}
-            if self.num_classes is not None:
-                given["label"] = torch.tensor([i % self.num_classes for i in ids], device=device)
-                given["uncond"] = {"label": torch.full_like(given["label"], self.num_classes)}
-            made.append(sampler(model, noise, options.steps, **given).cpu())
+        batches, made = range(0, clips, self.config.train.batch), []
+        for done, start in enumerate(batches):
+            ids = range(start, min(start + self.config.train.batch, clips))
+            size = (self.shape[0], height, width)
+            given: dict[str, Any] = {
+                "guidance": guidance,
+                "on_step": lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps),
+            }
+            if labels is not None and self.num_classes is not None:
+                classes = torch.tensor([labels[i] for i in ids], device=device)
+                given |= self._told(classes, frames, height, width)
+                given["uncond"] = self._told(torch.full_like(classes, self.num_classes), frames, height, width)
+            noise = seeded_noise(seed, 0, ids, range(frames), size, device=device)
+            made.append(sampler(model, noise, steps, **given).cpu())
         return torch.cat(made)
 
     def show(self, samples: Tensor, path: Path) -> Mapping[str, float]:
         whole_rows = [n for n in range(2, 9) if len(samples) % n == 0]
         save_gif(path, samples, columns=max(whole_rows, default=None))
         return {}
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        options, classes = self.config.sample, self.config.data.classes
+        if classes:
+            parser.add_argument(
+                "--label", type=int, nargs="+", help=f"one clip of each class given, 0 to {classes - 1}"
+            )
+        parser.add_argument("--clips", type=int, default=options.clips, help="or this many clips")
+        for name, length in (("frames", self.frames), ("height", self.height), ("width", self.width)):
+            parser.add_argument(f"--{name}", type=int, default=length, help=f"{name} of a clip")
+        parser.add_argument("--steps", type=int, default=options.steps, help="sampling steps")
+        parser.add_argument("--guidance", type=float, default=options.guidance, help="classifier-free guidance")
+        parser.add_argument("--seed", type=int, default=0, help="another number gives other clips")
+
+    def infer(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        labels, classes = getattr(options, "label", None), self.num_classes
+        if labels and not all(0 <= label < (classes or 0) for label in labels):
+            raise ValueError(f"--label {' '.join(map(str, labels))}: the classes are 0 to {(classes or 0) - 1}")
+        if labels is None and classes:
+            labels = [i % classes for i in range(options.clips)]
+        for name in ("clips", "frames", "height", "width"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+        shape = (len(labels or range(options.clips)), options.frames, options.height, options.width)
+        seed = hash_seed("inference", options.seed)
+        clips = self._draw(model, shape, labels, seed, options.steps, options.guidance, device, on_step)
+        path = options.out / f"seed-{options.seed}.gif"
+        on_first_rank(lambda: self.show(clips, path) and None)
+        return [path]
 
     def describe(self) -> str:
         return f"{self.frames} frames of {self.height} x {self.width}"

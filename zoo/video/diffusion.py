@@ -68,12 +68,16 @@ def _per_sample(value: Tensor) -> Tensor:
     return value.view(-1, 1, 1, 1, 1)  # (B,) -> (B, 1, 1, 1, 1)
 
 
-def _per_element(weight: Tensor | None, loss: Tensor) -> Tensor:
-    """The weight of every element, shaped like the loss: ones, or the caller's [b] or broadcastable weight."""
-    ones = torch.ones_like(loss)
-    if weight is None:
-        return ones
-    return ones * (_per_sample(weight) if weight.dim() == 1 else weight)
+def _per_frame(x_mask: Tensor) -> Tensor:
+    return x_mask[:, None, :, None, None]  # (B, T) -> (B, 1, T, 1, 1)
+
+
+def _per_element(loss: Tensor, weight: Tensor | None, x_mask: Tensor | None) -> Tensor:
+    """The weight of every element, shaped like the loss: the caller's ([b] or broadcastable; 1), 0 in clean frames."""
+    weights = torch.ones_like(loss)
+    if weight is not None:
+        weights = weights * (_per_sample(weight) if weight.dim() == 1 else weight)
+    return weights if x_mask is None else weights * _per_frame(x_mask)
 
 
 # ------------------------------------------------------------------------------------------------------- objectives
@@ -90,7 +94,7 @@ class _Objective(nn.Module):
     def stages(self) -> dict[str, str]:
         """The stages of the wrapped model for `dsp.parallelize(objective, mesh)`; the model's own root is replaced."""
         stages: Mapping[str, str] = getattr(self.model, "stages", {})
-        root = "x=b c t h w, noise=b c t h w -> b c t h w, b c t h w"
+        root = "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w"
         return {"": root} | {f"model.{key}": stage for key, stage in stages.items() if key}
 
     def sample_timestep(self, uniform: Tensor) -> Tensor:
@@ -122,18 +126,28 @@ class RectifiedFlow(_Objective):
         return torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
 
     def forward(
-        self, x: Tensor, noise: Tensor, timestep: Tensor, weight: Tensor | None = None, **conditioning: Any
+        self,
+        x: Tensor,
+        noise: Tensor,
+        timestep: Tensor,
+        weight: Tensor | None = None,
+        x_mask: Tensor | None = None,
+        **conditioning: Any,
     ) -> tuple[Tensor, Tensor]:
         """Squared velocity error and weight of every element, both [b, c, t, h, w] float32.
 
         `x` and `noise` are [b, c, t, h, w], `timestep` holds noise levels u in (0, 1), [b]. `weight`, if any, is [b] or
         broadcasts to x. The loss of a batch is mean(loss * weight) / mean(weight).
+
+        `x_mask` [b, t] is for models that take it: frames where it is False are given without noise and not judged.
         """
         u = _per_sample(timestep)
+        if x_mask is not None:
+            u, conditioning["x_mask"] = u * _per_frame(x_mask), x_mask
         output = self.model((1 - u) * x + u * noise, timestep * 1000, **conditioning)
         velocity = output.narrow(1, 0, x.shape[1]).float()
         loss = (x - noise - velocity) ** 2
-        return loss, _per_element(weight, loss)
+        return loss, _per_element(loss, weight, x_mask)
 
 
 def linear_schedule(steps: int = 1000) -> dict[str, Tensor]:
@@ -201,15 +215,26 @@ class IDDPM(_Objective):
         return mean, place * largest + (1 - place) * smallest
 
     def forward(
-        self, x: Tensor, noise: Tensor, timestep: Tensor, weight: Tensor | None = None, **conditioning: Any
+        self,
+        x: Tensor,
+        noise: Tensor,
+        timestep: Tensor,
+        weight: Tensor | None = None,
+        x_mask: Tensor | None = None,
+        **conditioning: Any,
     ) -> tuple[Tensor, Tensor]:
         """Loss and weight of every element, both [b, c, t, h, w] float32.
 
         `x` and `noise` are [b, c, t, h, w], `timestep` holds steps 0..999, [b] int64. `weight`, if any, is [b] or
         broadcasts to x. The loss of a batch is mean(loss * weight) / mean(weight).
+
+        `x_mask` [b, t] is for models that take it: frames where it is False are given at step 0 and not judged.
         """
         channels = x.shape[1]
         x_s = self.q_sample(x, noise, timestep)
+        if x_mask is not None:
+            x_s = torch.where(_per_frame(x_mask), x_s, self.q_sample(x, noise, torch.zeros_like(timestep)))
+            conditioning["x_mask"] = x_mask
         output = self.model(x_s, timestep, **conditioning).float()
         predicted = output.narrow(1, 0, channels)
         loss = (noise - predicted) ** 2
@@ -220,7 +245,7 @@ class IDDPM(_Objective):
             kl = _gaussian_kl(true_mean, true_log_variance, mean, log_variance)
             likelihood = _discretised_log_likelihood(x, mean, 0.5 * log_variance)
             loss = loss + torch.where(_per_sample(timestep == 0), -likelihood, kl) / math.log(2)
-        return loss, _per_element(weight, loss)
+        return loss, _per_element(loss, weight, x_mask)
 
 
 def _gaussian_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:

@@ -1,6 +1,12 @@
-"""Latte (Ma et al., arXiv 2401.03048), variant 1: spatial and temporal transformer blocks in alternation.
+"""Latte (Ma et al., arXiv 2401.03048), a video transformer in four variants (section 3.2, figure 2):
 
-Published sizes; trainable parameters of the unconditional model at patch 2, latents 4 channels in and 8 out:
+1. spatial and temporal transformer blocks in alternation; the one that was released
+2. all the spatial blocks, then all the temporal ones
+3. blocks of three sublayers, each with its residual: spatial attention, temporal attention, MLP
+4. blocks whose attention is split by heads: half of them see the frame, the other half see time, side by side on one
+   normed input; their outputs are added, then MLP
+
+Published sizes; trainable parameters of unconditional variant 1 at patch 2, latents 4 channels in and 8 out:
 
     size   blocks  hidden  heads   parameters
     S/2      12      384      6     32,480,672
@@ -11,14 +17,21 @@ Published sizes; trainable parameters of the unconditional model at patch 2, lat
 
 ``conditioning="none"`` and ``"class"`` are the models of the paper: DiT blocks, modulated by adaLN-Zero from the
 timestep embedding, plus a label embedding with a null class. ``"text"`` is Latte-1, which diffusers has as
-LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks; ``Latte.from_diffusers`` loads its
-weights. The fixed temporal position table is added before the first temporal block.
+LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks. The fixed temporal position table is
+added before the first temporal block. ``from_reference`` loads the weights of either, of variant 1.
+
+What the paper leaves open in variants 3 and 4 follows variant 1. Every sublayer has shift, scale and gate of its own,
+so that variant 3 takes 9 rows a block; the two halves of variant 4 share those of the attention that they make up.
+Heads keep their width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is
+added before the first temporal attention (3) or before the first block (4); attention to text follows the spatial one
+(3) or the sum of both (4).
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
 channels, l text tokens, k what is left of a conditioning vector.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,23 +42,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.attention import CrossAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
-    CrossAttention,
-    FinalLayer,
+    FinalLinear,
+    FusedMLP,
     LabelEmbed,
+    ModulatedNorm,
     PatchEmbed,
     ScaleShiftLinear,
     ScaleShiftTable,
     TimestepEmbed,
+    add_time,
     check_shape,
     expect,
     init_linear,
     init_zero,
+    modulate,
+    norm,
+    rows,
+    unpatchify,
     video_inputs,
 )
-from zoo.reference import load, read_safetensors
+from zoo.reference import count, load, read_safetensors
 
 SIZES: dict[str, dict[str, Any]] = {
     f"{name}/{p}": {**size, "patch": (1, p, p)}
@@ -64,8 +84,9 @@ SIZES["test"] = {"hidden": 48, "depth": 4, "heads": 4}
 @dataclass(frozen=True)
 class Config:
     hidden: int = 384
-    depth: int = 12  # blocks, half of them spatial and half temporal
+    depth: int = 12  # blocks; in variants 1 and 2 half of them are spatial and half temporal
     heads: int = 6
+    variant: int = 1
     patch: tuple[int, int, int] = (1, 2, 2)
     in_channels: int = 4
     learn_sigma: bool = True  # twice the channels out: noise and the range of its variance (iddpm)
@@ -78,8 +99,12 @@ class Config:
         object.__setattr__(self, "patch", tuple(self.patch))
         if self.conditioning not in ("none", "class", "text"):
             raise ValueError(f"conditioning={self.conditioning!r}: there are 'none', 'class' and 'text'")
-        if self.depth % 2:
+        if self.variant not in (1, 2, 3, 4):
+            raise ValueError(f"variant={self.variant}: there are 1, 2, 3 and 4")
+        if self.variant <= 2 and self.depth % 2:
             raise ValueError(f"depth={self.depth}: spatial and temporal blocks come in pairs")
+        if self.variant == 4 and self.heads % 2:
+            raise ValueError(f"heads={self.heads}: half of them are spatial and half temporal, so take an even number")
         check_shape(self.hidden, self.heads, self.patch)
 
     @property
@@ -87,18 +112,80 @@ class Config:
         return self.in_channels * (2 if self.learn_sigma else 1)
 
 
-class Pair(nn.Module):
-    """A spatial block and the temporal block after it."""
+Modulation = type[ScaleShiftLinear] | type[ScaleShiftTable]
 
-    def __init__(self, dim: int, heads: int, first: bool, text: bool):
+
+class Pair(nn.Module):
+    """Variant 1: a spatial block and the temporal block after it."""
+
+    def __init__(self, dim: int, heads: int, modulation: Modulation, text: bool, first: bool):
         super().__init__()
-        modulation = ScaleShiftTable if text else ScaleShiftLinear
         self.spatial = Block(dim, heads, "s", modulation(dim, 6), text=text)
         self.temporal = Block(dim, heads, "t", modulation(dim, 6), positions=first)
 
     def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         x = self.spatial(x, cond, context, mask)
         return self.temporal(x, cond)
+
+
+class Sublayer(nn.Module):
+    """``layer``, modulated, round its residual (b t s c); then attention to text if there are heads for it."""
+
+    def __init__(self, dim: int, layer: nn.Module, modulation: nn.Module, text_heads: int = 0, positions: bool = False):
+        super().__init__()
+        self.positions = positions
+        self.modulation = modulation  # of 3 rows
+        self.layer = layer
+        self.cross = CrossAttention(dim, text_heads) if text_heads else None
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        shift, scale, gate = rows(self.modulation(cond))
+        if self.positions and x.shape[1] > 1:
+            x = add_time(x)
+        x = x + gate * self.layer(modulate(norm(x), shift, scale))
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x
+
+
+class Triple(nn.Module):
+    """Variant 3: spatial attention, temporal attention and an MLP, each round its residual."""
+
+    def __init__(self, dim: int, heads: int, modulation: Modulation, text: bool, first: bool):
+        super().__init__()
+        self.spatial = Sublayer(dim, SelfAttention(dim, heads, "s"), modulation(dim, 3), text_heads=heads * text)
+        self.temporal = Sublayer(dim, SelfAttention(dim, heads, "t"), modulation(dim, 3), positions=first)
+        self.mlp = Sublayer(dim, MLP(dim, 4 * dim), modulation(dim, 3))
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        spatial, temporal, mlp = modulations(cond, x.shape[-1], 3, 3, 3)
+        x = self.spatial(x, spatial, context, mask)
+        x = self.temporal(x, temporal)
+        return self.mlp(x, mlp)
+
+
+class Fork(nn.Module):
+    """Variant 4: half of the heads along space, half along time, on one input; their sum, and an MLP."""
+
+    def __init__(self, dim: int, heads: int, modulation: Modulation, text: bool):
+        super().__init__()
+        self.norm = ModulatedNorm(modulation(dim, 2))
+        self.spatial = SelfAttention(dim, heads // 2, "s", width=dim // 2)
+        self.temporal = SelfAttention(dim, heads // 2, "t", width=dim // 2)
+        self.fused = FusedMLP(dim, modulation(dim, 4), heads if text else None)
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        first, second = modulations(cond, x.shape[-1], 2, 4)
+        y = self.norm(x, first)
+        return self.fused(x, self.spatial(y) + self.temporal(y), second, context, mask)
+
+
+def modulations(cond: Tensor, dim: int, *rows: int) -> list[Tensor]:
+    """What each stage of a block is told: its own rows of adaLN-single's (b k), or all of the embedding (b dim)."""
+    if cond.shape[-1] == dim:
+        return [cond] * len(rows)
+    return list(cond.split([n * dim for n in rows], dim=-1))
 
 
 class Latte(nn.Module):
@@ -113,22 +200,43 @@ class Latte(nn.Module):
         super().__init__()
         self.config = config
         dim, heads, text = config.hidden, config.heads, config.conditioning == "text"
+        spatial, temporal, local = (f"{dims}, cond=b [k]" for dims in ("b t [s c]", "b [t] s [c]", "b t s [c]"))
+        given = ", context=b [l c], mask=b [l]" if text else ""
+        repeated = {
+            1: {"blocks.*.spatial": spatial + given, "blocks.*.temporal": temporal},
+            2: {"spatial.*": spatial + given, "temporal.*": temporal},
+            3: {"blocks.*.spatial": spatial + given, "blocks.*.temporal": temporal, "blocks.*.mlp": local},
+            4: {
+                "blocks.*.norm": local,
+                "blocks.*.spatial": "b t [s c]",
+                "blocks.*.temporal": "b [t] s [c]",
+                "blocks.*.fused": "b t s [c], b t s [c], cond=b [k]" + given,
+            },
+        }[config.variant]
         self.stages = {
             "": "x=b [i] t h w -> b [o] t h w",
             "embed": "b [i] t [h w] -> b t [s c]",
-            "blocks.*.spatial": "b t [s c], cond=b [k]" + (", context=b [l c], mask=b [l]" if text else ""),
-            "blocks.*.temporal": "b [t] s [c], cond=b [k]",
-            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+            **repeated,
+            "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
 
         self.t_embed = TimestepEmbed(dim)
-        self.t_block = nn.Linear(dim, 6 * dim) if text else None
+        self.t_block = nn.Linear(dim, (9 if config.variant == 3 else 6) * dim) if text else None
         self.label_embed = LabelEmbed(config.num_classes, dim) if config.conditioning == "class" else None
         self.caption = MLP(config.caption_channels, dim, dim) if text else None
         self.embed = PatchEmbed(config.in_channels, dim, config.patch, config.sample_size)
-        self.blocks = nn.ModuleList(Pair(dim, heads, i == 0, text) for i in range(config.depth // 2))
-        modulation = ScaleShiftTable if text else ScaleShiftLinear
-        self.final = FinalLayer(dim, config.out_channels, config.patch, modulation(dim, 2))
+        modulation: Modulation = ScaleShiftTable if text else ScaleShiftLinear
+        half, depth = range(config.depth // 2), range(config.depth)
+        if config.variant == 1:
+            self.blocks = nn.ModuleList(Pair(dim, heads, modulation, text, first=i == 0) for i in half)
+        elif config.variant == 2:
+            self.spatial = nn.ModuleList(Block(dim, heads, "s", modulation(dim, 6), text=text) for _ in half)
+            self.temporal = nn.ModuleList(Block(dim, heads, "t", modulation(dim, 6), positions=i == 0) for i in half)
+        elif config.variant == 3:
+            self.blocks = nn.ModuleList(Triple(dim, heads, modulation, text, first=i == 0) for i in depth)
+        else:
+            self.blocks = nn.ModuleList(Fork(dim, heads, modulation, text) for _ in depth)
+        self.final = FinalLinear(dim, config.out_channels, config.patch, modulation(dim, 2))
         self.init_weights()
 
     def forward(
@@ -154,9 +262,17 @@ class Latte(nn.Module):
 
         size = x.shape[-2], x.shape[-1]
         x = self.embed(x)
-        for pair in self.blocks:
-            x = pair(x, cond, context, context_mask)
-        return self.final(x, t, size)
+        if self.config.variant == 2:
+            for block in self.spatial:
+                x = block(x, cond, context, context_mask)
+            for block in self.temporal:
+                x = block(x, cond)
+        else:
+            if self.config.variant == 4 and x.shape[1] > 1:
+                x = add_time(x)
+            for block in self.blocks:
+                x = block(x, cond, context, context_mask)
+        return unpatchify(self.final(x, t), self.config.patch, size)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -211,6 +327,42 @@ class Latte(nn.Module):
         return model
 
 
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
+    """Build variant 1 from a state dict of the authors' code (the ``"ema"`` of a checkpoint) or of diffusers' model.
+
+    The number of heads is that of the published model of this width, and text models are taken to be trained on frames
+    of 64 cells: ``heads`` and ``sample_size`` override them.
+    """
+    text = "adaln_single.linear.weight" in state
+    names = diffusers_names if text else official_names
+    (patches,), (out,) = names("embed.proj.weight"), names("final.linear.weight")
+    if missing := [name for name in (patches, out) if name not in state]:
+        raise ValueError(f"neither the authors' nor diffusers' Latte: no {', '.join(missing)}")
+    hidden, channels, patch, _ = state[patches].shape
+    found: dict[str, Any] = {
+        "hidden": hidden,
+        "depth": 2 * count(state, "transformer_blocks.{}.") if text else count(state, "blocks.{}."),
+        "heads": next((size["heads"] for size in SIZES.values() if size["hidden"] == hidden), None),
+        "patch": (1, patch, patch),
+        "in_channels": channels,
+        "learn_sigma": len(state[out]) == 2 * channels * patch**2,
+    }
+    if text:
+        captions = state["caption_projection.linear_1.weight"].shape[1]
+        found |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64}
+    else:
+        found["sample_size"] = patch * math.isqrt(state["pos_embed"].shape[1])
+        if "y_embedder.embedding_table.weight" in state:
+            classes = len(state["y_embedder.embedding_table.weight"]) - 1
+            found |= {"conditioning": "class", "num_classes": classes}
+    found |= overrides
+    if found["heads"] is None:
+        raise ValueError(f"no Latte of hidden={hidden} was published: say how many heads it has, heads=")
+    model = Latte(Config(**found))
+    load(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
+    return model
+
+
 def diffusers_config(config: Mapping[str, Any]) -> Config:
     """The Config of a LatteTransformer3DModel's config; ValueError if that one differs in more than sizes."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
@@ -252,6 +404,31 @@ def diffusers_names(name: str) -> list[str]:
     return [DIFFUSERS[layer] + dot + suffix]
 
 
+def official_names(name: str) -> list[str]:
+    """The parameter of the authors' code that one of ours is."""
+    parts = re.fullmatch(r"blocks\.(\d+)\.(spatial|temporal)\.(.+)\.(weight|bias)", name)
+    if parts:
+        i, kind, layer, suffix = parts.groups()
+        return [f"blocks.{2 * int(i) + (kind == 'temporal')}.{OFFICIAL_BLOCK[layer]}.{suffix}"]
+    layer, _, suffix = name.rpartition(".")
+    return [f"{OFFICIAL[layer]}.{suffix}"]
+
+
+OFFICIAL = {
+    "embed.proj": "x_embedder.proj",
+    "t_embed.mlp.up": "t_embedder.mlp.0",
+    "t_embed.mlp.down": "t_embedder.mlp.2",
+    "label_embed.table": "y_embedder.embedding_table",
+    "final.modulation.linear": "final_layer.adaLN_modulation.1",
+    "final.linear": "final_layer.linear",
+}
+OFFICIAL_BLOCK = {
+    "modulation.linear": "adaLN_modulation.1",
+    "attention.qkv": "attn.qkv",
+    "attention.out": "attn.proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
 DIFFUSERS = {
     "embed.proj": "pos_embed.proj",
     "t_embed.mlp.up": "adaln_single.emb.timestep_embedder.linear_1",

@@ -25,26 +25,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.attention import CrossAttention
 from zoo.layers import (
     MLP,
     Block,
-    CrossAttention,
-    FinalLayer,
+    FinalLinear,
     LabelEmbed,
     PatchEmbed,
     ScaleShiftTable,
-    SelfAttention,
     TimestepEmbed,
-    add_time,
     check_shape,
     expect,
     init_linear,
     init_zero,
-    modulate,
-    norm,
-    rows,
+    unpatchify,
     video_inputs,
 )
+from zoo.video import stdit
 
 SIZES: dict[str, dict[str, Any]] = {
     "720m": {"hidden": 1152, "depth": 28, "heads": 16},
@@ -93,54 +90,6 @@ class PaperLayer(nn.Module):
         return self.temporal(x, cond)
 
 
-class STDiTSpatial(nn.Module):
-    """Modulated attention within each frame."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.attention = SelfAttention(dim, heads, over="s")
-
-    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
-        shift, scale, gate, *_ = rows(modulation)
-        return x + gate * self.attention(modulate(norm(x), shift, scale))
-
-
-class STDiTTemporal(nn.Module):
-    """Attention across frames on the plain residual, attention to text, modulated MLP."""
-
-    def __init__(self, dim: int, heads: int, text: bool, positions: bool):
-        super().__init__()
-        self.positions = positions
-        self.attention = SelfAttention(dim, heads, over="t")
-        self.cross = CrossAttention(dim, heads) if text else None
-        self.mlp = MLP(dim, 4 * dim)
-
-    def forward(
-        self, x: Tensor, modulation: Tensor, context: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows(modulation)
-        x = x + gate * self.attention(add_time(x) if self.positions else x)
-        if self.cross is not None:
-            assert context is not None
-            x = x + self.cross(x, context, mask)
-        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
-
-
-class STDiTLayer(nn.Module):
-    """The layer of Open-Sora 1.0 in two stages, which share one modulation."""
-
-    def __init__(self, dim: int, heads: int, first: bool, text: bool):
-        super().__init__()
-        self.modulation = ScaleShiftTable(dim, 6)
-        self.spatial = STDiTSpatial(dim, heads)
-        self.temporal = STDiTTemporal(dim, heads, text, positions=first)
-
-    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        modulation = self.modulation(cond)
-        x = self.spatial(x, modulation)
-        return self.temporal(x, modulation, context, mask)
-
-
 class Transformer2D(nn.Module):
     """``forward(x, timestep, label=None, context=None, context_mask=None)``
 
@@ -156,7 +105,7 @@ class Transformer2D(nn.Module):
         self.stages = {
             "": "x=b [i] t h w -> b [o] t h w",
             "embed": "b [i] t [h w] -> b t [s c]",
-            "final": "b t [s c], cond=b [c] -> b [o] t [h w]",
+            "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
         if config.block == "paper":
             self.stages["blocks.*.spatial"] = "b t [s c], cond=b [k]"
@@ -174,10 +123,14 @@ class Transformer2D(nn.Module):
         self.blocks = nn.ModuleList(
             PaperLayer(dim, heads, first=i == 0)
             if config.block == "paper"
-            else STDiTLayer(dim, heads, first=i == 0, text=text)
+            else stdit.Layer(
+                ScaleShiftTable(dim, 6),
+                stdit.Spatial(dim, heads),
+                stdit.Temporal(dim, heads, text, time_scale=1.0 if i == 0 else None),
+            )
             for i in range(config.depth)
         )
-        self.final = FinalLayer(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
         self.init_weights()
 
     def forward(
@@ -205,7 +158,7 @@ class Transformer2D(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, *given)
-        return self.final(x, t, size)
+        return unpatchify(self.final(x, t), self.config.patch, size)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -224,7 +177,7 @@ class Transformer2D(nn.Module):
         for module in self.modules():
             if isinstance(module, ScaleShiftTable):
                 nn.init.normal_(module.table, std=self.config.hidden**-0.5)
-            if isinstance(module, STDiTTemporal):
+            if isinstance(module, stdit.Temporal):
                 init_zero(module.attention.out)
             if isinstance(module, CrossAttention):
                 init_zero(module.out)

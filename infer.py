@@ -1,0 +1,98 @@
+"""Use a trained model: sample from it or predict with it, on any number of ranks.
+
+    python infer.py runs/demo --label 3 --frames 16
+    torchrun --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
+    python infer.py runs/demo --help
+
+All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import dsp
+from zoo.training import UserError, checkpoint, ranks
+from zoo.training import config as cfg
+from zoo.training.task import Task, user_error
+from zoo.training.tracking import duration
+
+
+def locate(path: Path) -> tuple[Path, Path, int | None]:
+    """The run's directory, its checkpoints, and which step is meant (None: the latest sound one)."""
+    step = None
+    if path.name.startswith("step-"):
+        known = {p: step for step, p in checkpoint.found(path.parent)}
+        if path not in known:
+            raise UserError(f"{path} is not a checkpoint; beside it there are: {', '.join(p.name for p in known)}")
+        step, path = known[path], path.parent
+    run = path.parent if path.name == "checkpoints" else path
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints")
+    return run, run / "checkpoints", step
+
+
+def load_model(task: Task, directory: Path, step: int | None, device: torch.device) -> nn.Module:
+    """The task's model with the weights of a checkpoint, shared by all ranks."""
+    with torch.device("meta"):
+        model = task.model()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
+    model.to_empty(device=device)
+    state = checkpoint.load(directory, model, identity=task.identity, step=step, report=ranks.say)
+    if state is None:
+        raise UserError(f"{directory} holds no checkpoint")
+    ranks.say(f"weights of step {state['step']} from {directory}")
+    user_error(dsp.parallelize, model, mesh["sp"])
+    return model.eval()
+
+
+def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
+    """A line on a terminal that says how far a long job is."""
+    began, shown = clock(), sys.stderr.isatty() and dist.get_rank() == 0
+
+    def on_step(step: int, steps: int) -> None:
+        if shown:
+            left = duration((clock() - began) / step * (steps - step))
+            print(f"\r{step}/{steps}  {left} left ", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+
+    return on_step
+
+
+def main(arguments: Sequence[str]) -> int:
+    usage = "infer.py RUN [options]   (RUN: the directory of a run, or of one of its checkpoints)"
+    try:
+        if not arguments or arguments[0].startswith("-"):
+            print(f"usage: {usage}\n\n{(__doc__ or '').partition(chr(10))[2].strip(chr(10))}")
+            return 0 if "--help" in arguments or "-h" in arguments else 2
+        run, directory, step = locate(Path(arguments[0]))
+        config = cfg.load([str(run / "config.yaml")])
+        shape = argparse.ArgumentDefaultsHelpFormatter
+        parser = argparse.ArgumentParser(prog="infer.py RUN", formatter_class=shape)
+        parser.add_argument("--out", type=Path, default=run / "inference", help="directory for the results")
+        cfg.create_task(config).arguments(parser)
+        options = parser.parse_args(arguments[1:])
+        with ranks.process_group() as device:
+            task = cfg.create_task(config, rank=dist.get_rank(), size=dist.get_world_size())
+            model = load_model(task, directory, step, device)
+            began = time.perf_counter()
+            with torch.no_grad():
+                written = user_error(task.infer, model, options, device, progress())
+            ranks.say(f"took {time.perf_counter() - began:.2f} s on {dist.get_world_size()} rank(s)")
+            for path in written:
+                ranks.say(f"wrote {path}")
+        return 0
+    except UserError as error:
+        ranks.complain(error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)(sys.argv[1:]))

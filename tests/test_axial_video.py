@@ -1,0 +1,147 @@
+"""Axial video models against diffusers' DiT with its blocks turned to one axis, and the package axial-attention."""
+
+import pytest
+import torch
+from einops import rearrange, repeat
+from test_latte import DTYPES, dit_names, dit_oracle
+from test_latte_variants import LAYERS, Parts, attention, number_frames
+from torch import nn
+from zoo_oracles import agree, copy_weights, randomise, to_frames
+
+import dsp
+import zoo
+from zoo.attention import SelfAttention
+from zoo.video.axial import AXES, AxialAttention
+
+TURNED = {"t": "(b h w) t c", "h": "(b t w) h c", "w": "(b t h) w c"}
+FRAMES = "(b t) (h w) c"
+
+
+def turn(block, axis, frames, side):
+    """A block on ((b t) (h w) c) sees one axis as its tokens."""
+    sizes = {"t": frames, "h": side, "w": side}
+
+    def to_axis(block, args, kwargs):
+        x = rearrange(args[0], f"{FRAMES} -> {TURNED[axis]}", **sizes)
+        for key in ("timestep", "class_labels"):
+            kwargs[key] = repeat(kwargs[key][::frames], "b -> (b n)", n=frames * side * side // sizes[axis])
+        return (x,), kwargs
+
+    block.register_forward_pre_hook(to_axis, with_kwargs=True)
+    block.register_forward_hook(lambda block, args, out: rearrange(out, f"{TURNED[axis]} -> {FRAMES}", **sizes))
+
+
+class Axes(nn.Module):
+    """Attention along every axis of ((b t) (h w) c), added up."""
+
+    def __init__(self, frames, side):
+        super().__init__()
+        self.sizes, self.axes = {"t": frames, "h": side, "w": side}, nn.ModuleList(attention(4) for _ in AXES)
+
+    def forward(self, x, **_):
+        return sum(
+            rearrange(one(rearrange(x, f"{FRAMES} -> {to}", **self.sizes)), f"{to} -> {FRAMES}", **self.sizes)
+            for one, to in zip(self.axes, TURNED.values())
+        )
+
+
+def oracle_of(order, frames, size):
+    oracle = dit_oracle(frames, size, classes=5, turned=False, layers=6 if order == "sequential" else 2)
+    blocks = oracle.transformer_blocks
+    number_frames(blocks[0], frames)
+    for i, block in enumerate(blocks):
+        if order == "sequential":
+            turn(block, [*AXES][i % 3], frames, size // 2)
+        else:
+            block.attn1, block.norm1.linear = Axes(frames, size // 2), Parts(2, 4)
+    randomise(oracle)
+    return oracle.eval()
+
+
+def names(name):
+    """The oracle's parameters from ours."""
+    head, *path = name.split(".")
+    if head != "blocks":
+        return dit_names(name)
+    i, kind, *path, layer, suffix = path
+    if kind in AXES and path:  # in sequence
+        block = f"transformer_blocks.{3 * int(i) + [*AXES].index(kind)}"
+        module = {"attention": "attn1.", "mlp": "ff."}.get(path[0])
+        return (
+            [f"{block}.{module}{n}.{suffix}" for n in LAYERS[layer]] if module else [f"{block}.norm1.linear.{suffix}"]
+        )
+    block = f"transformer_blocks.{i}"
+    if "modulation" in path:
+        return [f"{block}.norm1.linear.parts.{['norm', 'fused'].index(kind)}.{suffix}"]
+    module = f"attn1.axes.{[*AXES].index(kind)}" if kind in AXES else "ff"
+    return [f"{block}.{module}.{n}.{suffix}" for n in LAYERS[layer]]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("batch", "frames", "size"), [(2, 7, 8), (1, 3, 6)])
+@pytest.mark.parametrize("order", ["sequential", "summed"])
+def test_models_agree_with_blocks_of_diffusers(order, batch, frames, size, dtype, tolerance):
+    torch.manual_seed(0)
+    oracle = oracle_of(order, frames, size).to(dtype)
+    options = {"in_channels": 3, "learn_sigma": True, "num_classes": 5}
+    model = zoo.create("axial_video", "test", order=order, **options).to(dtype)
+    copy_weights(model, oracle, names)
+    timestep, label = torch.randint(1000, (batch,)), torch.tensor([2, 5])[:batch]
+
+    def run_oracle(oracle, x):
+        steps, labels = (repeat(y, "b -> (b t)", t=frames) for y in (timestep, label))
+        return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=frames)
+
+    x = torch.randn(batch, 3, frames, size, size, dtype=dtype)
+    agree(model, oracle, names, lambda model, x: model(x, timestep.float(), label), run_oracle, x, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_summed_attention_agrees_with_the_package(dims, dtype, tolerance):
+    axial = pytest.importorskip("axial_attention")
+    torch.manual_seed(0)
+    theirs = axial.AxialAttention(dim=12, num_dimensions=dims, heads=3, dim_index=-1).to(dtype)
+    randomise(theirs)
+    # rows and columns of an image are what a video model calls time and space
+    ours = (
+        [SelfAttention(12, 3, over) for over in "ts"] if dims == 2 else [AxialAttention(12, 3, axis) for axis in AXES]
+    )
+    parts = [wrapped.fn for wrapped in theirs.axial_attentions]
+    with torch.no_grad():
+        for one, part in zip(ours, parts):
+            one.to(dtype).qkv.weight.copy_(torch.cat([part.to_q.weight, part.to_kv.weight]))
+            one.qkv.bias.zero_()  # the package has none
+            one.out.load_state_dict(part.to_out.state_dict())
+    x = torch.randn(2, *(5, 7, 6)[:dims], 12, dtype=dtype, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    out, wanted = sum(one(x) for one in ours), theirs(y)
+    assert wanted.std() > 0.1
+    weight = torch.randn_like(wanted)
+    (out * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    pairs = [(out, wanted), (x.grad, y.grad)]
+    for one, part in zip(ours, parts):
+        pairs.append((one.qkv.weight.grad, torch.cat([part.to_q.weight.grad, part.to_kv.weight.grad])))
+        pairs += [(a.grad, b.grad) for a, b in zip(one.out.parameters(), part.to_out.parameters())]
+    for got, expected in pairs:
+        assert (got - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_switches():
+    """Two axes in a row share a layout: one switch in two blocks, never more than two in a cycle of three."""
+    for depth, switches in ((1, 2), (2, 3), (4, 6)):
+        with torch.device("meta"):
+            model = zoo.create("axial_video", "test", depth=depth)
+            inputs = model.example_inputs(frames=8, height=16, width=16)
+        plan = dsp.plan(model, kwargs=inputs, size=4, gather_output=False)
+        assert len(plan.switches) == switches <= 2 * depth
+        with torch.device("meta"):
+            model = zoo.create("axial_video", "test", depth=depth, order="summed")
+        plan = dsp.plan(model, kwargs=inputs, size=4, gather_output=False)
+        assert len(plan.switches) == 2 * depth
+
+
+def test_wrong_orders_are_refused():
+    with pytest.raises(ValueError, match="order='parallel': there are 'sequential' and 'summed'"):
+        zoo.create("axial_video", "test", order="parallel")

@@ -1,0 +1,51 @@
+"""The demo of every model of the zoo, three steps of it: plain, shared by two ranks, and interrupted and resumed."""
+
+from pathlib import Path
+
+import pytest
+from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
+
+import zoo
+from zoo.training import config as cfg
+
+ROOT = Path(__file__).parents[1]
+DEMOS = sorted(path for path in (ROOT / "configs").glob("*demo.yaml"))
+SHORT = ["train.steps=3", "log.every=1", "checkpoint.every=0", "wandb.mode=disabled"]
+SHORT_TASK = {  # the rest of a demo, in little
+    "digits": ["train.batch=4", "eval={every: 3, clips: 4, levels: 1, linear_floor: false}", "sample.every=0"],
+}
+
+
+class Demo(Runs):
+    def __init__(self, trainer, directory, path):  # noqa: F811
+        self.trainer, self.directory, self.file = trainer, directory, path
+        self.data = cfg.load([str(path)]).data.name
+
+    def arguments(self, *overrides):
+        return super().arguments(*SHORT, *SHORT_TASK[self.data], *overrides)
+
+
+def same(a, b, tolerance):
+    for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
+        expected, curve = metrics(a, *keys), metrics(b, *keys)
+        assert list(curve) == list(expected)
+        for step, values in expected.items():
+            assert curve[step] == pytest.approx(values, rel=tolerance), (step, keys)
+
+
+@pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
+def test_a_demo(trainer, tmp_path, fresh_ranks, monkeypatch, path):  # noqa: F811
+    run = Demo(trainer, tmp_path, path)
+    plain = run("name=plain")
+    assert list(metrics(plain, "loss")) == [1, 2, 3]
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 2)
+        run("name=again")
+    again = run("name=again", "resume=true")
+    same(plain, again, tolerance=0)  # bitwise
+    fresh_ranks(_run_here, 4, run.arguments("name=shared", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+    same(plain, tmp_path / "runs/shared", tolerance=1e-4)
+
+
+def test_every_model_has_a_demo():
+    assert {cfg.load([str(path)]).model.name for path in DEMOS} >= set(zoo.list_models()) - {"latte"}

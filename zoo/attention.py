@@ -1,0 +1,154 @@
+"""Attention, with the options that the models choose from: grouped keys, rotary positions, normalised heads, a bias.
+
+Letters: b batch, n queries, m keys, h heads, g heads of keys and values, e channels of a head, t frames, s patches of a
+frame, c channels, l text tokens.
+"""
+
+from itertools import repeat
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+try:
+    from flash_attn import flash_attn_func
+except ImportError:
+    flash_attn_func = None
+
+MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, and a grid has no more rows
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Softmax attention: queries (b n h e), keys and values (b m g e) -> (b n h e).
+
+    h is a multiple of g: query heads in groups of h/g share a head of keys and values (Ainslie et al., arXiv
+    2305.13245), all of them where g is 1. ``mask`` (b m) is True for the keys to be seen; where it is False throughout,
+    all of them are. ``bias`` (b h n m), or 1 for any of these, is added to the logits. ``causal``: a query sees the
+    keys up to its own place (neither mask nor bias then). flash-attn runs it where it is installed and can (CUDA, half
+    precision, neither mask nor bias), PyTorch's SDPA everywhere else.
+    """
+    check_heads(q.shape[2], k.shape[2])
+    if len(q) > MAX_BATCH:
+        masks = repeat(None) if mask is None else mask.split(MAX_BATCH)
+        biases = repeat(bias) if bias is None or len(bias) == 1 else bias.split(MAX_BATCH)
+        parts = zip(q.split(MAX_BATCH), k.split(MAX_BATCH), v.split(MAX_BATCH), masks, biases)
+        return torch.cat([attend(*part, causal=causal) for part in parts])
+    native = q.dtype in (torch.float16, torch.bfloat16) and mask is None and bias is None
+    if flash_attn_func is not None and q.is_cuda and native and q.shape[-1] <= 256:
+        return flash_attn_func(q, k, v, causal=causal)
+    if not native:  # of PyTorch's kernels with linear memory, those that take all this know no groups
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    if mask is not None:
+        mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}, the heads of keys and values")
+
+
+def rotate(x: Tensor, pairs: str, base: float = 10000.0) -> Tensor:
+    """Rotary positions (Su et al., arXiv 2104.09864): turn pairs of channels of (b n h e) by angles that grow with n.
+
+    Pair k turns by base^(-2k/e) a position. ``pairs`` says which channels are a pair: neighbours ("interleaved", as in
+    the paper) or k and k + e/2 ("halves", as in Llama).
+    """
+    steps = torch.arange(0, x.shape[-1], 2, dtype=torch.float64, device=x.device)
+    positions = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+    angles = torch.outer(positions, base ** (-steps / x.shape[-1]))[:, None]
+    precise = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = angles.cos().to(precise), angles.sin().to(precise)
+    if pairs == "interleaved":
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return turned.to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
+
+    ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one. ``kv_heads``
+    is the number of heads of keys and values: ``heads`` of them unless told otherwise, fewer for grouped-query
+    attention, 1 for multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an
+    RMSNorm with weights of its own on each head of them, "before" or "after" that.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        over: str,
+        *,
+        width: int | None = None,
+        causal: bool = False,
+        kv_heads: int | None = None,
+        rope: str | None = None,
+        qk_norm: str | None = None,
+    ):
+        super().__init__()
+        width = dim if width is None else width
+        self.causal = causal
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        if width % heads:
+            raise ValueError(f"{width} channels do not divide into heads={heads}")
+        check_heads(self.heads, self.kv_heads)
+        if rope not in (None, "interleaved", "halves"):
+            raise ValueError(f"rope={rope!r}: there are None, 'interleaved' and 'halves'")
+        if qk_norm not in (None, "before", "after"):
+            raise ValueError(f"qk_norm={qk_norm!r}: there are None, 'before' and 'after' (the rotation)")
+        size = width // heads
+        if rope and size % 2:
+            raise ValueError(f"{width} channels in heads={heads}: rotary positions need an even number in each")
+        self.rope, self.qk_norm = rope, qk_norm
+        self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
+        self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
+        self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * size)
+        self.q_norm = nn.RMSNorm(size, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(size, eps=1e-6) if qk_norm else None
+        self.out = nn.Linear(width, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = rearrange(self.qkv(rearrange(x, self.fold)), "b n (h e) -> b n h e", h=self.heads + 2 * self.kv_heads)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q, k = self.prepare(q, self.q_norm), self.prepare(k, self.k_norm)
+        y = self.out(rearrange(attend(q, k, v, causal=self.causal), "b n h e -> b n (h e)"))
+        return rearrange(y, self.unfold, b=len(x))
+
+    def prepare(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Position and norm of queries or keys (b n h e)."""
+        if norm is not None and self.qk_norm == "before":
+            x = norm(x)
+        if self.rope is not None:
+            x = rotate(x, self.rope)
+        if norm is not None and self.qk_norm == "after":
+            x = norm(x)
+        return x
+
+
+class CrossAttention(nn.Module):
+    """Attention from (b t s c) to text (b l c), the same for every frame; ``mask`` (b l) keeps tokens."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", h=self.heads)
+        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, h=self.heads)
+        return self.out(rearrange(attend(q, k, v, mask), "b (t s) h e -> b t s (h e)", t=x.shape[1]))

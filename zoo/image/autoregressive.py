@@ -1,0 +1,62 @@
+"""The objective and the sampler of autoregressive models of images: ``model(image, ...)`` gives logits.
+
+Letters: b images, c channels, h w rows and columns of pixels, k levels of a pixel. Images (b c h w) hold whole numbers
+from 0 to k - 1, logits are (b c h w k).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Likelihood(nn.Module):
+    """Minus the logarithm, to base 2, of the probability that logits (b c h w k) give to an image (b c h w)."""
+
+    def forward(self, logits: Tensor, image: Tensor) -> Tensor:
+        return F.cross_entropy(logits.movedim(-1, 1).float(), image, reduction="none") / math.log(2)
+
+
+class BitsPerDim(nn.Module):
+    """A model with its loss: the bits it takes to name each value of an image."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.likelihood = Likelihood()
+
+    @property
+    def stages(self) -> dict[str, str]:
+        stages: dict[str, str] = getattr(self.model, "stages", {})
+        own = {"": "image=b [c] h w -> b [c] h w, b [c] h w", "likelihood": "b [c] h w [k], b [c] h w -> b [c] h w"}
+        return own | {f"model.{key}": stage for key, stage in stages.items() if key}
+
+    def forward(self, image: Tensor, **conditioning: Any) -> tuple[Tensor, Tensor]:
+        """Bits and weight, which is 1, of every value of ``image``, both (b c h w) float32."""
+        loss = self.likelihood(self.model(image, **conditioning), image)
+        return loss, torch.ones_like(loss)
+
+
+@torch.no_grad()
+def sample(
+    model: Callable[..., Tensor], noise: Tensor, on_step: Callable[[int, int], None] | None = None, **conditioning: Any
+) -> Tensor:
+    """Images (b c h w) drawn from the model, one value after another, in the order channel, row, column.
+
+    ``noise`` (b c h w k) is standard Gumbel noise: logits plus noise are largest at a level as often as the model says
+    (Gumbel-max). Each value takes a forward of all the image. ``on_step(i, values)`` is called after value i.
+    """
+    b, c, h, w, _ = noise.shape
+    image = torch.zeros(b, c, h, w, dtype=torch.long, device=noise.device)
+    for i in range(c * h * w):
+        at = (..., i // (h * w), i // w % h, i % w)
+        logits = model(image, **conditioning)
+        drawn = (logits[:, at[1], at[2], at[3]] + noise[:, at[1], at[2], at[3]]).argmax(-1)
+        image = image.clone()  # the model may still look at the one it was given
+        image[at] = drawn
+        if on_step is not None:
+            on_step(i + 1, c * h * w)
+    return image

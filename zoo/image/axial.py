@@ -1,0 +1,275 @@
+"""Axial Transformer (Ho et al. 2019, arXiv 1912.12180): an autoregressive model of images by attention along one axis.
+
+The value of a pixel is predicted from all the pixels before it, in the order channel, row, column:
+
+    exterior  sees the channels before this one, whole: rows and columns in turn
+    outer     sees the rows above: rows in turn with causal columns, then everything moves one row down
+    inner     sees the pixels to the left: the image one column to the right, what the outer blocks saw, causal rows
+
+Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper draws
+one slice of an image a step, here all of them are computed.
+
+Sizes of the authors' code (google-research/axial), for images of three channels with 256 levels:
+
+    size        hidden  heads   exterior, outer, inner blocks
+    imagenet32    1536     16   8, 8, 8
+    imagenet64    2048     16   8, 8, 8
+
+Letters: b images, c channels of an image, h w rows and columns of pixels, d hidden channels, k levels of a pixel, e
+what is known of it from the channels before. Blocks take slices, ((b c) h w d); their stages have c in brackets, since
+a few channels are not there to be divided among ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.attention import SelfAttention
+from zoo.layers import MLP, expect
+
+SIZES: dict[str, dict[str, Any]] = {
+    "imagenet32": {"hidden": 1536, "dropout": 0.04},
+    "imagenet64": {"hidden": 2048, "height": 64, "width": 64},
+    "test": {
+        **{"hidden": 16, "heads": 2, "exterior": 2, "outer": 4, "inner": 2},
+        **{"height": 12, "width": 12, "channels": 1, "levels": 6},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int = 1536
+    heads: int = 16
+    exterior: int = 8  # blocks, half of them along rows and half along columns
+    outer: int = 8  # the same
+    inner: int = 8  # blocks along rows
+    mlp: int = 1  # hidden channels of an MLP, as a multiple of `hidden`
+    height: int = 32  # of the largest image
+    width: int = 32
+    channels: int = 3
+    levels: int = 256
+    num_classes: int | None = None  # class-conditional, which the paper's models are not
+    dropout: float = 0.0  # of what a sublayer adds to the residual
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
+        for name in ("exterior", "outer"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name}={getattr(self, name)}: blocks along rows and columns come in pairs")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is not a share in [0, 1)")
+        for name in ("inner", "channels", "levels", "height", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: take at least 1")
+
+
+class Block(nn.Module):
+    """Attention along one axis of (n h w d) and an MLP, each behind a norm: ``"row"`` or ``"column"``."""
+
+    def __init__(self, config: Config, along: str, causal: bool):
+        super().__init__()
+        dim = config.hidden
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = SelfAttention(dim, config.heads, {"column": "t", "row": "s"}[along], causal=causal)
+        self.mlp = MLP(dim, config.mlp * dim, activation=QuickGELU())
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_attention(x)))
+        return x + self.dropout(self.mlp(self.norm_mlp(x)))
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Pair(nn.Module):
+    """A block along rows, which sees all of its row, and one along columns."""
+
+    def __init__(self, config: Config, causal: bool):
+        super().__init__()
+        self.row = Block(config, "row", causal=False)
+        self.column = Block(config, "column", causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.column(self.row(x))
+
+
+class Positions(nn.Module):
+    """Adds a vector of its row and one of its column to every pixel of (n h w d)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.row = nn.Parameter(torch.empty(config.height, config.hidden))
+        self.column = nn.Parameter(torch.empty(config.width, config.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # one after the other: their sum would be as large as x
+        return x + self.row[: x.shape[1], None] + self.column[: x.shape[2]]
+
+
+class Shift(nn.Module):
+    """Moves (n h w d) one row down or one column to the right; zeros come in, the last row or column is lost."""
+
+    def __init__(self, towards: str):
+        super().__init__()
+        self.padding = {"down": (0, 0, 0, 0, 1, -1), "right": (0, 0, 1, -1)}[towards]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.padding)
+
+
+def neighbours(x: Tensor, dim: int) -> Tensor:
+    """Every place of (n h w e) with the places before and after it: (n h w (3 e)), zeros beyond the edge."""
+    padding = (0, 0, 0, 0, 1, 1) if dim == 1 else (0, 0, 1, 1)
+    return torch.cat([F.pad(x, padding).narrow(dim, i, x.shape[dim]) for i in range(3)], dim=-1)
+
+
+class Previous(nn.Module):
+    """What is known of every channel of an image (b c h w) from those before it, with the rows above and below.
+
+    For a channel: the values from 0 to 1 of those before it, zeros for the others, and which channel it is, (2 c)
+    numbers; three rows make ((b c) h w e).
+    """
+
+    def __init__(self, levels: int):
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, image: Tensor, dtype: torch.dtype) -> Tensor:
+        channels = image.shape[1]
+        numbers = torch.arange(channels, device=image.device)
+        values = image[:, None].to(dtype) / (self.levels - 1) * (numbers < numbers[:, None])[:, :, None, None]
+        which = (numbers == numbers[:, None])[:, :, None, None].expand_as(values)
+        known = torch.cat([values, which.to(dtype)], dim=2)
+        return neighbours(known.flatten(0, 1).movedim(1, -1), dim=1)
+
+
+class Convolution(nn.Module):
+    """The second half of a convolution of 3 x 3 pixels: (n h w e), which has three rows, to (n h w d)."""
+
+    def __init__(self, channels: int, dim: int):
+        super().__init__()
+        self.linear = nn.Linear(9 * channels, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(neighbours(x, dim=2))
+
+
+class Logits(nn.Module):
+    """Norm and linear layer, (n h w d) -> (n h w k)."""
+
+    def __init__(self, dim: int, levels: int):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(dim), nn.Linear(dim, levels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+class AxialImage(nn.Module):
+    """``forward(image, label=None)``
+
+    image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
+    of every value given those before it. Images may be smaller than ``height`` and ``width``.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        row, column = "(b [c]) h [w d]", "(b [c]) [h] w [d]"
+        self.stages = {
+            "": "image=b [c] h w -> b [c] h w k",
+            "embed": "(b [c]) h w -> (b [c]) h w d",
+            "outer.*.row": row,
+            "outer.*.column": column,
+            "down": "(b [c]) [h] w d",
+            "right": "(b [c]) h [w] d",
+            "inner.*": row,
+            "logits": "(b [c]) h w [d] -> (b [c]) h w k",
+        }
+        if config.channels > 1:
+            self.stages["previous"] = "b [c h] w -> (b [c]) h w e"
+            self.stages["convolution"] = "(b [c]) h [w e] -> (b [c]) h w d"
+            self.stages["exterior.*.row"] = row
+            self.stages["exterior.*.column"] = column
+
+        dim = config.hidden
+        self.label = nn.Embedding(config.num_classes, dim) if config.num_classes else None
+        if config.channels > 1:
+            self.previous = Previous(config.levels)
+            self.convolution = Convolution(2 * config.channels, dim)
+            self.exterior_positions = Positions(config)
+            self.exterior = nn.ModuleList(Pair(config, causal=False) for _ in range(config.exterior // 2))
+        self.embed = nn.Embedding(config.levels, dim)
+        self.positions = Positions(config)
+        self.outer = nn.ModuleList(Pair(config, causal=True) for _ in range(config.outer // 2))
+        self.down, self.right = Shift("down"), Shift("right")
+        self.inner = nn.ModuleList(Block(config, "row", causal=True) for _ in range(config.inner))
+        self.logits = Logits(dim, config.levels)
+        self.init_weights()
+
+    def forward(self, image: Tensor, label: Tensor | None = None) -> Tensor:
+        config = self.config
+        expect("label", label, self.label is not None, f"num_classes={config.num_classes}")
+        b, c, h, w = image.shape
+        if c != config.channels or h > config.height or w > config.width:
+            raise ValueError(
+                f"an image of {c} channels of {h} x {w} pixels: a model built with channels={config.channels}, "
+                f"height={config.height}, width={config.width} takes as many channels and at most as many pixels"
+            )
+        known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
+        if c > 1:
+            x = self.exterior_positions(self.convolution(self.previous(image, self.logits.linear.weight.dtype)))
+            known = x if known is None else x + known
+            for pair in self.exterior:
+                known = pair(known)
+
+        pixels = self.embed(image.flatten(0, 1))
+        above = self.positions(pixels) if known is None else self.positions(pixels) + known
+        for pair in self.outer:
+            above = pair(above)
+        x = self.positions(self.right(pixels) + self.down(above))
+        if known is not None:
+            x = x + known
+        for block in self.inner:
+            x = block(x)
+        return self.logits(x).unflatten(0, (b, c))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too, as the authors do.
+
+        Weights with variance 1 / inputs, those of the last layer of every residual branch and of the logits 1e-10 times
+        that; embeddings and positions at std 5 / sqrt(hidden).
+        """
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        last = {self.logits.linear, *(layer for block in blocks for layer in (block.attention.out, block.mlp.down))}
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                scale = 1e-10 if module in last else 1.0
+                nn.init.trunc_normal_(module.weight, std=(scale / module.in_features) ** 0.5)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding | Positions):
+                for param in module.parameters():
+                    nn.init.normal_(param, std=5 * self.config.hidden**-0.5)
+
+    def example_inputs(
+        self, batch: int = 1, *, height: int | None = None, width: int | None = None
+    ) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device; the largest image unless told otherwise."""
+        config = self.config
+        shape = batch, config.channels, height or config.height, width or config.width
+        inputs = {"image": torch.randint(config.levels, shape)}
+        if config.num_classes:
+            inputs["label"] = torch.randint(config.num_classes, (batch,))
+        return inputs

@@ -1,0 +1,273 @@
+"""Spatial-temporal Mamba: a video diffusion model whose every block is one Mamba mixer, over space or over time.
+
+Each block is x += gate * mixer(modulate(RMSNorm(x))), modulated by adaLN-Zero (DiT, section 3.2), without an MLP.
+Mixers are Mamba-1 (arXiv 2312.00752) or Mamba-2 (arXiv 2405.21060), in both directions as in Vision Mamba (arXiv
+2401.09417): the projections in and out are shared, a direction has its own convolution and its own state space. The
+widths and depths of S and B are those of Vision Mamba, those of L of Mamba-370M. Parameters, of latents of 4 channels:
+
+    size   blocks  hidden       mamba1       mamba2
+    B/2        24     768  140,603,152  135,101,584
+    S/2        24     384   36,239,248   35,178,064
+    L/2        48    1024  492,606,480  471,996,432
+
+``mixer_from_reference`` loads the mixers of published Mamba models. A whole language model is not loaded: half of the
+parameters here (modulation, embeddings, the second direction) have no counterpart there.
+
+Letters: b batch, n positions, c channels, d inner channels, h heads, e channels of a head, k channels of the state.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.reference import load
+from zoo.scan import full, scan
+from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
+
+SIZES: dict[str, dict[str, Any]] = {
+    "B/2": {"hidden": 768, "depth": 24},
+    "S/2": {"hidden": 384, "depth": 24},
+    "L/2": {"hidden": 1024, "depth": 48},
+    "test": {"hidden": 48, "depth": 6, "d_state": 6, "head_dim": 12},
+}
+
+
+@dataclass(frozen=True)
+class Config(ScanConfig):
+    mixer: str = "mamba1"  # or "mamba2"
+    bidirectional: bool = True
+    d_state: int | None = None  # channels of the state; null for 16 in Mamba-1, 128 in Mamba-2
+    d_conv: int = 4  # positions that the convolution before the scan sees
+    expand: int = 2  # inner channels / hidden
+    head_dim: int = 64  # Mamba-2 only, as groups
+    groups: int = 1  # of heads that share B and C
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mixer not in MIXERS:
+            raise ValueError(f"mixer={self.mixer!r}: there are {' and '.join(map(repr, MIXERS))}")
+        inner = self.expand * self.hidden
+        if self.mixer == "mamba2" and (inner % self.head_dim or inner // self.head_dim % self.groups):
+            raise ValueError(
+                f"head_dim={self.head_dim}, groups={self.groups}: {inner} inner channels (expand x hidden) must divide "
+                "into heads, and these into groups"
+            )
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel of (b n d) over this position and those before it, then SiLU."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = self.weight.shape[1]
+        padded = F.pad(x, (0, 0, width - 1, 0))
+        taps = (padded[:, i : i + x.shape[1]] * w for i, w in enumerate(self.weight.unbind(1)))
+        return F.silu(sum(taps, self.bias))
+
+    def init_weights(self) -> None:
+        for param in (self.weight, self.bias):
+            nn.init.uniform_(param, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+
+
+class Mamba1Direction(nn.Module):
+    """Convolution and selective state space: h = exp(dt A) h + dt x B, y = C h + D x; (b n d) -> (b n d)."""
+
+    def __init__(self, inner: int, rank: int, d_state: int, d_conv: int):
+        super().__init__()
+        self.sizes = rank, d_state, d_state
+        self.conv1d = CausalConv(inner, d_conv)
+        self.x_proj = nn.Linear(inner, rank + 2 * d_state, bias=False)
+        self.dt_proj = nn.Linear(rank, inner)
+        self.A_log = nn.Parameter(torch.empty(inner, d_state))
+        self.D = nn.Parameter(torch.empty(inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv1d(x)
+        dt, B, C = self.x_proj(x).split(self.sizes, -1)
+        dt, A = F.softplus(full(self.dt_proj(dt))), -full(self.A_log).exp()
+        y = scan(C[:, :, None], B[:, :, None], (dt * x).to(x.dtype)[..., None], dt[..., None] * A)
+        return y[..., 0] + self.D * x
+
+    def init_weights(self) -> None:
+        self.conv1d.init_weights()
+        self.x_proj.reset_parameters()
+        nn.init.uniform_(self.dt_proj.weight, -(self.sizes[0] ** -0.5), self.sizes[0] ** -0.5)
+        init_time_step(self.dt_proj.bias)
+        self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+
+
+class Mamba1(nn.Module):
+    """The mixer of Mamba-1 (section 3.4), in one direction or both: (b n c) -> (b n c)."""
+
+    def __init__(self, dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, bidirectional: bool = False):
+        super().__init__()
+        inner, rank = expand * dim, math.ceil(dim / 16)
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
+        self.ahead = Mamba1Direction(inner, rank, d_state, d_conv)
+        self.back = Mamba1Direction(inner, rank, d_state, d_conv) if bidirectional else None
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, z = self.in_proj(x).chunk(2, -1)
+        y = self.ahead(x)
+        if self.back is not None:
+            y = y + self.back(x.flip(1)).flip(1)
+        return self.out_proj(y * F.silu(z))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        init_mixer(self)
+
+
+class Mamba2Direction(nn.Module):
+    """Convolution and state space with one decay a head, of x, B and C together and dt (b n h); -> (b n d)."""
+
+    def __init__(self, inner: int, heads: int, groups: int, d_state: int, d_conv: int):
+        super().__init__()
+        self.heads, self.groups = heads, groups
+        self.sizes = inner, groups * d_state, groups * d_state
+        self.conv1d = CausalConv(sum(self.sizes), d_conv)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+
+    def forward(self, xbc: Tensor, dt: Tensor) -> Tensor:
+        x, B, C = self.conv1d(xbc).split(self.sizes, -1)
+        x = x.unflatten(-1, (self.heads, -1))
+        B, C = (y.unflatten(-1, (self.groups, -1)) for y in (B, C))
+        dt, A = F.softplus(full(dt + self.dt_bias)), -full(self.A_log).exp()
+        y = scan(C, B, (dt[..., None] * x).to(x.dtype), dt * A)
+        return (y + self.D[:, None] * x).flatten(-2)
+
+    def init_weights(self) -> None:
+        self.conv1d.init_weights()
+        init_time_step(self.dt_bias)
+        self.A_log.copy_(nn.init.uniform_(self.A_log, 1, 16).log())
+        nn.init.ones_(self.D)
+
+
+class Mamba2(nn.Module):
+    """The mixer of Mamba-2 (section 7.1), in one direction or both: (b n c) -> (b n c).
+
+    The gated norm is over the heads of a group. Both directions go through it by themselves, then they are added.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        bidirectional: bool = False,
+        head_dim: int = 64,
+        groups: int = 1,
+    ):
+        super().__init__()
+        inner = expand * dim
+        heads = inner // head_dim
+        self.groups = groups
+        self.sizes = inner, inner + 2 * groups * d_state, heads
+        self.in_proj = nn.Linear(dim, sum(self.sizes), bias=False)
+        self.ahead = Mamba2Direction(inner, heads, groups, d_state, d_conv)
+        self.back = Mamba2Direction(inner, heads, groups, d_state, d_conv) if bidirectional else None
+        self.norm = nn.Parameter(torch.empty(inner))
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, xbc, dt = self.in_proj(x).split(self.sizes, -1)
+        y = self.gated_norm(self.ahead(xbc, dt), z)
+        if self.back is not None:
+            y = y + self.gated_norm(self.back(xbc.flip(1), dt.flip(1)).flip(1), z)
+        return self.out_proj(y)
+
+    def gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
+        y = full(y) * F.silu(full(z))
+        grouped = y.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(grouped, grouped.shape[-1:], eps=1e-5).flatten(-2).to(z.dtype) * self.norm
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        init_mixer(self)
+        nn.init.ones_(self.norm)
+
+
+MIXERS: dict[str, type[Mamba1] | type[Mamba2]] = {"mamba1": Mamba1, "mamba2": Mamba2}
+
+
+def init_mixer(mixer: Mamba1 | Mamba2) -> None:
+    """PyTorch's own start for the linear layers, as in the authors' code; time steps and decays as below."""
+    mixer.in_proj.reset_parameters()
+    mixer.out_proj.reset_parameters()
+    mixer.ahead.init_weights()
+    if mixer.back is not None:
+        mixer.back.init_weights()
+
+
+def init_time_step(bias: Tensor) -> None:
+    """softplus(bias) is log-uniform in [0.001, 0.1] (Mamba, section 3.6)."""
+    dt = nn.init.uniform_(bias, math.log(1e-3), math.log(0.1)).exp()
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
+class STMamba(ScanModel):
+    __doc__ = ScanModel.__doc__
+
+    def __init__(self, config: Config):
+        def block(over: str, index: int) -> Block:
+            kind = {"head_dim": config.head_dim, "groups": config.groups} if config.mixer == "mamba2" else {}
+            d_state = config.d_state or {"mamba1": 16, "mamba2": 128}[config.mixer]
+            mixer = MIXERS[config.mixer](
+                config.hidden, d_state, config.d_conv, config.expand, config.bidirectional, **kind
+            )
+            return Block(config.hidden, over, [Norm(config.hidden)], [mixer])
+
+        super().__init__(config, block)
+
+
+# Published mixers
+
+
+def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, groups: int = 1) -> Mamba1 | Mamba2:
+    """The mixer under ``prefix`` of a published Mamba-1, Mamba-2 or Vision Mamba (in both directions), and its weights.
+
+    Names are those of mamba_ssm, which transformers and Vision Mamba share: the prefix of layer 3 is
+    "backbone.layers.3.mixer." in a language model, "layers.3.mixer." in a transformers MambaModel and in Vision Mamba.
+    Shapes cannot tell how many ``groups`` a Mamba-2 has. Some Vision Mambas halve the sum of both directions: halve
+    their ``out_proj.weight``.
+
+    Raises ValueError for names or shapes that are not such a mixer's.
+    """
+    state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if "A_log" not in state or "out_proj.weight" not in state or "conv1d.weight" not in state:
+        raise ValueError(f"no Mamba mixer under the prefix {prefix!r}: it needs A_log, conv1d.weight, out_proj.weight")
+    dim, inner = state["out_proj.weight"].shape
+    channels, d_conv = len(state["conv1d.weight"]), state["conv1d.weight"].shape[-1]
+    mixer: Mamba1 | Mamba2
+    if state["A_log"].ndim == 2:
+        mixer = Mamba1(dim, state["A_log"].shape[1], d_conv, inner // dim, "A_b_log" in state)
+    else:
+        d_state, head_dim = (channels - inner) // (2 * groups), inner // len(state["A_log"])
+        mixer = Mamba2(dim, d_state, d_conv, inner // dim, head_dim=head_dim, groups=groups)
+    load(mixer, state, reference_names)
+    return mixer
+
+
+def reference_names(name: str) -> str:
+    """The name in mamba_ssm of one of our parameters; the second direction is Vision Mamba's."""
+    direction, _, rest = name.partition(".")
+    if name == "norm":
+        return "norm.weight"
+    if direction == "back":
+        leaf, dot, suffix = rest.partition(".")
+        return "A_b_log" if leaf == "A_log" else f"{leaf}_b{dot}{suffix}"
+    return rest if direction == "ahead" else name

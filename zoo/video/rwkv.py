@@ -1,0 +1,142 @@
+"""Spatial-temporal RWKV: a video diffusion model of RWKV-6 blocks (Finch, arXiv 2404.05892), over space and over time.
+
+A block is RWKV-6's: x += gate * time_mix(modulate(norm(x))), then the same with channel_mix; adaLN-Zero (DiT, section
+3.2) modulates both. Blocks over space go forward and backward in turn, and so do those over time, which leaves each of
+them RWKV-6 as it is published, at the cost of one scan (VisualRWKV, arXiv 2406.13362, scans images so). Widths and
+depths are those of Vision-RWKV (arXiv 2403.02308), each of its blocks once over space and once over time. Parameters,
+of latents of 4 channels:
+
+    size   blocks  hidden   parameters
+    B/2        24     768  279,617,296
+    S/2        24     384   72,126,352
+    L/2        48    1024  982,848,528
+
+Letters: b batch, n positions, c channels, h heads, e channels of a head, m what is mixed (w, k, v, r, g), r low rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from zoo.scan import full, scan
+from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
+
+SIZES: dict[str, dict[str, Any]] = {
+    "B/2": {"hidden": 768, "depth": 24},
+    "S/2": {"hidden": 384, "depth": 24},
+    "L/2": {"hidden": 1024, "depth": 48},
+    "test": {"hidden": 48, "depth": 6, "head_dim": 12, "mix_rank": 4, "decay_rank": 8},
+}
+
+
+@dataclass(frozen=True)
+class Config(ScanConfig):
+    head_dim: int = 64
+    mlp_ratio: float = 3.5  # inner channels of channel_mix / hidden
+    mix_rank: int = 32  # of the low-rank map that says how much of the position before to mix in
+    decay_rank: int = 64  # of the one that says how fast the state decays
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden % self.head_dim:
+            raise ValueError(f"hidden={self.hidden} does not divide into heads of head_dim={self.head_dim}")
+
+
+def to_previous(x: Tensor) -> Tensor:
+    """What leads from each position of (b n c) to the one before it, from the first to zero: the token shift."""
+    return F.pad(x, (0, 0, 1, -1)) - x
+
+
+class TimeMix(nn.Module):
+    """Linear attention whose decay, and whose mix of each position with the one before, depend on the data (section 4).
+
+    (b n c) -> (b n c). ``layer``, from 0 to almost 1, is its place in the model: for the initial weights alone.
+    """
+
+    def __init__(self, dim: int, head_dim: int, mix_rank: int, decay_rank: int, layer: float):
+        super().__init__()
+        self.heads, self.layer = dim // head_dim, layer
+        self.mix_first = nn.Parameter(torch.empty(dim))
+        self.mix_down = nn.Linear(dim, 5 * mix_rank, bias=False)
+        self.mix_up = nn.Parameter(torch.empty(5, mix_rank, dim))
+        self.mix = nn.Parameter(torch.empty(5, dim))
+        self.decay_down = nn.Linear(dim, decay_rank, bias=False)
+        self.decay_up = nn.Linear(decay_rank, dim)
+        self.bonus = nn.Parameter(torch.empty(self.heads, head_dim))
+        self.key, self.value, self.receptance, self.gate, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(5))
+        self.norm = nn.GroupNorm(self.heads, dim, eps=1e-5 * 8**2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = to_previous(x)
+        low = torch.tanh(self.mix_down(x + shift * self.mix_first)).unflatten(-1, (5, -1))
+        mix = einsum(low, self.mix_up, "b n m r, m r c -> m b n c") + self.mix[:, None, None]
+        w, k, v, r, g = (x + shift * mix).unbind()
+
+        log_decay = -full(self.decay_up(torch.tanh(self.decay_down(w)))).exp()
+        mixed = self.receptance(r), self.key(k), self.value(v), log_decay
+        r, k, v, log_decay = (y.unflatten(-1, (self.heads, -1)) for y in mixed)
+        y = scan(r, k, v, log_decay, self.bonus)
+        y = self.norm(rearrange(y, "b n h e -> (b n) (h e)")).view_as(x)
+        return self.out(y * F.silu(self.gate(g)))
+
+    def init_weights(self) -> None:
+        """As RWKV-LM: channels forget at different speeds, later layers sooner, and mix in less of what was before."""
+        place = channel_places(self.mix_first)
+        mixed = 1 - place ** (1 - self.layer)
+        self.mix_first.copy_(mixed)
+        more = 1 - place ** (0.5 * (1 - self.layer))
+        self.mix.copy_(torch.stack([mixed, mixed, mixed - 0.3 * self.layer, more, more]))
+        self.decay_up.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.layer))
+        zigzag = 0.1 * (torch.arange(len(place), device=place.device) % 3 - 1)
+        self.bonus.copy_((self.layer * (1 - place) + zigzag).view_as(self.bonus))
+        for low_rank in (self.mix_down.weight, self.mix_up, self.decay_down.weight, self.decay_up.weight):
+            nn.init.uniform_(low_rank, -1e-4, 1e-4)
+        for linear in (self.key, self.value, self.receptance, self.gate, self.out):
+            nn.init.xavier_uniform_(linear.weight)
+        self.norm.reset_parameters()
+
+
+class ChannelMix(nn.Module):
+    """A gated MLP of squared ReLUs on each position of (b n c) and the one before it."""
+
+    def __init__(self, dim: int, inner: int, layer: float):
+        super().__init__()
+        self.layer = layer
+        self.mix = nn.Parameter(torch.empty(2, dim))
+        self.key = nn.Linear(dim, inner, bias=False)
+        self.value = nn.Linear(inner, dim, bias=False)
+        self.receptance = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, r = (x + to_previous(x) * self.mix[:, None, None]).unbind()
+        return self.receptance(r).sigmoid() * self.value(F.relu(self.key(k)).square())
+
+    def init_weights(self) -> None:
+        self.mix.copy_(1 - channel_places(self.mix[0]) ** (1 - self.layer))
+        for linear in (self.key, self.value, self.receptance):
+            nn.init.xavier_uniform_(linear.weight)
+
+
+def channel_places(like: Tensor) -> Tensor:
+    """0 for the first channel to 1 for the last."""
+    return torch.linspace(0, 1, len(like), device=like.device)
+
+
+class STRWKV(ScanModel):
+    __doc__ = ScanModel.__doc__
+
+    def __init__(self, config: Config):
+        dim = config.hidden
+
+        def block(over: str, index: int) -> Block:
+            layer = index * len(config.order) / (config.depth * config.order.count(over))  # 0 to almost 1
+            time = TimeMix(dim, config.head_dim, config.mix_rank, config.decay_rank, layer)
+            channel = ChannelMix(dim, int(config.mlp_ratio * dim), layer)
+            norms = [Norm(dim, bias=True), Norm(dim, bias=True)]
+            return Block(dim, over, norms, [time, channel], reverse=index % 2 == 1)
+
+        super().__init__(config, block)

@@ -1,0 +1,168 @@
+"""What the video models of scans share: residual blocks that scan each frame, or each patch through time, in turn.
+
+``order`` "st" alternates the two; "sst" scans space twice, then time. The models differ in their mixers.
+
+Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
+channels, n positions of a scan, k what is left of a conditioning vector.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from zoo.layers import (
+    FinalLinear,
+    LabelEmbed,
+    PatchEmbed,
+    ScaleShiftLinear,
+    TimestepEmbed,
+    check_shape,
+    expect,
+    init_linear,
+    init_zero,
+    modulate,
+    rows,
+    unpatchify,
+    video_inputs,
+)
+from zoo.scan import full
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    hidden: int = 768
+    depth: int = 24  # blocks, each over space or over time
+    order: str = "st"  # what they go over: "st" or "sst", again and again
+    patch: tuple[int, int, int] = (1, 2, 2)
+    in_channels: int = 4
+    learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
+    num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(self.patch))
+        if self.order not in ("st", "sst"):
+            raise ValueError(f"order={self.order!r}: there are 'st' and 'sst'")
+        if self.depth < 1 or self.depth % len(self.order):
+            raise ValueError(f"depth={self.depth}: order={self.order!r} needs a multiple of {len(self.order)}")
+        check_shape(self.hidden, 1, self.patch)
+
+    @property
+    def out_channels(self) -> int:
+        return self.in_channels * (2 if self.learn_sigma else 1)
+
+
+class Norm(nn.Module):
+    """Normalisation over c in the dtype of its input, then weight (and bias) in theirs: RMS, or with bias LayerNorm."""
+
+    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = False):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalise = F.rms_norm if self.bias is None else F.layer_norm
+        x = normalise(x, x.shape[-1:], eps=self.eps).to(self.weight.dtype) * self.weight
+        return x if self.bias is None else x + self.bias
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Block(nn.Module):
+    """x (b t s c) += gate * mixer(modulate(norm(x))), for one mixer (b n c) after the other.
+
+    They run over the patches of every frame (``over="s"``) or over the frames of every patch ("t"), in ``reverse`` from
+    the last to the first. adaLN-Zero modulates them.
+    """
+
+    def __init__(self, dim: int, over: str, norms: Sequence[Norm], mixers: Sequence[nn.Module], reverse: bool = False):
+        super().__init__()
+        self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
+        self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
+        self.reverse = reverse
+        self.modulation = ScaleShiftLinear(dim, 3 * len(mixers))
+        self.norms = nn.ModuleList(norms)
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        modulation = iter(rows(self.modulation(cond)))
+        for norm, mixer, shift, scale, gate in zip(self.norms, self.mixers, modulation, modulation, modulation):
+            y = rearrange(modulate(norm(x), shift, scale), self.fold)
+            y = mixer(y.flip(1)).flip(1) if self.reverse else mixer(y)
+            x = x + gate * rearrange(y, self.unfold, b=len(x))
+        return x
+
+
+class ScanModel(nn.Module):
+    """``forward(x, timestep, label=None)``
+
+    x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes`` -> (b o t h w). Any number of
+    frames, of any size. Residuals are float32 where weights are half precision.
+
+    ``block(over, index)`` builds the block of that index among those over space ("s") or time ("t").
+    """
+
+    def __init__(self, config: ScanConfig, block: Callable[[str, int], Block]):
+        super().__init__()
+        self.config = config
+        self.stages = {
+            "": "x=b [i] t h w -> b [o] t h w",
+            "embed": "b [i] t [h w] -> b t [s c]",
+            "spatial.*": "b t [s c], cond=b [k]",
+            "temporal.*": "b [t] s [c], cond=b [k]",
+            "final": "b t s [c], cond=b [c] -> b t s [k]",
+        }
+        dim, cycles = config.hidden, config.depth // len(config.order)
+        self.t_embed = TimestepEmbed(dim)
+        self.label_embed = LabelEmbed(config.num_classes, dim) if config.num_classes else None
+        self.embed = PatchEmbed(config.in_channels, dim, config.patch)
+        self.spatial = nn.ModuleList(block("s", i) for i in range(cycles * config.order.count("s")))
+        self.temporal = nn.ModuleList(block("t", i) for i in range(cycles * config.order.count("t")))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftLinear(dim, 2))
+        self.init_weights()
+
+    def forward(self, x: Tensor, timestep: Tensor, label: Tensor | None = None) -> Tensor:
+        expect("label", label, self.label_embed is not None, f"num_classes={self.config.num_classes}")
+        cond = self.t_embed(timestep)
+        if self.label_embed is not None:
+            cond = cond + self.label_embed(label)
+
+        size = x.shape[-2], x.shape[-1]
+        x = full(self.embed(x))
+        blocks = {"s": iter(self.spatial), "t": iter(self.temporal)}
+        for i in range(self.config.depth):
+            x = next(blocks[self.config.order[i % len(self.config.order)]])(x, cond)
+        return unpatchify(self.final(x.to(cond.dtype), cond), self.config.patch, size)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too: mixers as their papers do, the rest as DiT does.
+
+        Linear layers Xavier, biases zero; embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, so
+        all gates, start as nothing.
+        """
+        init_linear(self.embed)
+        init_linear(self.t_embed)
+        for layer in (self.t_embed.mlp.up, self.t_embed.mlp.down):
+            nn.init.normal_(layer.weight, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, ScaleShiftLinear):
+                init_zero(module.linear)
+        for block in (*self.spatial, *self.temporal):
+            for part in (*block.norms, *block.mixers):
+                part.init_weights()
+        init_zero(self.final.linear)
+
+    def example_inputs(self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device; lengths in latent cells."""
+        config = self.config
+        return video_inputs(batch, config.in_channels, frames, height, width, config.num_classes or 0)
