@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -184,7 +185,21 @@ def test_a_block_of_alphafold_3_gathers_small_things_only() -> None:
     assert max(move.bytes for move in plan.switches if move.kind == "gather") <= heads
 
 
+def test_distograms_switch_half_of_what_they_add() -> None:
+    plan = real_plan("evoformer", 64, 512, 4, depth=1, extra_depth=0)
+    moves = [move for move in plan.switches if "distance" in move.tensor]
+    assert [move.kind for move in moves] == ["switch"]
+
+
 # On one process
+
+
+@pytest.mark.parametrize(("name", "count"), [("evoformer", 90_785_111), ("pairformer", 150_782_167)])
+def test_parameter_counts(name: str, count: int) -> None:
+    with torch.device("meta"):
+        model = zoo.create(name)
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert f"{count:,}" in sys.modules[type(model).__module__].__doc__
 
 
 @every_case

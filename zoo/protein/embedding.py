@@ -112,7 +112,8 @@ class Heads(nn.Module):
 
     def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         half = self.distance(z)
-        return self.token(m), self.both(half, half.transpose(1, 2).contiguous())
+        other = half.transpose(1, 2).contiguous()  # a tensor of its own, to be sharded otherwise than half is
+        return self.token(m), self.both(half, other)
 
 
 EMBEDDING = {

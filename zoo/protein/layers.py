@@ -14,7 +14,7 @@ stage computes over.
     bias of the ending node, b_qk    from z_kq       from z_qk
 
 AlphaFold 2: Jumper et al. 2021, supplement, sections 1.6 and 1.11; AlphaFold 3: Abramson et al. 2024, supplement,
-sections 3.3 and 3.6. The last row is what the two programs do (the algorithms of both papers print z_kq).
+sections 3.3 and 3.6. The last row is that of the programs, ESMFold and OpenFold3; both papers print z_kq.
 
 Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, d hidden channels, h heads,
 e channels of a head, n rows that attend each for itself. Masks are True (or 1) for what is there.

@@ -70,10 +70,12 @@ def _fasta(text: str) -> tuple[list[str], list[str]]:
 
 
 def _stockholm(text: str) -> tuple[list[str], list[str]]:
+    if not text.rstrip().endswith("//"):
+        raise ValueError("not a Stockholm file, or cut off: no // at its end")
     try:
         records = list(AlignIO.read(StringIO(text), "stockholm"))
     except Exception as error:  # whatever it stumbles over
-        raise ValueError(f"not a readable Stockholm file, or cut off: {error}") from error
+        raise ValueError(f"not a readable Stockholm file: {error}") from error
     return [f"{r.id} {r.description}" if r.description != r.id else r.id for r in records], [str(r.seq) for r in records]
 
 

@@ -242,6 +242,8 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
     )
     atoms = Atoms(chain, residue, component, name, alternative, occupancy, (x, y, z))
     if "_pdbx_poly_seq_scheme.asym_id" not in table:
+        if "_entity_poly_seq.mon_id" in table:  # which comes first, before the atoms
+            raise ValueError("it has _entity_poly_seq, but not _pdbx_poly_seq_scheme: is the file cut off?")
         return _chains_of_atoms(atoms, [_joined(*i) for i in zip(number, insertion)], author), atoms
 
     kinds = dict(zip(*_columns(table, "entity_poly", "entity_id", "type")))

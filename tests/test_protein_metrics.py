@@ -1,0 +1,273 @@
+"""Metrics, floors, pictures and the objective of proteins, each against loops or somebody else's implementation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.metrics import mutual_info_score
+from test_parallel import averaged, same
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+import zoo
+from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.example import draw
+from zoo.data.protein.synthetic import PottsFamilies
+from zoo.protein.distogram import BINS, contact_probability, distances, distogram_bins, expected_distance
+from zoo.protein.metrics import (
+    average,
+    contact_precision,
+    distance_lddt,
+    masked_accuracy,
+    mutual_information,
+    plain_mutual_information,
+    range_of_pairs,
+)
+from zoo.protein.objective import ProteinObjective, frequency_floor
+from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
+
+
+def real(name):
+    """Position [r, 3], seen [r], residue_index [r], asym_id [r] of a structure that comes along."""
+    for data in (EmbeddedProteins("train"), EmbeddedProteins("validation")):
+        for i in range(len(data)):
+            if (protein := data.protein(i)).name == name:
+                arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
+                return tuple(torch.from_numpy(array) for array in arrays)
+    raise AssertionError(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("name", ["1ubq", "2q2k"])
+def test_contact_precision_against_loops(name):
+    position, seen, index, chain = real(name)
+    r, length = len(seen), int(seen.sum())
+    score = torch.rand(r, r, generator=torch.Generator().manual_seed(0))
+    found = contact_precision(score, position, seen, index, chain)
+    x = position.numpy()
+    for kind, low, high in (("short", 6, 11), ("medium", 12, 23), ("long", 24, 1000), ("inter", None, None)):
+        pairs = []
+        for i in range(r):
+            for j in range(i + 1, r):
+                apart = int(index[j] - index[i])
+                inside = chain[i] == chain[j] and low is not None and low <= apart <= high
+                if seen[i] and seen[j] and (inside or (low is None and chain[i] != chain[j])):
+                    pairs.append((float(score[i, j]), bool(np.linalg.norm(x[i] - x[j]) < 8)))
+        pairs.sort(reverse=True)
+        if not any(contact for _, contact in pairs):
+            assert not any(key.startswith(kind) for key in found)
+            continue
+        for part, count in (("L", length), ("L/2", length // 2), ("L/5", length // 5)):
+            best = [contact for _, contact in pairs[:count]]
+            assert found[f"{kind} P@{part}"] == pytest.approx(sum(best) / len(best))
+    assert ("inter P@L" in found) == (name == "2q2k")
+    true = contact_precision(-distances(position, position), position, seen, index, chain)
+    assert true["inter P@L/5" if name == "2q2k" else "long P@L/5"] == 1
+
+
+def test_ranges_do_not_overlap():
+    _, _, index, chain = real("2q2k")
+    ranges = range_of_pairs(index, chain)
+    assert torch.stack(list(ranges.values())).sum(0).max() == 1
+
+
+def test_distance_lddt_against_loops():
+    position, seen, *_ = real("1ubq")
+    position, seen = position[:30].double(), seen[:30].clone()
+    seen[7] = False
+    true = distances(position, position)
+    predicted = true + 2 * torch.randn(30, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores = []
+    for i in range(30):
+        hits = [
+            sum(abs(predicted[i, j] - true[i, j]) < t for t in (0.5, 1, 2, 4)) / 4
+            for j in range(30)
+            if i != j and seen[i] and seen[j] and true[i, j] < 15
+        ]
+        scores += [sum(hits) / len(hits)] if hits else []
+    assert distance_lddt(predicted, position, seen) == pytest.approx(float(sum(scores) / len(scores)))
+    assert distance_lddt(true, position, seen) == 1
+    assert distance_lddt(true, position, seen & False) is None
+
+
+def test_distance_lddt_against_biotite():
+    structure = pytest.importorskip("biotite.structure")
+    position, seen, *_ = real("1ubq")
+    position = position[seen].double()
+    atoms = structure.AtomArray(len(position))
+    atoms.coord, atoms.res_id = position.numpy(), np.arange(len(position))
+    moved = atoms.copy()
+    moved.coord = (position + torch.randn(position.shape, generator=torch.Generator().manual_seed(0))).numpy()
+    x = torch.from_numpy(moved.coord).double()
+    theirs = structure.lddt(atoms, moved, aggregation="residue", exclude_same_residue=True).mean()
+    ours = distance_lddt(distances(x, x), position, torch.ones(len(x), dtype=torch.bool))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_mutual_information_against_sklearn():
+    msa = torch.from_numpy(PottsFamilies(families=1, residues=12, rows=50).protein(0).msa)
+    msa[::7, 3:5] = 21
+    msa[1, 2] = 20  # unknown, as a gap
+    plain = plain_mutual_information(msa, rows=50)
+    clamped = msa.long().clamp(max=20).numpy()
+    for i in range(12):
+        for j in range(12):
+            assert plain[i, j].item() == pytest.approx(mutual_info_score(clamped[:, i], clamped[:, j]), abs=2e-6)
+    apc = mutual_information(msa)
+    mean = [sum(plain[i, j].item() for j in range(12) if j != i) / 11 for i in range(12)]
+    for i in range(12):
+        assert apc[i, i] == 0
+        for j in set(range(12)) - {i}:
+            assert apc[i, j].item() == pytest.approx(plain[i, j].item() - mean[i] * mean[j] / (sum(mean) / 12), abs=1e-5)
+    assert (mutual_information(msa[:1]) == 0).all()
+
+
+def test_masked_accuracy_and_average():
+    logits = torch.eye(23)[torch.tensor([[1, 2, 3], [4, 5, 6]])]
+    target = torch.tensor([[1, 0, 3], [0, 0, 0]])
+    assert masked_accuracy(logits, target, torch.tensor([[1.0, 1, 1], [0, 0, 0]])) == pytest.approx(2 / 3)
+    assert average([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}
+
+
+# -------------------------------------------------------------------------------------------------------------- distogram
+
+
+def test_distances_from_a_distogram():
+    true = torch.tensor([0.5, 2.3, 4.0, 7.9, 8.1, 12.1, 21.6, 21.7, 60.0])
+    bins = distogram_bins(true)
+    assert bins.tolist() == [0, 0, 6, 18, 19, 32, 62, 63, 63]
+    logits = 50 * F.one_hot(bins, BINS).float()
+    inside = (true > 2.4) & (true < 21.7)
+    torch.testing.assert_close(expected_distance(logits)[inside], true[inside], atol=0.16, rtol=0)
+    # 8 Å lies in bin 19 (7.9375 to 8.25), a fifth of it below
+    torch.testing.assert_close(contact_probability(logits), torch.tensor([1, 1, 1, 1, 0.2, 0, 0, 0, 0.0]))
+    even = contact_probability(torch.zeros(BINS))
+    assert even.item() == pytest.approx(19.2 / 64)
+
+
+# ---------------------------------------------------------------------------------------------------------------- picture
+
+
+def test_a_contact_map_shows_what_was_found(tmp_path):
+    position, seen, index, chain = real("2q2k")
+    contact = distances(position, position) < 8
+    map_ = ContactMap("2q2k", contact.float(), position, seen, index, chain)
+    pixels = map_.pixels()
+    there = seen[:, None] & seen
+    counted = torch.stack(list(range_of_pairs(index, chain).values())).any(0) & there
+    right, wrong = ((pixels == colour).all(-1) for colour in (HIT, MISS))
+    upper = np.triu(np.ones_like(right))
+    assert (right & upper).sum() == min(int((contact & counted).sum()), int(seen.sum()))
+    assert (wrong & upper).sum() == int(seen.sum()) - (right & upper).sum()
+    assert ((pixels == UNSEEN).all(-1) == ~there.numpy()).all()
+    assert not (right & ~contact.numpy()).any()
+    save_contact_maps(tmp_path / "samples" / "a.png", [map_, map_])
+    with Image.open(tmp_path / "samples" / "a.png") as image:
+        assert image.width > 800
+        assert image.height > 400
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["a.png"]
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    map_ = ContactMap("1ubq", torch.zeros(76, 76), *real("1ubq"))
+    monkeypatch.setattr(Image.Image, "save", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        save_contact_maps(tmp_path / "a.png", [map_])
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------------------- objective
+
+
+def batch(count=2, residues=13, rows=8, extra=0):
+    data = PottsFamilies(families=count, residues=residues - 1, rows=rows + extra, sweeps=2)
+    samples = [draw(data.protein(i), 0, i, residues=residues, rows=rows, extra=extra) for i in range(count)]
+    parts = [e.alignment() | e.single() | e.pairs() | (e.extra_alignment() if extra else {}) for e in samples]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def build(model="evoformer", **overrides) -> nn.Module:
+    torch.manual_seed(0)
+    objective = ProteinObjective(zoo.create(model, "test", bins=BINS, **overrides)).double()
+    for p in objective.parameters():
+        nn.init.normal_(p, std=0.2)
+    return objective
+
+
+def test_objective_against_loops():
+    objective, inputs = build(extra_depth=0), batch()
+    given = {k: v for k, v in inputs.items() if k not in ("msa_target", "msa_weight", "bins", "pair_weight")}
+    letters, bins, _ = objective.model(**given)
+    terms = objective(**inputs)
+    for name, logits, target, scale in (("msa", letters, "msa_target", 2.0), ("distogram", bins, "bins", 0.3)):
+        loss, weight = terms[name]
+        assert loss.shape == weight.shape == inputs[target].shape
+        for at in ((0, 0, 0), (1, 3, 7), (1, 7, 11)):
+            row = logits[at].tolist()
+            expected = math.log(sum(map(math.exp, row))) - row[int(inputs[target][at])]
+            assert loss[at].item() == pytest.approx(scale * expected, rel=1e-10)
+    assert torch.equal(terms["msa"][1], inputs["msa_weight"])
+    assert torch.equal(terms["distogram"][1], inputs["pair_weight"])
+    assert terms["distogram"][1][:, -1].sum() == 0  # padding
+
+
+def mean_of(terms):
+    return sum(dsp.mean(*term) for term in terms.values())
+
+
+def parity(mesh: DeviceMesh, model: str, overrides: dict, residues: int, rows: int, extra: int) -> None:
+    single, parallel = build(model, **overrides), build(model, **overrides)
+    inputs = batch(residues=residues, rows=rows, extra=extra)
+    expect = mean_of(single(**inputs))
+    expect.backward()
+    dsp.parallelize(parallel, mesh, gather_output=False)
+    got = mean_of(parallel(**inputs))
+    got.backward()
+    torch.testing.assert_close(got, expect)
+    same(averaged(parallel, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_objective_in_parallel(ranks, model, n):
+    extra = 5 if (model, n) == ("evoformer", 3) else 0
+    overrides = {"evoformer": {"extra_depth": int(extra > 0), "depth": 1}, "pairformer": {"depth": 1}}[model]
+    ranks(parity, n, model, overrides, 11, 7, extra)
+
+
+def test_the_frequency_floor_against_loops():
+    data = PottsFamilies(families=6, residues=12, rows=7, sweeps=2)
+    samples = [draw(data.protein(i), 0, i, residues=13, rows=7) for i in range(6)]
+    samples = [e.alignment() | e.single() | e.pairs() for e in samples]
+    train, validation = samples[:4], samples[4:]
+
+    def separation(sample, i, j):
+        same_chain = sample["asym_id"][i] == sample["asym_id"][j]
+        return min(32, abs(int(sample["residue_index"][i] - sample["residue_index"][j]))) if same_chain else 33
+
+    letters, bins = np.ones(23), np.ones((34, 64))
+    for sample in train:
+        letters += np.bincount(sample["msa_target"][:, :12].flatten(), minlength=23)
+        for i, j in np.ndindex(12, 12):
+            bins[separation(sample, i, j), sample["bins"][i, j]] += float(sample["pair_weight"][i, j])
+    letters /= letters.sum()
+    losses = []
+    for sample in validation:
+        of_letters, of_pairs = [], []
+        for i, j in np.ndindex(7, 12):
+            if sample["msa_weight"][i, j]:
+                column = [int(sample["msa_target"][k, j]) for k in range(7) if not sample["msa_weight"][k, j]]
+                a = int(sample["msa_target"][i, j])
+                of_letters.append(-math.log((column.count(a) + letters[a]) / (len(column) + 1)))
+        for i, j in np.ndindex(12, 12):
+            if sample["pair_weight"][i, j]:
+                row = bins[separation(sample, i, j)]
+                of_pairs.append(-math.log(row[sample["bins"][i, j]] / row.sum()))
+        losses.append(2 * np.mean(of_letters) + 0.3 * np.mean(of_pairs))
+    assert frequency_floor(train, validation) == pytest.approx(np.mean(losses), rel=1e-5)
