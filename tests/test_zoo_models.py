@@ -53,6 +53,8 @@ def layers(model):
     return [f"{names[kind]}.{order[:i].count(kind)}" for i, kind in enumerate(order)]
 
 
+SPACE_AND_TIME = [row for row in VARIANTS if row[0] != "axial_video"]  # whose stages are checked in parallel
+in_space_and_time = pytest.mark.parametrize(("name", "overrides"), SPACE_AND_TIME, ids=lambda x: str(x))
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
 
@@ -286,11 +288,9 @@ def check_stage(path, text, module, bound, out):
     return free
 
 
-@every_variant
+@in_space_and_time
 @torch.no_grad()
 def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overrides):
-    if name == "axial_video":
-        pytest.skip("names its stages by axis; tests/test_zoo_parallel.py checks them")
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
     found = calls(model, model.stages, inputs)
@@ -305,11 +305,9 @@ def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overr
             assert dims == ["b", "t", "s"]
 
 
-@every_variant
+@in_space_and_time
 @torch.no_grad()
 def test_a_stage_stated_wrongly_is_caught(name, overrides):
-    if name == "axial_video":
-        pytest.skip("names its stages by axis; tests/test_zoo_parallel.py checks them")
     model = make(name, overrides)
     inputs = model.example_inputs(batch=3, frames=7, height=8, width=6)
     for pattern in (key for key in model.stages if "spatial" in key or "temporal" in key):
@@ -320,14 +318,12 @@ def test_a_stage_stated_wrongly_is_caught(name, overrides):
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [row for row in VARIANTS if row[1].get("variant") != 4],  # which adds up two attentions between stages
+    [row for row in SPACE_AND_TIME if row[1].get("variant") != 4],  # which adds up two attentions between stages
     ids=lambda x: str(x),
 )
 @torch.no_grad()
 def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
     """Between the stages the model's forward does nothing: each stage gets what the one before returned."""
-    if name == "axial_video":
-        pytest.skip("adds the temporal table between stages")
     model = make(name, overrides)
     inputs = model.example_inputs()
     previous = inputs["x"]
