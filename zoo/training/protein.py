@@ -220,6 +220,12 @@ class Task(task.Task):
         inputs |= stacked(Example.single)
         if shape["extra"]:
             inputs |= stacked(lambda e: e.extra_alignment(here["extra"]), shape["extra"])
+        # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
+        seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
+        for name, sums in (("msa_weight", torch.stack([e.chosen.sum() for e in examples])), ("pair_weight", seen**2)):
+            part = inputs[name]
+            assert isinstance(part, Part)
+            part.local /= sums[:, None, None]
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what is shown
