@@ -24,7 +24,10 @@ SIDE = 420  # pixels of a map, about
 
 @dataclass
 class ContactMap:
-    """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms."""
+    """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms.
+
+    Of a protein of which nothing was seen the probabilities alone are drawn.
+    """
 
     title: str
     probability: Tensor
@@ -35,12 +38,13 @@ class ContactMap:
 
     def pixels(self) -> np.ndarray:
         """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain are not counted, and pale."""
-        r, there = len(self.seen), self.seen[:, None] & self.seen
+        r, seen = len(self.seen), self.seen if self.seen.any() else ~self.seen
+        there, known = seen[:, None] & seen, bool(self.seen.any())
         ranges = range_of_pairs(self.residue_index, self.asym_id)
         counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
-        contact = (distances(self.position, self.position) < CONTACT) & there
-        best = torch.where(counted, self.probability, -1.0).flatten().topk(min(int(self.seen.sum()), r * r)).indices
-        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted
+        contact = (distances(self.position, self.position) < CONTACT) & there & known
+        best = torch.where(counted, self.probability, -1.0).flatten().topk(int(seen.sum())).indices
+        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted & known
 
         image = np.full((r, r, 3), PAPER, np.float64)
         strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7

@@ -6,27 +6,32 @@ Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import inspect
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import Example, draw
 from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
-from zoo.protein.distogram import BINS, contact_probability, expected_distance
+from zoo.protein.distogram import BINS
 from zoo.protein.metrics import average, contact_precision, distance_lddt, masked_accuracy, mutual_information
 from zoo.protein.objective import ProteinObjective, frequency_floor
 from zoo.protein.picture import ContactMap, save_contact_maps
+from zoo.protein.prediction import Predictor
+from zoo.protein.table import write_contacts
 from zoo.training import UserError, task
 from zoo.training.config import option
-from zoo.training.ranks import on_first_rank
+from zoo.training.ranks import on_first_rank, say
 from zoo.training.task import Floor, Inputs, Part, share, user_error
 
 _FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
@@ -46,7 +51,9 @@ class Synthetic:
 
 @dataclass
 class Embedded:
-    name: str = option("protein_embedded", "68 real structures that come with the package, each with its sequence alone")
+    name: str = option(
+        "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
+    )
     residues: int = option(128, "residues of a crop", least=8)
     rows: int = option(1, "rows of the alignment; there is one", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
@@ -96,12 +103,22 @@ class Dataset(Protocol):
 
 @dataclass
 class Predicted:
-    """An example, and what a model makes of it."""
+    """A protein, and what a model makes of it."""
 
-    example: Example
+    protein: Protein
     contact: Tensor  # [r, r] probability
     distance: Tensor  # [r, r] Å
-    accuracy: float  # of hidden letters
+    accuracy: float | None = None  # of hidden letters
+
+    def measure(self) -> dict[str, float]:
+        """Nothing if the structure is not known."""
+        truth = _truth(self.protein)
+        found = contact_precision(self.contact, *truth) | _lddt(self.distance, *truth[:2])
+        return found | ({} if self.accuracy is None else {"masked accuracy": self.accuracy})
+
+    def map(self, measured: Mapping[str, float]) -> ContactMap:
+        title = f"{self.protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in measured.items() if k.endswith("P@L/2"))
+        return ContactMap(title.removesuffix(": "), self.contact, *_truth(self.protein))
 
 
 class Task(task.Task):
@@ -128,7 +145,9 @@ class Task(task.Task):
         if "msa" not in self.inputs:
             raise UserError(f"model {self.config.model.name} is not one of proteins: it takes {', '.join(self.inputs)}")
         if (bins := getattr(model.config, "bins", BINS)) != BINS:
-            raise UserError(f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}")
+            raise UserError(
+                f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}"
+            )
         wanted, rows = getattr(model.config, "extra_depth", 0), self.shape["extra"]
         if wanted and not rows:
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
@@ -201,42 +220,92 @@ class Task(task.Task):
         inputs |= stacked(Example.single)
         if shape["extra"]:
             inputs |= stacked(lambda e: e.extra_alignment(here["extra"]), shape["extra"])
+        # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
+        seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
+        for name, sums in (("msa_weight", torch.stack([e.chosen.sum() for e in examples])), ("pair_weight", seen**2)):
+            part = inputs[name]
+            assert isinstance(part, Part)
+            part.local /= sums[:, None, None]
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what is shown
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        return Predictor(model)
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> list[Predicted]:
         """What the model says of held-out proteins, some letters hidden as in validation."""
         made, chosen = [], self._validation_examples(self.config.sample.proteins)
         for i, example in enumerate(chosen):
             drawn = example()
-            given = drawn.alignment() | drawn.single() | (drawn.extra_alignment() if self.shape["extra"] else {})
-            inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
-            with torch.no_grad():
-                letters, bins, *_ = model(**inputs)
-            made.append(
-                Predicted(
-                    drawn,
-                    contact_probability(bins[0]).cpu(),
-                    expected_distance(bins[0]).cpu(),
-                    masked_accuracy(letters[0].cpu(), given["msa_target"], given["msa_weight"]),
-                )
-            )
+            made.append(self._predict(model, drawn, device))
             on_step(i + 1, len(chosen))
         return made
 
+    def _predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
+        given = example.alignment() | example.single() | (example.extra_alignment() if self.shape["extra"] else {})
+        inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
+        with torch.no_grad():
+            found = model(**inputs, **options)
+        r, accuracy = len(example.protein), None
+        if example.chosen.any():
+            accuracy = masked_accuracy(found.letters[0].cpu(), given["msa_target"], given["msa_weight"])
+        probability, distance = (x[0, :r, :r].cpu() for x in (found.probability, found.distance))
+        return Predicted(example.protein, probability, distance, accuracy)
+
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
-        measured, maps = [], []
-        for predicted in samples:
-            protein = predicted.example.protein
-            truth, r = _truth(protein), len(protein)
-            found = contact_precision(predicted.contact[:r, :r], *truth)
-            accuracy = {"masked accuracy": predicted.accuracy}
-            measured.append(found | _lddt(predicted.distance[:r, :r], *truth[:2]) | accuracy)
-            title = f"{protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k.endswith("P@L/2"))
-            maps.append(ContactMap(title, predicted.contact[:r, :r], *truth))
-        save_contact_maps(path, maps[: self.config.sample.drawn])
+        measured = [predicted.measure() for predicted in samples]
+        drawn = self.config.sample.drawn
+        save_contact_maps(path, [predicted.map(found) for predicted, found in zip(samples[:drawn], measured)])
         return {f"val_{name}": value for name, value in average(measured).items()}
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        data = self.config.data
+        parser.add_argument("files", type=Path, nargs="+", help="structures, alignments, folders of both")
+        parser.add_argument(
+            "--complex", action="store_true", help="alignments without a structure are the chains of one complex"
+        )
+        parser.add_argument("--rows", type=int, default=data.rows, help="rows of the alignment")
+        if data.extra_rows:
+            parser.add_argument("--extra-rows", type=int, default=data.extra_rows, help="rows of the extra one")
+        parser.add_argument("--recycles", type=int, default=0, help="further passes, each from what the last one made")
+        parser.add_argument("--least", type=float, default=0.1, help="least probability of the contacts in the table")
+        parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
+
+    def infer(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        for name, least in (("rows", 1), ("extra_rows", 1), ("recycles", 0)):
+            if getattr(options, name, least) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+        given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
+        written, measured, skipped = [], [], []
+        for i, one in enumerate(given):
+            try:
+                protein = on_first_rank(lambda one=one: user_error(one.read))
+            except UserError as error:
+                if len(given) == 1:
+                    raise
+                skipped.append(str(error))
+                say(f"skipped {error}")
+                continue
+            rows = min(options.rows, len(protein.msa))
+            sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+            example = draw(protein, "inference", options.seed, **sizes, share=0)
+            predicted = self._predict(model, example, device, recycles=options.recycles)
+            files, found = on_first_rank(lambda p=predicted: _write(options.out, p, options.least))
+            written += files
+            measured.append(found)
+            chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
+            say(f"{protein.name}: {len(protein)} residues{chains}, {rows} of {len(protein.msa)} rows; {_words(found)}")
+            on_step(i + 1, len(given))
+        if not written:
+            raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
+        if len(given) > 1:
+            say(
+                f"{len(given) - len(skipped)} of {len(given)} proteins, {len(skipped)} skipped; {_words(average(measured))}"
+            )
+        return written
 
     def describe(self) -> str:
         extra = f" + {self.shape['extra']}" if self.shape["extra"] else ""
@@ -248,7 +317,9 @@ class Task(task.Task):
         seed, n = self.config.train.seed, len(self.train)
         train = [self._draw(self.train, "train", seed, i // n, i % n) for i in range(_FLOOR_EXAMPLES)]
         validation = [example() for example in self._validation_examples(self.config.eval.proteins)]
-        loss = frequency_floor(*([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation)))
+        loss = frequency_floor(
+            *([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
+        )
         floors = [Floor("frequency_floor", "frequencies of letters in a column, of distances by separation", loss)]
         measured = []
         for example in self._validation_examples(self.config.sample.proteins):
@@ -258,6 +329,26 @@ class Task(task.Task):
         for name, value in average(measured).items():
             floors.append(Floor(f"apc_floor {name}", f"mutual information of the same rows, {name}", value))
         return floors
+
+
+def _words(measured: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in measured.items()) or "its structure is not known"
+
+
+def _write(directory: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
+    """NAME.csv, NAME.npz and NAME.png; and what was measured."""
+    protein, measured = predicted.protein, predicted.measure()
+    directory.mkdir(parents=True, exist_ok=True)
+    table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
+    write_contacts(table, protein, predicted.contact, predicted.distance, least)
+    with arrays.open("wb") as file:
+        np.savez_compressed(
+            file, contact=predicted.contact.numpy(), distance=predicted.distance.numpy(),
+            sequence=np.array(protein.sequence), chain=np.array(protein.chains)[protein.asym_id],
+            residue_index=protein.residue_index, residue_id=np.array(protein.residue_ids),
+        )  # fmt: skip
+    save_contact_maps(picture, [predicted.map(measured)])
+    return [table, arrays, picture], measured
 
 
 def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -65,9 +65,7 @@ def sample_rows(protein: Protein, rows: int, random: torch.Generator) -> Protein
     else:
         order = torch.randperm(len(protein.msa) - 1, generator=random)[: rows - 1].numpy()
         order = np.concatenate([[0], order + 1])
-    return replace(
-        protein, msa=protein.msa[order], deletions=protein.deletions[order], paired=protein.paired[order]
-    )
+    return replace(protein, msa=protein.msa[order], deletions=protein.deletions[order], paired=protein.paired[order])
 
 
 def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Tensor, Tensor]:
@@ -164,13 +162,18 @@ def draw(
     share: float = 0.15,
     spatial: bool = False,
 ) -> Example:
-    """The example that the numbers of `seed` stand for: a pure function of the arguments. Some residue of it was seen."""
+    """The example that the numbers of `seed` stand for: a pure function of the arguments.
+
+    If a residue of the protein was seen, so was one of the crop. `share` 0 hides nothing.
+    """
     random = generator("protein", *seed)
-    crop, cropped = (crop_spatial if spatial else crop_contiguous), None
-    while cropped is None or not cropped.contact_atoms()[1].any():
+    crop = crop_spatial if spatial else crop_contiguous
+    cropped = crop(protein, residues, random)
+    while protein.contact_atoms()[1].any() and not cropped.contact_atoms()[1].any():
         cropped = crop(protein, residues, random)
     cropped = sample_rows(cropped, rows + extra, random)
-    hidden, chosen = hide(torch.from_numpy(cropped.msa[:rows].astype(np.int64)), random, share)
+    msa = torch.from_numpy(cropped.msa[:rows].astype(np.int64))
+    hidden, chosen = hide(msa, random, share) if share else (msa, torch.zeros_like(msa, dtype=torch.bool))
     return Example(cropped, residues, rows, extra, hidden, chosen)
 
 
