@@ -24,7 +24,10 @@ SIDE = 420  # pixels of a map, about
 
 @dataclass
 class ContactMap:
-    """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms."""
+    """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms.
+
+    Of a protein of which nothing was seen the probabilities alone are drawn.
+    """
 
     title: str
     probability: Tensor
@@ -35,12 +38,13 @@ class ContactMap:
 
     def pixels(self) -> np.ndarray:
         """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain are not counted, and pale."""
-        r, there = len(self.seen), self.seen[:, None] & self.seen
+        r, seen = len(self.seen), self.seen if self.seen.any() else ~self.seen
+        there, known = seen[:, None] & seen, bool(self.seen.any())
         ranges = range_of_pairs(self.residue_index, self.asym_id)
         counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
-        contact = (distances(self.position, self.position) < CONTACT) & there
-        best = torch.where(counted, self.probability, -1.0).flatten().topk(min(int(self.seen.sum()), r * r)).indices
-        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted
+        contact = (distances(self.position, self.position) < CONTACT) & there & known
+        best = torch.where(counted, self.probability, -1.0).flatten().topk(int(seen.sum())).indices
+        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted & known
 
         image = np.full((r, r, 3), PAPER, np.float64)
         strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7
@@ -69,7 +73,7 @@ class ContactMap:
         image.paste(map_, (left, top))
         pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=11)
         pen.line((left, top, left + side, top + side), fill=INK)
-        for i in np.flatnonzero(np.diff(self.asym_id.numpy())) + 1:  # where a chain begins
+        for i in (self.asym_id.diff().nonzero().flatten() + 1).tolist():  # where a chain begins
             pen.line((left, top + i * scale, left + side, top + i * scale), fill=LINE)
             pen.line((left + i * scale, top, left + i * scale, top + side), fill=LINE)
         pen.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)

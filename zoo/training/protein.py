@@ -4,19 +4,22 @@ Every batch is a pure function of the step. Of the alignment a rank makes the ro
 Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
 """
 
-# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import inspect
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zoo.data.protein.alignment import read_alignment
+from zoo.data.protein.complexes import without_structure
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import Example, draw
-from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.folder import ProteinFolder, read_protein
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
@@ -38,7 +41,7 @@ class Synthetic:
     residues: int = option(48, "residues of a family", least=8)
     rows: int = option(32, "rows of its alignment that a sample has", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     families: int = option(512, "families for training", least=1)
     depth: int = option(64, "rows drawn of each", least=1)
     coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
@@ -46,11 +49,13 @@ class Synthetic:
 
 @dataclass
 class Embedded:
-    name: str = option("protein_embedded", "68 real structures that come with the package, each with its sequence alone")
+    name: str = option(
+        "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
+    )
     residues: int = option(128, "residues of a crop", least=8)
     rows: int = option(1, "rows of the alignment; there is one", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
 
 
@@ -61,7 +66,7 @@ class Folder:
     residues: int = option(256, "residues of a crop", least=8)
     rows: int = option(128, "rows of the alignment that a sample has", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
 
@@ -128,7 +133,9 @@ class Task(task.Task):
         if "msa" not in self.inputs:
             raise UserError(f"model {self.config.model.name} is not one of proteins: it takes {', '.join(self.inputs)}")
         if (bins := getattr(model.config, "bins", BINS)) != BINS:
-            raise UserError(f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}")
+            raise UserError(
+                f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}"
+            )
         wanted, rows = getattr(model.config, "extra_depth", 0), self.shape["extra"]
         if wanted and not rows:
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
@@ -209,34 +216,64 @@ class Task(task.Task):
         """What the model says of held-out proteins, some letters hidden as in validation."""
         made, chosen = [], self._validation_examples(self.config.sample.proteins)
         for i, example in enumerate(chosen):
-            drawn = example()
-            given = drawn.alignment() | drawn.single() | (drawn.extra_alignment() if self.shape["extra"] else {})
-            inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
-            with torch.no_grad():
-                letters, bins, *_ = model(**inputs)
-            made.append(
-                Predicted(
-                    drawn,
-                    contact_probability(bins[0]).cpu(),
-                    expected_distance(bins[0]).cpu(),
-                    masked_accuracy(letters[0].cpu(), given["msa_target"], given["msa_weight"]),
-                )
-            )
+            made.append(self._predict(model, example(), device))
             on_step(i + 1, len(chosen))
         return made
 
+    @torch.no_grad()
+    def _predict(self, model: Callable[..., Any], example: Example, device: torch.device) -> Predicted:
+        given = example.alignment() | example.single() | (example.extra_alignment() if self.shape["extra"] else {})
+        inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
+        letters, bins, *_ = model(**inputs)
+        accuracy = masked_accuracy(letters[0].cpu(), given["msa_target"], given["msa_weight"])
+        r = len(example.protein)
+        pairs = bins[0, :r, :r]
+        return Predicted(example, contact_probability(pairs).cpu(), expected_distance(pairs).cpu(), accuracy)
+
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
-        measured, maps = [], []
-        for predicted in samples:
-            protein = predicted.example.protein
-            truth, r = _truth(protein), len(protein)
-            found = contact_precision(predicted.contact[:r, :r], *truth)
-            accuracy = {"masked accuracy": predicted.accuracy}
-            measured.append(found | _lddt(predicted.distance[:r, :r], *truth[:2]) | accuracy)
-            title = f"{protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k.endswith("P@L/2"))
-            maps.append(ContactMap(title, predicted.contact[:r, :r], *truth))
-        save_contact_maps(path, maps[: self.config.sample.drawn])
-        return {f"val_{name}": value for name, value in average(measured).items()}
+        self._draw_maps(samples[: self.config.sample.drawn], path)
+        return {f"val_{name}": value for name, value in average([_judged(made) for made in samples]).items()}
+
+    def _draw_maps(self, samples: Sequence[Predicted], path: Path) -> None:
+        maps = []
+        for made in samples:
+            protein, scores = made.example.protein, _judged(made)
+            title = f"{protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items() if k.endswith("P@L/2"))
+            maps.append(ContactMap(title.removesuffix(": "), made.contact, *_truth(protein)))
+        save_contact_maps(path, maps)
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--structure", type=Path, help="mmCIF or PDB file, whole; its contacts are compared")
+        parser.add_argument("--alignment", type=Path, nargs="+", help="A3M, FASTA or Stockholm files of its chains")
+        parser.add_argument("--rows", type=int, default=self.shape["rows"], help="rows of the alignment to take")
+        parser.add_argument("--seed", type=int, default=0, help="another number takes other rows")
+
+    def infer(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        alignments = options.alignment or []
+        if options.rows < 1:
+            raise ValueError(f"--rows {options.rows}: must be at least 1")
+        if options.structure:
+            protein = read_protein(options.structure, alignments)
+        elif len(alignments) == 1:
+            protein = without_structure(read_alignment(alignments[0]))
+        else:
+            raise ValueError("give --structure FILE, or --alignment FILE: one, whose first row is then predicted")
+        shape = {"residues": len(protein), "rows": min(options.rows, len(protein.msa)), "extra": self.shape["extra"]}
+        example = draw(protein, "inference", options.seed, **shape, share=0)
+        predicted = self._predict(model, example, device)
+        on_step(1, 1)
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in protein.name)
+        paths = [options.out / f"{name}.png", options.out / f"{name}.npz"]
+
+        def write() -> None:
+            self._draw_maps([predicted], paths[0])
+            contact, distance = predicted.contact.numpy(), predicted.distance.numpy()
+            np.savez_compressed(paths[1], contact=contact, distance=distance)
+
+        on_first_rank(write)
+        return paths
 
     def describe(self) -> str:
         extra = f" + {self.shape['extra']}" if self.shape["extra"] else ""
@@ -248,7 +285,9 @@ class Task(task.Task):
         seed, n = self.config.train.seed, len(self.train)
         train = [self._draw(self.train, "train", seed, i // n, i % n) for i in range(_FLOOR_EXAMPLES)]
         validation = [example() for example in self._validation_examples(self.config.eval.proteins)]
-        loss = frequency_floor(*([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation)))
+        loss = frequency_floor(
+            *([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
+        )
         floors = [Floor("frequency_floor", "frequencies of letters in a column, of distances by separation", loss)]
         measured = []
         for example in self._validation_examples(self.config.sample.proteins):
@@ -267,9 +306,12 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return position, seen, residue_index, asym_id
 
 
-def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
-    value = distance_lddt(distance, position, seen)
-    return {} if value is None else {"distance lDDT": value}
+def _judged(made: Predicted) -> dict[str, float]:
+    truth = _truth(made.example.protein)
+    scores = contact_precision(made.contact, *truth)
+    if (lddt := distance_lddt(made.distance, *truth[:2])) is not None:
+        scores["distance lDDT"] = lddt
+    return scores | {"masked accuracy": made.accuracy}
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:

@@ -39,7 +39,7 @@ def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) ->
 
 
 def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Protein:
-    """The residues nearest to a random one, which is near another chain if there is such a one: algorithm 2 of the same.
+    """The residues nearest to a random one, near another chain if there is such a one: algorithm 2 of the same.
 
     Distances are taken from one residue at a time, so that nothing of the size of all pairs is made.
     """
@@ -65,9 +65,7 @@ def sample_rows(protein: Protein, rows: int, random: torch.Generator) -> Protein
     else:
         order = torch.randperm(len(protein.msa) - 1, generator=random)[: rows - 1].numpy()
         order = np.concatenate([[0], order + 1])
-    return replace(
-        protein, msa=protein.msa[order], deletions=protein.deletions[order], paired=protein.paired[order]
-    )
+    return replace(protein, msa=protein.msa[order], deletions=protein.deletions[order], paired=protein.paired[order])
 
 
 def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Tensor, Tensor]:
@@ -104,7 +102,7 @@ class Example:
     def alignment(self, rows: range | None = None) -> dict[str, Tensor]:
         """Rows s of the alignment, each [s, r].
 
-        `msa` (int64), `deletions`, `msa_mask` (bool: not padding), `msa_target` (int64) and `msa_weight` (what to guess).
+        `msa` (int64), `deletions`, `msa_mask` (bool: no padding), `msa_target` (int64), `msa_weight` (1: to be told).
         """
         rows = range(self.rows) if rows is None else rows
         own = slice(0, self.rows)
@@ -138,7 +136,7 @@ class Example:
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
 
     def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
-        """Rows i of all pairs [i, j]: `bins` of their distance (int64), `pair_weight` (zero where either was not seen)."""
+        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 where one of them was not seen)."""
         position, seen = self.protein.contact_atoms()
         missing = self.residues - len(self.protein)
         xyz, there = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))
@@ -164,13 +162,18 @@ def draw(
     share: float = 0.15,
     spatial: bool = False,
 ) -> Example:
-    """The example that the numbers of `seed` stand for: a pure function of the arguments. Some residue of it was seen."""
+    """The example that the numbers of `seed` stand for: a pure function of the arguments.
+
+    If a residue of the protein was seen, so was one of the crop. `share` 0 hides nothing.
+    """
     random = generator("protein", *seed)
-    crop, cropped = (crop_spatial if spatial else crop_contiguous), None
-    while cropped is None or not cropped.contact_atoms()[1].any():
+    crop = crop_spatial if spatial else crop_contiguous
+    cropped = crop(protein, residues, random)
+    while protein.contact_atoms()[1].any() and not cropped.contact_atoms()[1].any():
         cropped = crop(protein, residues, random)
     cropped = sample_rows(cropped, rows + extra, random)
-    hidden, chosen = hide(torch.from_numpy(cropped.msa[:rows].astype(np.int64)), random, share)
+    msa = torch.from_numpy(cropped.msa[:rows].astype(np.int64))
+    hidden, chosen = hide(msa, random, share) if share else (msa, torch.zeros_like(msa, dtype=torch.bool))
     return Example(cropped, residues, rows, extra, hidden, chosen)
 
 
