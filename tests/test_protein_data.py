@@ -53,7 +53,7 @@ def protein(*chains: str, entities=None, rows=1, seed=0) -> Protein:
     )
 
 
-# ------------------------------------------------------------------------------------------------- alignments, complexes
+# ------------------------------------------------------------------------------------------------ alignments, complexes
 
 
 def alignment(tmp_path, *rows, name="a"):
@@ -121,7 +121,7 @@ def test_real_structures_have_their_alignments():
         join(proteins["102m"], [read_alignment(SHARED / "1k1a.a3m")])
 
 
-# --------------------------------------------------------------------------------------------------------------- examples
+# ------------------------------------------------------------------------------------------------------------- examples
 
 
 def test_contiguous_crops_take_one_stretch_of_each_chain():
@@ -248,7 +248,7 @@ def test_a_crop_is_never_wholly_unseen():
         assert draw(source, seed, residues=10, rows=1).pairs()["pair_weight"].sum() > 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- folder
+# --------------------------------------------------------------------------------------------------------------- folder
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def proteins(tmp_path, monkeypatch):
     query = read_structure(STRUCTURES / "2BEG.pdb.gz").sequence[:42]
     (tmp_path / "2BEG_B.a3m.gz").write_bytes(gzip.compress(f">q\n{query}\n>a\n{query[::-1]}\n".encode()))
     (tmp_path / "1LCD.a3m").write_text(f">q\n{query}\n")  # of another protein
-    text = gzip.open(STRUCTURES / "1GBT.cif.gz", "rt").read()
+    text = gzip.decompress((STRUCTURES / "1GBT.cif.gz").read_bytes()).decode()
     (tmp_path / "1GBT.cif").write_text(text[: len(text) // 2])
     (tmp_path / "notes.txt").write_text("not a protein")
     (tmp_path / "1A8O.pdb").write_text("ATOM")
@@ -358,7 +358,9 @@ def test_families_are_pure_and_on_contacts():
     data = PottsFamilies("train", families=70, residues=24, rows=20, sweeps=3, seed=5)
     assert len(data) == 70
     one = data.protein(66)
-    np.testing.assert_array_equal(one.msa, PottsFamilies(families=67, residues=24, rows=20, sweeps=3, seed=5).protein(66).msa)
+    np.testing.assert_array_equal(
+        one.msa, PottsFamilies(families=67, residues=24, rows=20, sweeps=3, seed=5).protein(66).msa
+    )
     assert not np.array_equal(one.msa, PottsFamilies(families=67, residues=24, rows=20, sweeps=3).protein(66).msa)
     assert one.msa.shape == (20, 24)
     assert one.msa.max() < 20

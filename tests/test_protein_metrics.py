@@ -41,7 +41,7 @@ def real(name):
     raise AssertionError(name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- metrics
+# -------------------------------------------------------------------------------------------------------------- metrics
 
 
 @pytest.mark.parametrize("name", ["1ubq", "2q2k"])
@@ -114,7 +114,7 @@ def test_mutual_information_against_sklearn():
     msa = torch.from_numpy(PottsFamilies(families=1, residues=12, rows=50).protein(0).msa)
     msa[::7, 3:5] = 21
     msa[1, 2] = 20  # unknown, as a gap
-    plain = plain_mutual_information(msa, rows=50)
+    plain = plain_mutual_information(msa, columns=5)
     clamped = msa.long().clamp(max=20).numpy()
     for i in range(12):
         for j in range(12):
@@ -124,7 +124,9 @@ def test_mutual_information_against_sklearn():
     for i in range(12):
         assert apc[i, i] == 0
         for j in set(range(12)) - {i}:
-            assert apc[i, j].item() == pytest.approx(plain[i, j].item() - mean[i] * mean[j] / (sum(mean) / 12), abs=1e-5)
+            assert apc[i, j].item() == pytest.approx(
+                plain[i, j].item() - mean[i] * mean[j] / (sum(mean) / 12), abs=1e-5
+            )
     assert (mutual_information(msa[:1]) == 0).all()
 
 
@@ -135,7 +137,7 @@ def test_masked_accuracy_and_average():
     assert average([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}
 
 
-# -------------------------------------------------------------------------------------------------------------- distogram
+# ------------------------------------------------------------------------------------------------------------ distogram
 
 
 def test_distances_from_a_distogram():
@@ -151,7 +153,7 @@ def test_distances_from_a_distogram():
     assert even.item() == pytest.approx(19.2 / 64)
 
 
-# ---------------------------------------------------------------------------------------------------------------- picture
+# -------------------------------------------------------------------------------------------------------------- picture
 
 
 def test_a_contact_map_shows_what_was_found(tmp_path):
@@ -182,7 +184,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# -------------------------------------------------------------------------------------------------------------- objective
+# ------------------------------------------------------------------------------------------------------------ objective
 
 
 def batch(count=2, residues=13, rows=8, extra=0):

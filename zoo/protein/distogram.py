@@ -17,7 +17,7 @@ def edges(device: torch.device | None = None, dtype: torch.dtype | None = None) 
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """[..., i, j] between points [..., i, 3] and [..., j, 3]; differences are taken, so that near points stay exact."""
+    """[..., i, j] between points [..., i, 3] and [..., j, 3], of their differences: near points stay exact."""
     return (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1).sqrt()
 
 

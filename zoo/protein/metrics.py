@@ -3,17 +3,25 @@
 Letters: s rows of the alignment, r residues, i j the residues of a pair. Distances in Å.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zoo.protein.distogram import CONTACT, distances
 
-__all__ = ["RANGES", "average", "contact_precision", "distance_lddt", "masked_accuracy", "mutual_information", "range_of_pairs"]
+__all__ = [
+    "RANGES",
+    "average",
+    "contact_precision",
+    "distance_lddt",
+    "masked_accuracy",
+    "mutual_information",
+    "range_of_pairs",
+]
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
-_GAP = 21
+_GAP_OR_X = 20
 
 
 def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
@@ -46,7 +54,7 @@ def contact_precision(
 
 
 def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
-    """lDDT of predicted distances [r, r] between atoms at `position` [r, 3]: Mariani et al. 2013, on one atom a residue.
+    """lDDT of predicted distances [r, r] between atoms at `position` [r, 3]: Mariani et al. 2013, one atom a residue.
 
     Of the pairs that are closer than 15 Å, the share whose distance is right to within 0.5, 1, 2 and 4 Å, averaged over
     these; a residue's score is that of its pairs, and the result the mean over residues. None if there is no such pair.
@@ -65,28 +73,28 @@ def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:
     return (letters == target)[chosen.bool()].double().mean().item()
 
 
-def mutual_information(msa: Tensor, classes: int = 21, rows: int = 256) -> Tensor:
+def mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
     """Mutual information of all pairs of columns of an alignment [s, r], in nats, with APC: [r, r], zero diagonal.
 
-    What a pair has of two letters of the 20, X counted as a gap, relative frequencies, no weights and no pseudocounts.
-    APC takes off what a column shares with all others: I_ij - mean_i mean_j / mean (Dunn et al. 2008). Pairs are counted
-    for `rows` / `classes` columns at a time.
+    Of relative frequencies of the 20 letters and a gap (X is one too), without weights or pseudocounts. APC takes off
+    what a column shares with all others: I_ij - mean_i mean_j / mean (Dunn et al. 2008). Pairs are counted for
+    `columns` columns at a time.
     """
-    return average_product_correction(plain_mutual_information(msa, classes, rows))
+    return average_product_correction(plain_mutual_information(msa, columns))
 
 
-def plain_mutual_information(msa: Tensor, classes: int = 21, rows: int = 256) -> Tensor:
+def plain_mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
     """The same without the correction."""
-    s, r = msa.shape
+    (s, r), classes = msa.shape, _GAP_OR_X + 1
     one_hot = torch.nn.functional.one_hot(msa.long().clamp(max=classes - 1), classes).float()  # (s, r, a)
     flat = one_hot.flatten(1)
     frequency = flat.mean(0)
     entropy = -(frequency * frequency.clamp(min=1e-30).log()).view(r, classes).sum(1)
-    step, joint = max(1, rows // classes), torch.empty(r, r)
-    for i in range(0, r, step):
-        p = flat[:, i * classes : (i + step) * classes].T @ flat / s
+    joint = torch.empty(r, r)
+    for i in range(0, r, columns):
+        p = flat[:, i * classes : (i + columns) * classes].T @ flat / s
         cells = -(p * p.clamp(min=1e-30).log()).view(-1, classes, r, classes)
-        joint[i : i + step] = cells.sum((1, 3))
+        joint[i : i + columns] = cells.sum((1, 3))
     return entropy[:, None] + entropy - joint
 
 
@@ -100,7 +108,7 @@ def average_product_correction(score: Tensor) -> Tensor:
     return corrected.fill_diagonal_(0)
 
 
-def average(measured: list[Mapping[str, float]]) -> dict[str, float]:
+def average(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of every number over those that have it."""
     names = dict.fromkeys(name for values in measured for name in values)
     found = {name: [values[name] for values in measured if name in values] for name in names}

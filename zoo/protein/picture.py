@@ -73,7 +73,7 @@ class ContactMap:
         image.paste(map_, (left, top))
         pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=11)
         pen.line((left, top, left + side, top + side), fill=INK)
-        for i in np.flatnonzero(np.diff(self.asym_id.numpy())) + 1:  # where a chain begins
+        for i in (self.asym_id.diff().nonzero().flatten() + 1).tolist():  # where a chain begins
             pen.line((left, top + i * scale, left + side, top + i * scale), fill=LINE)
             pen.line((left + i * scale, top, left + i * scale, top + side), fill=LINE)
         pen.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)

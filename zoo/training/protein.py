@@ -4,7 +4,6 @@ Every batch is a pure function of the step. Of the alignment a rank makes the ro
 Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
 """
 
-# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ class Synthetic:
     residues: int = option(48, "residues of a family", least=8)
     rows: int = option(32, "rows of its alignment that a sample has", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     families: int = option(512, "families for training", least=1)
     depth: int = option(64, "rows drawn of each", least=1)
     coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
@@ -57,7 +56,7 @@ class Embedded:
     residues: int = option(128, "residues of a crop", least=8)
     rows: int = option(1, "rows of the alignment; there is one", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
 
 
@@ -68,7 +67,7 @@ class Folder:
     residues: int = option(256, "residues of a crop", least=8)
     rows: int = option(128, "rows of the alignment that a sample has", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0, most=1)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
 

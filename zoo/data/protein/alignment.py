@@ -38,9 +38,7 @@ class Alignment:
         return "".join(LETTERS[i] for i in self.msa[0])
 
 
-def read_alignment(
-    path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, max_rows: int = 1_000_000
-) -> Alignment:
+def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, max_rows: int = 1_000_000) -> Alignment:
     """The alignment in a file, whose suffix says the format: .a3m, .fasta (.fa, .afa, .fas) or .sto (.stockholm, .sth).
 
     Raises ValueError with the file's name and the row that is wrong: no rows, rows of unequal length, strange letters.
@@ -76,7 +74,9 @@ def _stockholm(text: str) -> tuple[list[str], list[str]]:
         records = list(AlignIO.read(StringIO(text), "stockholm"))
     except Exception as error:  # whatever it stumbles over
         raise ValueError(f"not a readable Stockholm file: {error}") from error
-    return [f"{r.id} {r.description}" if r.description != r.id else r.id for r in records], [str(r.seq) for r in records]
+    return [f"{r.id} {r.description}" if r.description != r.id else r.id for r in records], [
+        str(r.seq) for r in records
+    ]
 
 
 _LOWER, _SKIP = 254, 253
@@ -135,7 +135,7 @@ def _refuse_unequal(names: Sequence[str], lengths: np.ndarray) -> None:
         raise ValueError(f"its first row ({_short(names[0])}) is empty, and it is the query")
     for i in np.flatnonzero(lengths != lengths[0])[:1]:
         raise ValueError(
-            f"row {i + 1} ({_short(names[i])}) has {lengths[i]} columns and the first row {lengths[0]}: not an alignment"
+            f"row {i + 1} ({_short(names[i])}) has {lengths[i]} columns, the first row {lengths[0]}: not an alignment"
         )
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from zoo.data.protein.alignment import Alignment, describe_difference, species_of
-from zoo.data.protein.record import GAP, UNKNOWN, Protein
+from zoo.data.protein.record import ATOMS, GAP, UNKNOWN, Protein
 
-__all__ = ["join"]
+__all__ = ["join", "without_structure"]
 
 
 def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
@@ -28,10 +28,10 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
         places[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
     belonging: dict[int, list[Alignment]] = {entity: [] for entity in entities}
     for alignment in alignments:
-        entity = next((e for e in entities if _same(alignment.msa[0], protein.msa[0, places[e][0]])), None)
-        if entity is None:
+        found = [e for e in entities if _same(alignment.msa[0], protein.msa[0, places[e][0]])]
+        if not found:
             raise ValueError(_stranger(alignment, protein, places))
-        belonging[entity].append(alignment)
+        belonging[found[0]].append(alignment)
     rows = {e: _stack(belonging[e], protein.msa[0, places[e][0]]) for e in entities}
 
     partners = _pairs([species for _, _, species in rows.values()]) if len(entities) > 1 else []
@@ -45,12 +45,34 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
         letters, left_out, _ = rows[e]
         ours = [1 + len(partners) + k for k, (entity, _) in enumerate(single) if entity == e]
         targets = np.array([*range(1, 1 + len(partners)), *ours], dtype=np.int64)
-        sources = np.array([*(group[e] for group in partners), *(i for entity, i in single if entity == e)], dtype=np.int64)
+        sources = np.array(
+            [*(group[e] for group in partners), *(i for entity, i in single if entity == e)], dtype=np.int64
+        )
         for copy in places[e]:
             msa[targets[:, None], copy] = letters[sources]
             deletions[targets[:, None], copy] = left_out[sources]
     paired = np.arange(total) <= len(partners) if len(entities) > 1 else np.ones(total, bool)
     return replace(protein, msa=msa, deletions=deletions, paired=paired)
+
+
+def without_structure(alignment: Alignment) -> Protein:
+    """The query of an alignment as a protein of one chain, of which nothing was seen, with that alignment."""
+    r = len(alignment.query)
+    alone = Protein(
+        name=alignment.names[0].split()[0],
+        sequence=alignment.query,
+        chains=("A",),
+        asym_id=np.zeros(r, np.int64),
+        entity_id=np.zeros(r, np.int64),
+        residue_index=np.arange(r),
+        residue_ids=tuple(str(i + 1) for i in range(r)),
+        positions=np.zeros((r, len(ATOMS), 3), np.float32),
+        resolved=np.zeros((r, len(ATOMS)), bool),
+        msa=alignment.msa[:1],
+        deletions=alignment.deletions[:1],
+        paired=np.ones(1, bool),
+    )
+    return join(alone, [alignment])
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:

@@ -39,7 +39,7 @@ def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) ->
 
 
 def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Protein:
-    """The residues nearest to a random one, which is near another chain if there is such a one: algorithm 2 of the same.
+    """The residues nearest to a random one, near another chain if there is such a one: algorithm 2 of the same.
 
     Distances are taken from one residue at a time, so that nothing of the size of all pairs is made.
     """
@@ -102,7 +102,7 @@ class Example:
     def alignment(self, rows: range | None = None) -> dict[str, Tensor]:
         """Rows s of the alignment, each [s, r].
 
-        `msa` (int64), `deletions`, `msa_mask` (bool: not padding), `msa_target` (int64) and `msa_weight` (what to guess).
+        `msa` (int64), `deletions`, `msa_mask` (bool: no padding), `msa_target` (int64), `msa_weight` (1: to be told).
         """
         rows = range(self.rows) if rows is None else rows
         own = slice(0, self.rows)
@@ -136,7 +136,7 @@ class Example:
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
 
     def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
-        """Rows i of all pairs [i, j]: `bins` of their distance (int64), `pair_weight` (zero where either was not seen)."""
+        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 where one of them was not seen)."""
         position, seen = self.protein.contact_atoms()
         missing = self.residues - len(self.protein)
         xyz, there = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))

@@ -130,4 +130,3 @@ class ProteinFolder:
 
 def _suffix(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
-

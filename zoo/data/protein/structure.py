@@ -58,7 +58,9 @@ class Atoms:
     name: Sequence[str]
     alternative: Sequence[str]
     occupancy: Sequence[str]
-    position: tuple[Sequence[str], Sequence[str], Sequence[str]]
+    x: Sequence[str]
+    y: Sequence[str]
+    z: Sequence[str]
 
 
 def read_structure(
@@ -124,7 +126,7 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
             )
         return values
 
-    position = np.stack([numbers(column, f"coordinate {axis}") for axis, column in zip("xyz", atoms.position)], 1)
+    position = np.stack([numbers(getattr(atoms, axis), f"coordinate {axis}") for axis in "xyz"], 1)
     occupancy = numbers(atoms.occupancy, "occupancy")
     best = np.lexsort((alternative, -occupancy, atom, place))  # the last key counts most
     key = np.stack([place, atom], 1)[best]
@@ -194,7 +196,7 @@ def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str])
             index = [int(residue.id) for residue in chain.residues]
         except ValueError:  # an insertion code
             continue
-        if all(b > a for a, b in zip(index, index[1:])):
+        if index == sorted(set(index)):
             chain.index = [number - index[0] for number in index]
     return list(chains.values())
 
@@ -240,7 +242,7 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
         [column[i] for i in first]
         for column in (chain, residue, component, name, alternative, occupancy, x, y, z, number, insertion, author)
     )
-    atoms = Atoms(chain, residue, component, name, alternative, occupancy, (x, y, z))
+    atoms = Atoms(chain, residue, component, name, alternative, occupancy, x, y, z)
     if "_pdbx_poly_seq_scheme.asym_id" not in table:
         if "_entity_poly_seq.mon_id" in table:  # which comes first, before the atoms
             raise ValueError("it has _entity_poly_seq, but not _pdbx_poly_seq_scheme: is the file cut off?")
@@ -296,7 +298,7 @@ def _parse_pdb(text: str) -> tuple[list[Chain], Atoms]:
         elif kind == "ENDMDL" and rows:
             break
     columns = [list(column) for column in zip(*rows)]
-    atoms = Atoms(*columns[:6], (columns[6], columns[7], columns[8]))  # type: ignore[arg-type]
+    atoms = Atoms(*columns)
     if not sequences:
         return _chains_of_atoms(atoms, atoms.residue, atoms.chain), atoms
 
@@ -318,7 +320,7 @@ def _parse_pdb(text: str) -> tuple[list[Chain], Atoms]:
 
 
 def _in_sequence(chain: str, names: list[str], seen: list[Residue], missing: list[Residue]) -> list[Residue]:
-    """The residues of SEQRES, those that were seen among them: by REMARK 465, or where that does not fit by alignment."""
+    """The residues of SEQRES, those seen among them: by REMARK 465, or where that does not fit by alignment."""
     merged, rest = [], list(missing)
     for residue in seen:
         while rest and _order(rest[0]) < _order(residue):

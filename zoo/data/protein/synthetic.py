@@ -4,11 +4,11 @@ A family is a crop of a structure of the embedded set and an alignment drawn fro
 
     p(x) ~ exp(sum_i h_i(x_i) + beta sum_{contacts i j} sum_k g_k u_k(x_i) u_k(x_j))
 
-by Gibbs sampling, every row from a start of its own. Fields h are normal numbers, drawn for the family. Couplings sit on
-the pairs in contact (Cβ closer than 8 Å, at least 3 apart in a chain or in two chains), and what they say is physics in
-short: hydrophobic residues attract one another, charges of one sign repel, and a large one has a small one beside it.
-So contacts can be told from the alignment, the better the more rows there are, and all the better by who has learned the
-law. The first row, also drawn, is the sequence of the family; of the structure only the coordinates are kept.
+by Gibbs sampling, every row from a start of its own. Fields h are normal numbers, drawn for the family. Couplings sit
+on the pairs in contact (Cβ closer than 8 Å, at least 3 apart in a chain or in two chains), and what they say is physics
+in short: hydrophobic residues attract one another, charges of one sign repel, and a large one has a small one beside
+it. So contacts can be told from the alignment, the better the more rows there are, and better still by who has learned
+the law. The first row, also drawn, is the sequence of the family; of the structure only the coordinates are kept.
 
 Letters: f families, s rows, r residues, k properties.
 """
@@ -71,7 +71,8 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor) -> Tens
 class PottsFamilies:
     """`families` of alignments of `residues` columns and `rows` rows, on the structures of one embedded split.
 
-    Family i is a function of (seed, i) alone. `coupling` is beta. Structures that are shorter than `residues` are not used.
+    Family i is a function of (split, seed, i) alone. `coupling` is beta. Shorter structures are not used, nor crops of
+    which less than half was seen.
     """
 
     def __init__(
@@ -109,14 +110,19 @@ class PottsFamilies:
         crops, fields, couplings, uniform = [], [], [], []
         for i in indices:
             random = generator("potts", self.split, self.seed, i)
-            source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
-            crop = crop_contiguous(source, self.residues, random)
+            crop = self._crop(random)
+            while crop.contact_atoms()[1].mean() < 0.5:  # a tail of which little was seen
+                crop = self._crop(random)
             crops.append(crop)
             fields.append(FIELD * torch.randn(self.residues, 20, generator=random))
             couplings.append(self.coupling * coupled(crop).float())
             uniform.append(torch.rand(self.sweeps, self.residues, self.rows, generator=random))
         drawn = gibbs(torch.stack(fields), torch.stack(couplings), properties(), torch.stack(uniform))
         return [_family(crop, msa, i) for crop, msa, i in zip(crops, drawn.numpy().astype(np.uint8), indices)]
+
+    def _crop(self, random: torch.Generator) -> Protein:
+        source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
+        return crop_contiguous(source, self.residues, random)
 
 
 _BATCH = 64

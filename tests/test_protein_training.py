@@ -1,0 +1,203 @@
+"""The protein task in the trainer: its data sets, its errors, its records."""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.training import config as cfg
+from zoo.training import tracking
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+model: {name: evoformer, size: test, overrides: {bins: 64, extra_depth: 0, depth: 1}}
+data: {name: protein_synthetic, residues: 17, rows: 5, families: 6, depth: 8}
+optim: {lr: 1e-3, warmup: 2}
+train: {steps: 4, batch: 2}
+eval: {every: 2, proteins: 4, floors: true}
+sample: {every: 4, proteins: 3, drawn: 2}
+log: {every: 1}
+checkpoint: {every: 2}
+wandb: {mode: disabled}
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    sys.path.insert(0, str(ROOT))
+    yield importlib.import_module("train")
+    sys.path.remove(str(ROOT))
+
+
+@pytest.fixture
+def run(trainer, tmp_path):
+    def start(*overrides, expect=0, **sections):
+        lines = [line for line in TINY.splitlines() if line.split(":")[0] not in sections]
+        lines += [f"{name}: {text}" for name, text in sections.items()]
+        (tmp_path / "tiny.yaml").write_text("\n".join(lines))
+        arguments = [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", *overrides]
+        assert trainer.main(arguments) == expect
+        name = next((o[5:] for o in overrides if o.startswith("name=")), "tiny")
+        return tracking.read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+
+    return start
+
+
+def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
+    records = run()
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 4
+    assert all(6 < loss < 9 for loss in losses)  # 2 log 23 + 0.3 log 64 = 7.52
+    (judged,) = (record for record in records if "val_masked accuracy" in record)
+    assert judged["step"] == 4
+    assert 0 <= judged["val_short P@L/5"] <= 1
+    assert 0 < judged["val_distance lDDT"] < 1
+    floors = {key: value for record in records for key, value in record.items() if "floor" in key}
+    assert 4 < floors["frequency_floor"] < 12
+    assert 0 <= floors["apc_floor short P@L/5"] <= 1
+    out = capsys.readouterr().out
+    assert "step 4: val_short P@L " in out
+    assert "frequencies of letters in a column, of distances by separation" in out
+    with Image.open(tmp_path / "runs" / "tiny" / "samples" / "step-00000004.png") as image:
+        assert image.width > 800
+    again = run("name=again", "train.accumulation=2", "train.batch=1")  # micro-batches, each its own mean
+    assert [r["loss"] for r in again if "loss" in r] == pytest.approx(losses, rel=0.02)
+    resumed = run("name=again", "train.accumulation=2", "train.batch=1", "train.steps=5", "resume=true")
+    assert resumed[-1]["step"] == 5
+
+
+def test_real_structures_and_an_extra_alignment(run):
+    records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
+    assert not any("apc_floor" in key for record in records for key in record)  # one row tells nothing
+    run("data.extra_rows=3", "model.overrides.extra_depth=1", "name=extra", "eval.floors=false")
+    run("name=af3", "eval.floors=false", model="{name: pairformer, size: test, overrides: {bins: 64}}")
+
+
+def infer_here(mesh, arguments):
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module("infer").main([str(a) for a in arguments])
+
+
+def test_predictions_for_files(run, tmp_path, fresh_ranks, capsys):
+    run("eval.floors=false", "sample.every=0")
+    there = tmp_path / "runs" / "tiny"
+    structure = ROOT / "tests" / "structures" / "1A8O.cif.gz"
+    (tmp_path / "a.a3m").write_text(">mine of it\nMKVLAAGIVG\n>b\nMKVIAA-IVG\n")
+    assert infer_here(None, [there, "--structure", structure, "--out", tmp_path / "one"]) == 0
+    assert fresh_ranks(infer_here, 4, [there, "--structure", structure, "--out", tmp_path / "four"]) == [0] * 4
+    for name in ("contact", "distance"):
+        one, four = (np.load(tmp_path / ranks / "1A8O.npz")[name] for ranks in ("one", "four"))
+        assert one.shape == (70, 70)
+        np.testing.assert_allclose(one, four, rtol=1e-4)
+    with Image.open(tmp_path / "one" / "1A8O.png") as image:
+        assert image.width > 400
+    assert infer_here(None, [there, "--alignment", tmp_path / "a.a3m", "--out", tmp_path / "one"]) == 0
+    assert np.load(tmp_path / "one" / "mine.npz")["contact"].shape == (10, 10)
+    capsys.readouterr()
+    for arguments, message in (
+        ([], "give --structure FILE, or --alignment FILE"),
+        (["--structure", structure, "--alignment", tmp_path / "a.a3m"], "a.a3m is of another protein than 1A8O"),
+        (["--structure", structure, "--rows", 0], "--rows 0: must be at least 1"),
+    ):
+        assert infer_here(None, [there, *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_folder(run, tmp_path, capsys):
+    for name in ("1A8O.cif.gz", "2BEG.pdb.gz", "1LCD.pdb.gz"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tests" / "structures" / name, tmp_path / "data" / name)
+    (tmp_path / "data" / "broken.cif").write_text("data_x\n")
+    run(data=f"{{name: protein_folder, path: {tmp_path / 'data'}, residues: 20, rows: 3, validation: 0.3}}")
+    captured = capsys.readouterr()
+    assert "broken.cif: it has no _atom_site table" in captured.out + captured.err
+    run("name=absent", data="{name: protein_folder, path: /nowhere}", expect=2)
+    assert "data: no such folder: /nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.overrides.bins=8"], "64 bins of distance and the model 8: set model.overrides.bins=64"),
+        (["model.overrides.extra_depth=1"], "set data.extra_rows, or model.overrides.extra_depth=0"),
+        (["data.extra_rows=2"], "the model has no extra alignment: set data.extra_rows=0"),
+        (["data.residues=4000"], "data: no embedded structure has 4000 residues"),
+        (["data.residues=4"], "data.residues=4: must be at least 8"),
+    ],
+)
+def test_what_does_not_fit_is_said(run, capsys, overrides, message):
+    run(*overrides, expect=2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_of_something_else_is_refused(run, capsys):
+    run(expect=2, model="{name: latte, size: test}")
+    assert "model latte is not one of proteins: it takes x" in capsys.readouterr().err
+
+
+def task(rank=0, size=1, **data):
+    config = cfg.defaults("protein_embedded")
+    config.model.name, config.model.size = "evoformer", "test"
+    config.model.overrides = {"bins": 64, "extra_depth": 0}
+    config.train.batch, config.eval.proteins = 2, 4
+    for key, value in {"residues": 21, "rows": 3, **data}.items():
+        setattr(config.data, key, value)
+    made = cfg.create_task(config, rank, size)
+    made.train, made.validation = EmbeddedProteins("train"), EmbeddedProteins("validation")
+    return made
+
+
+def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
+    whole = task().batch(None, 3, 0, 1, 2)
+    parts = [task(rank, 4).batch(None, 3, 0, 1, 2) for rank in range(4)]
+    for name, value in whole.items():
+        if isinstance(value, torch.Tensor):
+            assert all(torch.equal(part[name], value) for part in parts)
+            continue
+        assert torch.equal(torch.cat([part[name].local for part in parts], value.dim), value.local)
+        assert {part[name].length for part in parts} == {value.local.shape[value.dim]}
+    assert [part["bins"].local.shape for part in parts] == [(2, 6, 21)] * 3 + [(2, 3, 21)]
+    example = task().example(None)
+    assert example.keys() == whole.keys()
+    for name, value in whole.items():
+        local = getattr(value, "local", value)
+        assert (example[name].shape, example[name].dtype) == (local.shape, local.dtype), name
+
+
+def test_validation_is_the_same_for_any_number_of_groups():
+    def loss_inputs(groups):
+        batches = [list(task().validation_batches(None, group, groups)) for group in range(groups)]
+        rows = [part["bins"].local[i] for of_group in batches for _, n, part in of_group for i in range(n)]
+        return sorted(row.sum().item() for row in rows)
+
+    assert loss_inputs(1) == loss_inputs(2)
+    chosen = task()._validation_examples(40)  # more than there are: other crops of the same
+    assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
+
+
+def test_two_ranks_train_as_one(trainer, tmp_path):
+    import subprocess
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    losses = []
+    for ranks in (1, 2):
+        command = [
+            sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+            str(ROOT / "train.py"), str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", f"name=on{ranks}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        records = tracking.read_metrics(tmp_path / "runs" / f"on{ranks}" / "metrics.jsonl")
+        losses.append([r["loss"] for r in records if "loss" in r] + [r["val_loss"] for r in records if "val_loss" in r])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_demo_is_a_configuration():
+    config = cfg.load([str(ROOT / "configs" / "evoformer_demo.yaml")])
+    assert config.data.name == "protein_synthetic"
