@@ -23,8 +23,15 @@ from zoo.data.protein.folder import ProteinFolder, read_protein
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
-from zoo.protein.distogram import BINS, contact_probability, expected_distance
-from zoo.protein.metrics import average, contact_precision, distance_lddt, masked_accuracy, mutual_information
+from zoo.protein.distogram import BINS, CONTACT, contact_probability, distances, expected_distance
+from zoo.protein.metrics import (
+    average,
+    contact_precision,
+    distance_lddt,
+    masked_accuracy,
+    mutual_information,
+    range_of_pairs,
+)
 from zoo.protein.objective import ProteinObjective, frequency_floor
 from zoo.protein.picture import ContactMap, save_contact_maps
 from zoo.training import UserError, task
@@ -90,7 +97,7 @@ class Eval:
 class Sample:
     every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
     proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
-    drawn: int = option(3, "of these in the picture", least=1)
+    drawn: int = option(3, "of these in the picture: those with most contacts", least=1)
 
 
 class Dataset(Protocol):
@@ -231,7 +238,8 @@ class Task(task.Task):
         return Predicted(example, contact_probability(pairs).cpu(), expected_distance(pairs).cpu(), accuracy)
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
-        self._draw_maps(samples[: self.config.sample.drawn], path)
+        richest = sorted(samples, key=lambda made: -len(_true_contacts(made.example.protein)))
+        self._draw_maps(richest[: self.config.sample.drawn], path)
         return {f"val_{name}": value for name, value in average([_judged(made) for made in samples]).items()}
 
     def _draw_maps(self, samples: Sequence[Predicted], path: Path) -> None:
@@ -304,6 +312,13 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
     position, seen, residue_index, asym_id = (torch.from_numpy(array) for array in arrays)
     return position, seen, residue_index, asym_id
+
+
+def _true_contacts(protein: Protein) -> Tensor:
+    """The pairs in contact that are counted [n, 2]."""
+    position, seen, residue_index, asym_id = _truth(protein)
+    counted = torch.stack(list(range_of_pairs(residue_index, asym_id).values())).any(0) & seen[:, None] & seen
+    return (counted & (distances(position, position) < CONTACT)).nonzero()
 
 
 def _judged(made: Predicted) -> dict[str, float]:
