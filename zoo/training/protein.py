@@ -22,8 +22,15 @@ from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
-from zoo.protein.distogram import BINS
-from zoo.protein.metrics import average, contact_precision, distance_lddt, masked_accuracy, mutual_information
+from zoo.protein.distogram import BINS, CONTACT, distances
+from zoo.protein.metrics import (
+    average,
+    contact_precision,
+    distance_lddt,
+    masked_accuracy,
+    mutual_information,
+    range_of_pairs,
+)
 from zoo.protein.objective import ProteinObjective, frequency_floor
 from zoo.protein.picture import ContactMap, save_contact_maps
 from zoo.protein.prediction import Predictor
@@ -91,7 +98,7 @@ class Eval:
 class Sample:
     every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
     proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
-    drawn: int = option(3, "of these in the picture", least=1)
+    drawn: int = option(3, "of these in the picture: those with most contacts", least=1)
 
 
 class Dataset(Protocol):
@@ -254,8 +261,8 @@ class Task(task.Task):
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
         measured = [predicted.measure() for predicted in samples]
-        drawn = self.config.sample.drawn
-        save_contact_maps(path, [predicted.map(found) for predicted, found in zip(samples[:drawn], measured)])
+        richest = sorted(zip(samples, measured), key=lambda pair: -len(_true_contacts(pair[0].protein)))
+        save_contact_maps(path, [made.map(found) for made, found in richest[: self.config.sample.drawn]])
         return {f"val_{name}": value for name, value in average(measured).items()}
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -359,6 +366,13 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
     value = distance_lddt(distance, position, seen)
     return {} if value is None else {"distance lDDT": value}
+
+
+def _true_contacts(protein: Protein) -> Tensor:
+    """The pairs in contact that are counted [n, 2]."""
+    position, seen, residue_index, asym_id = _truth(protein)
+    counted = torch.stack(list(range_of_pairs(residue_index, asym_id).values())).any(0) & seen[:, None] & seen
+    return (counted & (distances(position, position) < CONTACT)).nonzero()
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
