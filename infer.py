@@ -2,6 +2,7 @@
 
     python infer.py runs/demo --label 3 --frames 16
     torchrun --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
+    torchrun --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py runs/demo --help
 
 All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
@@ -41,7 +42,7 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
 
 
 def load_model(task: Task, directory: Path, step: int | None, device: torch.device) -> nn.Module:
-    """The task's model with the weights of a checkpoint, shared by all ranks."""
+    """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
     with torch.device("meta"):
         model = task.model()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
@@ -50,8 +51,9 @@ def load_model(task: Task, directory: Path, step: int | None, device: torch.devi
     if state is None:
         raise UserError(f"{directory} holds no checkpoint")
     ranks.say(f"weights of step {state['step']} from {directory}")
-    user_error(dsp.parallelize, model, mesh["sp"])
-    return model.eval()
+    predictor = task.predictor(model)
+    user_error(dsp.parallelize, predictor, mesh["sp"])
+    return predictor.eval()
 
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:

@@ -51,6 +51,7 @@ class Run:
     mesh: DeviceMesh
     model: Any  # an nn.Module that fully_shard gave more methods
     objective: Any
+    predictor: nn.Module
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     directory: Path
@@ -78,9 +79,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
         plan = make_plan(config, task, objective, sp)
     directory = ranks.on_first_rank(lambda: open_run(config))
 
-    # dsp: the objective for training, where the loss is taken on shards; the model alone for sampling
+    # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
+    predictor = task.predictor(model)
     user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
-    user_error(dsp.parallelize, model, mesh["sp"])
+    user_error(dsp.parallelize, predictor, mesh["sp"])
 
     # compile and recompute the inside of a stage, so that neither sees a switch
     stages = repeated_stages(model)
@@ -111,7 +113,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
-    return Run(config, device, stop, task, mesh, model, objective, optimizer, average, directory, plan)
+    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, plan)
 
 
 def resume(run: Run) -> None:
@@ -225,7 +227,7 @@ def assess(run: Run, step: int) -> None:
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
         with averaged(run):
-            samples = run.task.sample(run.model, run.device, run.stop.poll)
+            samples = run.task.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
             if measured := run.task.show(samples, path):
                 run.tracker.log(step, **measured)

@@ -238,7 +238,7 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
     i = 0
     while i < len(rows):
         best = (1, 1)
-        for period in range(1, 9):
+        for period in range(1, 33):  # an Evoformer block is 17 stages
             group = [key(r) for r in rows[i : i + period]]
             times = 1
             while [key(r) for r in rows[i + times * period : i + (times + 1) * period]] == group:

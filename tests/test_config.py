@@ -156,9 +156,11 @@ def test_shipped_configs_are_sound(path):
     task = cfg.create_task(config)
     with torch.device("meta"):
         model = task.model()
-        loss, weight = task.objective(model)(**task.example(model))
-    assert loss.shape == weight.shape == (config.train.batch, *task.shape[:1], task.frames, *task.shape[1:])
-    assert config.eval.clips % (config.parallel.dp_replicate * config.parallel.dp_shard) == 0
+        terms = task.objective(model)(**task.example(model))
+    for loss, weight in terms.values() if isinstance(terms, dict) else [terms]:
+        assert loss.shape == weight.shape
+        assert len(loss) == config.train.batch
+    assert task.validation_samples % (config.parallel.dp_replicate * config.parallel.dp_shard) == 0
 
 
 @pytest.mark.parametrize(

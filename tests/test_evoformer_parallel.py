@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 import zoo
+from zoo.protein import layers
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "evoformer": ("evoformer", {"chunk": 1000}),

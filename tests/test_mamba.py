@@ -150,5 +150,24 @@ def test_other_weights_are_refused():
         mixer_from_reference({**state, "in_proj.bias": torch.zeros(192)})
     with pytest.raises(ValueError, match=r"missing: dt_proj\.bias"):
         mixer_from_reference({name: value for name, value in state.items() if name != "dt_proj.bias"})
-    with pytest.raises(ValueError, match="no published weights are known for st_mamba"):
+    with pytest.raises(ValueError, match="these weights are of another model"):
         zoo.from_reference("st_mamba", state)
+    layers = MambaModel(MambaConfig(**MAMBA)).state_dict()
+    with pytest.raises(ValueError, match=r"missing: layers\.1\.norm\.weight"):
+        zoo.from_reference("st_mamba", {k: v for k, v in layers.items() if k != "layers.1.norm.weight"})
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_a_model_starts_from_a_language_model(kind, prefix):
+    torch.manual_seed(0)
+    oracle = MambaModel(MambaConfig(**MAMBA)) if kind == "mamba1" else Mamba2Model(Mamba2Config(**MAMBA2, n_groups=2))
+    randomise(oracle)
+    state = {prefix + name: value for name, value in oracle.state_dict().items()}
+    model = zoo.from_reference("st_mamba", state, **({"groups": 2} if kind == "mamba2" else {}))
+    assert (model.config.depth, model.config.mixer, model.config.bidirectional) == (2, kind, False)
+    x = torch.randn(2, 9, 32)
+    for block, layer in zip(model.running(), oracle.layers):
+        torch.testing.assert_close(block.mixers[0](x), layer.mixer(x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(block.norms[0].weight, layer.norm.weight)
+    assert model(**model.example_inputs()).shape == (1, 4, 5, 8, 8)

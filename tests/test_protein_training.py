@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -78,36 +77,6 @@ def test_real_structures_and_an_extra_alignment(run):
     assert not any("apc_floor" in key for record in records for key in record)  # one row tells nothing
     run("data.extra_rows=3", "model.overrides.extra_depth=1", "name=extra", "eval.floors=false")
     run("name=af3", "eval.floors=false", model="{name: pairformer, size: test, overrides: {bins: 64}}")
-
-
-def infer_here(mesh, arguments):
-    sys.path.insert(0, str(ROOT))
-    return importlib.import_module("infer").main([str(a) for a in arguments])
-
-
-def test_predictions_for_files(run, tmp_path, fresh_ranks, capsys):
-    run("eval.floors=false", "sample.every=0")
-    there = tmp_path / "runs" / "tiny"
-    structure = ROOT / "tests" / "structures" / "1A8O.cif.gz"
-    (tmp_path / "a.a3m").write_text(">mine of it\nMKVLAAGIVG\n>b\nMKVIAA-IVG\n")
-    assert infer_here(None, [there, "--structure", structure, "--out", tmp_path / "one"]) == 0
-    assert fresh_ranks(infer_here, 4, [there, "--structure", structure, "--out", tmp_path / "four"]) == [0] * 4
-    for name in ("contact", "distance"):
-        one, four = (np.load(tmp_path / ranks / "1A8O.npz")[name] for ranks in ("one", "four"))
-        assert one.shape == (70, 70)
-        np.testing.assert_allclose(one, four, rtol=1e-4)
-    with Image.open(tmp_path / "one" / "1A8O.png") as image:
-        assert image.width > 400
-    assert infer_here(None, [there, "--alignment", tmp_path / "a.a3m", "--out", tmp_path / "one"]) == 0
-    assert np.load(tmp_path / "one" / "mine.npz")["contact"].shape == (10, 10)
-    capsys.readouterr()
-    for arguments, message in (
-        ([], "give --structure FILE, or --alignment FILE"),
-        (["--structure", structure, "--alignment", tmp_path / "a.a3m"], "a.a3m is of another protein than 1A8O"),
-        (["--structure", structure, "--rows", 0], "--rows 0: must be at least 1"),
-    ):
-        assert infer_here(None, [there, *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_folder(run, tmp_path, capsys):

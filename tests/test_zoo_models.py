@@ -33,6 +33,8 @@ VARIANTS = [
     ("latte", {"variant": 3, "depth": 2, "conditioning": "text", "caption_channels": 20}),
     ("latte", {"variant": 4, "depth": 2, "conditioning": "class", "num_classes": 10}),
     ("latte", {"variant": 4, "depth": 2, "conditioning": "text", "caption_channels": 20}),
+    ("axial_video", {"num_classes": 10}),
+    ("axial_video", {"order": "summed", "learn_sigma": True}),
 ]
 
 
@@ -51,6 +53,8 @@ def layers(model):
     return [f"{names[kind]}.{order[:i].count(kind)}" for i, kind in enumerate(order)]
 
 
+SPACE_AND_TIME = [row for row in VARIANTS if row[0] != "axial_video"]  # whose stages are checked in parallel
+in_space_and_time = pytest.mark.parametrize(("name", "overrides"), SPACE_AND_TIME, ids=lambda x: str(x))
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
 
@@ -284,7 +288,7 @@ def check_stage(path, text, module, bound, out):
     return free
 
 
-@every_variant
+@in_space_and_time
 @torch.no_grad()
 def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overrides):
     model = make(name, overrides)
@@ -301,7 +305,7 @@ def test_every_stage_is_independent_of_the_dims_outside_its_brackets(name, overr
             assert dims == ["b", "t", "s"]
 
 
-@every_variant
+@in_space_and_time
 @torch.no_grad()
 def test_a_stage_stated_wrongly_is_caught(name, overrides):
     model = make(name, overrides)
@@ -314,7 +318,7 @@ def test_a_stage_stated_wrongly_is_caught(name, overrides):
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [row for row in VARIANTS if row[1].get("variant") != 4],  # which adds up two attentions between stages
+    [row for row in SPACE_AND_TIME if row[1].get("variant") != 4],  # which adds up two attentions between stages
     ids=lambda x: str(x),
 )
 @torch.no_grad()

@@ -67,9 +67,12 @@ class OneHot(nn.Embedding):
 
 
 def truncated_normal(weight: Tensor, std: float) -> None:
-    """Normal numbers cut off at two standard deviations, ``std`` being what is left after the cut."""
-    std /= 0.87962566103423978
-    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+    """Normal numbers cut off at two standard deviations, ``std`` being what is left after the cut.
+
+    By the inverse of their distribution function: a loop until all are within, as torch has it, needs real numbers.
+    """
+    inside = math.erf(math.sqrt(2))
+    weight.uniform_(-inside, inside).erfinv_().mul_(math.sqrt(2) * std / 0.87962566103423978)
 
 
 # Attention

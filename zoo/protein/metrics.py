@@ -68,9 +68,9 @@ def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | 
     return scores.mean().item() if len(scores) else None
 
 
-def masked_accuracy(logits: Tensor, target: Tensor, chosen: Tensor) -> float:
-    """The share of the chosen letters [...] whose class `target` [...] has the greatest of the logits [..., 23]."""
-    return (logits.argmax(-1) == target)[chosen.bool()].double().mean().item()
+def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:
+    """The share of the chosen letters that were told, [...] each."""
+    return (letters == target)[chosen.bool()].double().mean().item()
 
 
 def mutual_information(msa: Tensor, columns: int = 12) -> Tensor:

@@ -51,9 +51,7 @@ class Eval:
 class Sample:
     every: int = option(0, "steps between sampled images; 0 for none", least=0)
     images: int = option(10, "images sampled, from the same noise every time", least=1)
-    temperature: float = option(
-        1.0, "of the noise: 1 samples what the model has learned, less its likelier part", least=0
-    )
+    temperature: float = option(1.0, "1 draws from what was learned, less from its likelier part", least=0)
 
 
 class Task(task.Task):

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.data.protein.alignment import read_alignment
-from zoo.data.protein.complexes import without_structure
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import Example, draw
-from zoo.data.protein.folder import ProteinFolder, read_protein
+from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
-from zoo.protein.distogram import BINS, CONTACT, contact_probability, distances, expected_distance
+from zoo.protein.distogram import BINS, CONTACT, distances
 from zoo.protein.metrics import (
     average,
     contact_precision,
@@ -34,9 +33,11 @@ from zoo.protein.metrics import (
 )
 from zoo.protein.objective import ProteinObjective, frequency_floor
 from zoo.protein.picture import ContactMap, save_contact_maps
+from zoo.protein.prediction import Predictor
+from zoo.protein.table import write_contacts
 from zoo.training import UserError, task
 from zoo.training.config import option
-from zoo.training.ranks import on_first_rank
+from zoo.training.ranks import on_first_rank, say
 from zoo.training.task import Floor, Inputs, Part, share, user_error
 
 _FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
@@ -108,12 +109,28 @@ class Dataset(Protocol):
 
 @dataclass
 class Predicted:
-    """An example, and what a model makes of it."""
+    """A protein, and what a model makes of it."""
 
-    example: Example
+    protein: Protein
     contact: Tensor  # [r, r] probability
     distance: Tensor  # [r, r] Å
-    accuracy: float  # of hidden letters
+    accuracy: float | None = None  # of hidden letters
+
+    def measure(self) -> dict[str, float]:
+        """Nothing if the structure is not known."""
+        truth = _truth(self.protein)
+        found = contact_precision(self.contact, *truth) | _lddt(self.distance, *truth[:2])
+        return found | ({} if self.accuracy is None else {"masked accuracy": self.accuracy})
+
+    def contacts(self) -> int:
+        """How many pairs are in contact in truth, of those that are measured."""
+        position, seen, *places = _truth(self.protein)
+        counted = torch.stack(list(range_of_pairs(*places).values())).any(0) & seen[:, None] & seen
+        return int((counted & (distances(position, position) < CONTACT)).sum())
+
+    def map(self, measured: Mapping[str, float]) -> ContactMap:
+        title = f"{self.protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in measured.items() if k.endswith("P@L/2"))
+        return ContactMap(title.removesuffix(": "), self.contact, *_truth(self.protein))
 
 
 class Task(task.Task):
@@ -215,73 +232,92 @@ class Task(task.Task):
         inputs |= stacked(Example.single)
         if shape["extra"]:
             inputs |= stacked(lambda e: e.extra_alignment(here["extra"]), shape["extra"])
+        # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
+        seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
+        for name, sums in (("msa_weight", torch.stack([e.chosen.sum() for e in examples])), ("pair_weight", seen**2)):
+            part = inputs[name]
+            assert isinstance(part, Part)
+            part.local /= sums[:, None, None]
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what is shown
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        return Predictor(model)
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> list[Predicted]:
         """What the model says of held-out proteins, some letters hidden as in validation."""
         made, chosen = [], self._validation_examples(self.config.sample.proteins)
         for i, example in enumerate(chosen):
-            made.append(self._predict(model, example(), device))
+            drawn = example()
+            made.append(self._predict(model, drawn, device))
             on_step(i + 1, len(chosen))
         return made
 
-    @torch.no_grad()
-    def _predict(self, model: Callable[..., Any], example: Example, device: torch.device) -> Predicted:
+    def _predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
         given = example.alignment() | example.single() | (example.extra_alignment() if self.shape["extra"] else {})
         inputs = {name: given[name][None].to(device) for name in self.inputs if name in given}
-        letters, bins, *_ = model(**inputs)
-        accuracy = masked_accuracy(letters[0].cpu(), given["msa_target"], given["msa_weight"])
-        r = len(example.protein)
-        pairs = bins[0, :r, :r]
-        return Predicted(example, contact_probability(pairs).cpu(), expected_distance(pairs).cpu(), accuracy)
+        with torch.no_grad():
+            found = model(**inputs, **options)
+        r, accuracy = len(example.protein), None
+        if example.chosen.any():
+            accuracy = masked_accuracy(found.letters[0].cpu(), given["msa_target"], given["msa_weight"])
+        probability, distance = (x[0, :r, :r].cpu() for x in (found.probability, found.distance))
+        return Predicted(example.protein, probability, distance, accuracy)
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
-        richest = sorted(samples, key=lambda made: -len(_true_contacts(made.example.protein)))
-        self._draw_maps(richest[: self.config.sample.drawn], path)
-        return {f"val_{name}": value for name, value in average([_judged(made) for made in samples]).items()}
-
-    def _draw_maps(self, samples: Sequence[Predicted], path: Path) -> None:
-        maps = []
-        for made in samples:
-            protein, scores = made.example.protein, _judged(made)
-            title = f"{protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items() if k.endswith("P@L/2"))
-            maps.append(ContactMap(title.removesuffix(": "), made.contact, *_truth(protein)))
-        save_contact_maps(path, maps)
+        measured = [predicted.measure() for predicted in samples]
+        richest = sorted(zip(samples, measured), key=lambda pair: -pair[0].contacts())[: self.config.sample.drawn]
+        save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
+        return {f"val_{name}": value for name, value in average(measured).items()}
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--structure", type=Path, help="mmCIF or PDB file, whole; its contacts are compared")
-        parser.add_argument("--alignment", type=Path, nargs="+", help="A3M, FASTA or Stockholm files of its chains")
-        parser.add_argument("--rows", type=int, default=self.shape["rows"], help="rows of the alignment to take")
-        parser.add_argument("--seed", type=int, default=0, help="another number takes other rows")
+        data = self.config.data
+        parser.add_argument("files", type=Path, nargs="+", help="structures, alignments, folders of both")
+        parser.add_argument(
+            "--complex", action="store_true", help="alignments without a structure are the chains of one complex"
+        )
+        parser.add_argument("--rows", type=int, default=data.rows, help="rows of the alignment")
+        if data.extra_rows:
+            parser.add_argument("--extra-rows", type=int, default=data.extra_rows, help="rows of the extra one")
+        parser.add_argument("--recycles", type=int, default=0, help="further passes, each from what the last one made")
+        parser.add_argument("--least", type=float, default=0.1, help="least probability of the contacts in the table")
+        parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
 
     def infer(
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
     ) -> list[Path]:
-        alignments = options.alignment or []
-        if options.rows < 1:
-            raise ValueError(f"--rows {options.rows}: must be at least 1")
-        if options.structure:
-            protein = read_protein(options.structure, alignments)
-        elif len(alignments) == 1:
-            protein = without_structure(read_alignment(alignments[0]))
-        else:
-            raise ValueError("give --structure FILE, or --alignment FILE: one, whose first row is then predicted")
-        shape = {"residues": len(protein), "rows": min(options.rows, len(protein.msa)), "extra": self.shape["extra"]}
-        example = draw(protein, "inference", options.seed, **shape, share=0)
-        predicted = self._predict(model, example, device)
-        on_step(1, 1)
-        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in protein.name)
-        paths = [options.out / f"{name}.png", options.out / f"{name}.npz"]
-
-        def write() -> None:
-            self._draw_maps([predicted], paths[0])
-            contact, distance = predicted.contact.numpy(), predicted.distance.numpy()
-            np.savez_compressed(paths[1], contact=contact, distance=distance)
-
-        on_first_rank(write)
-        return paths
+        for name, least in (("rows", 1), ("extra_rows", 1), ("recycles", 0)):
+            if getattr(options, name, least) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+        given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
+        written, measured, skipped = [], [], []
+        for i, one in enumerate(given):
+            try:
+                protein = on_first_rank(lambda one=one: user_error(one.read))
+            except UserError as error:
+                if len(given) == 1:
+                    raise
+                skipped.append(str(error))
+                say(f"skipped {error}")
+                continue
+            rows = min(options.rows, len(protein.msa))
+            sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+            example = draw(protein, "inference", options.seed, **sizes, share=0)
+            predicted = self._predict(model, example, device, recycles=options.recycles)
+            files, found = on_first_rank(lambda p=predicted: _write(options.out, p, options.least))
+            written += files
+            measured.append(found)
+            chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
+            say(f"{protein.name}: {len(protein)} residues{chains}, {rows} of {len(protein.msa)} rows; {_words(found)}")
+            on_step(i + 1, len(given))
+        if not written:
+            raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
+        if len(given) > 1:
+            say(
+                f"{len(given) - len(skipped)} of {len(given)} proteins, {len(skipped)} skipped; {_words(average(measured))}"
+            )
+        return written
 
     def describe(self) -> str:
         extra = f" + {self.shape['extra']}" if self.shape["extra"] else ""
@@ -307,6 +343,26 @@ class Task(task.Task):
         return floors
 
 
+def _words(measured: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in measured.items()) or "its structure is not known"
+
+
+def _write(directory: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
+    """NAME.csv, NAME.npz and NAME.png; and what was measured."""
+    protein, measured = predicted.protein, predicted.measure()
+    directory.mkdir(parents=True, exist_ok=True)
+    table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
+    write_contacts(table, protein, predicted.contact, predicted.distance, least)
+    with arrays.open("wb") as file:
+        np.savez_compressed(
+            file, contact=predicted.contact.numpy(), distance=predicted.distance.numpy(),
+            sequence=np.array(protein.sequence), chain=np.array(protein.chains)[protein.asym_id],
+            residue_index=protein.residue_index, residue_id=np.array(protein.residue_ids),
+        )  # fmt: skip
+    save_contact_maps(picture, [predicted.map(measured)])
+    return [table, arrays, picture], measured
+
+
 def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Position [r, 3] and `seen` [r] of the contact atoms, residue_index [r], asym_id [r]."""
     arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
@@ -314,19 +370,9 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return position, seen, residue_index, asym_id
 
 
-def _true_contacts(protein: Protein) -> Tensor:
-    """The pairs in contact that are counted [n, 2]."""
-    position, seen, residue_index, asym_id = _truth(protein)
-    counted = torch.stack(list(range_of_pairs(residue_index, asym_id).values())).any(0) & seen[:, None] & seen
-    return (counted & (distances(position, position) < CONTACT)).nonzero()
-
-
-def _judged(made: Predicted) -> dict[str, float]:
-    truth = _truth(made.example.protein)
-    scores = contact_precision(made.contact, *truth)
-    if (lddt := distance_lddt(made.distance, *truth[:2])) is not None:
-        scores["distance lDDT"] = lddt
-    return scores | {"masked accuracy": made.accuracy}
+def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
+    value = distance_lddt(distance, position, seen)
+    return {} if value is None else {"distance lDDT": value}
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:

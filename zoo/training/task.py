@@ -78,6 +78,10 @@ class Task(ABC):
     def objective(self, model: nn.Module) -> nn.Module:
         """The model with its loss: forward returns loss and weight per element, or a dict of such pairs to be added."""
 
+    def predictor(self, model: nn.Module) -> nn.Module:
+        """The model as `sample` and `infer` call it; what it returns there is whole on every rank."""
+        return model
+
     @abstractmethod
     def example(self, objective: Any) -> dict[str, Tensor]:
         """The keyword arguments of the objective for one batch, on the default device."""

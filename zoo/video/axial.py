@@ -1,7 +1,6 @@
 """Axial attention over time, rows and columns (Ho et al. 2019, arXiv 1912.12180) in a diffusion transformer (DiT).
 
-Ho et al. name the axes of a video one after the other; what surrounds attention is DiT's, as in the other video models.
-Volumes are the same to it: three axes, none of them special.
+What surrounds attention is DiT's, as in the other video models. A volume is a video to it.
 
     order="sequential"  a block attends along one axis and has its MLP: t, h, w, t, h, w, ...
     order="summed"      a block attends along all three, each on the same normed input, adds them up (as the package

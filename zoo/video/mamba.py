@@ -10,8 +10,8 @@ widths and depths of S and B are those of Vision Mamba, those of L of Mamba-370M
     S/2        24     384   36,239,248   35,178,064
     L/2        48    1024  492,606,480  471,996,432
 
-``mixer_from_reference`` loads the mixers of published Mamba models. A whole language model is not loaded: half of the
-parameters here (modulation, embeddings, the second direction) have no counterpart there.
+``from_reference`` starts from a published Mamba, layer by layer: its mixers and norms. The rest (modulation,
+embeddings, the last layer) has no counterpart there and starts fresh. ``mixer_from_reference`` loads one mixer.
 
 Letters: b batch, n positions, c channels, d inner channels, h heads, e channels of a head, k channels of the state.
 """
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.reference import load
+from zoo.reference import count, load
 from zoo.scan import full, scan
 from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
 
@@ -260,6 +260,35 @@ def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, group
         mixer = Mamba2(dim, d_state, d_conv, inner // dim, head_dim=head_dim, groups=groups)
     load(mixer, state, reference_names)
     return mixer
+
+
+def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides: Any) -> STMamba:
+    """A model whose blocks, in the order they run, have the norms and mixers of a published Mamba; the rest is fresh.
+
+    Takes what ``mixer_from_reference`` takes, for all layers. ``overrides`` are fields of the Config that weights
+    cannot tell: order, patch, in_channels, ... What stands outside the layers (embedding, head) has no use here.
+    """
+    prefix = next((p for p in ("backbone.layers.", "layers.") if f"{p}0.mixer.A_log" in state), None)
+    if prefix is None:
+        raise ValueError("these weights are of another model; missing: backbone.layers.0.mixer.A_log")
+    first = mixer_from_reference(state, f"{prefix}0.mixer.", groups=groups)
+    inner, d_conv = first.ahead.conv1d.weight.shape
+    kind: dict[str, Any] = {"mixer": "mamba1", "d_state": first.ahead.A_log.shape[-1]}
+    if isinstance(first, Mamba2):
+        heads = len(first.ahead.A_log)
+        inner, d_state = len(first.norm), (inner - len(first.norm)) // (2 * groups)
+        kind = {"mixer": "mamba2", "d_state": d_state, "head_dim": inner // heads, "groups": groups}
+    hidden = len(first.out_proj.weight)
+    found = {"hidden": hidden, "depth": count(state, prefix + "{}."), "expand": inner // hidden, "d_conv": d_conv}
+    model = STMamba(Config(**{**found, **kind, "bidirectional": first.back is not None, **overrides}))
+    layers = nn.ModuleList(nn.ModuleDict({"norm": b.norms[0], "mixer": b.mixers[0]}) for b in model.running())
+
+    def names(name: str) -> str:
+        layer, part, rest = name.split(".", 2)
+        return f"{prefix}{layer}.{part}.{reference_names(rest) if part == 'mixer' else rest}"
+
+    load(layers, state, names, ignore=[name for name in state if not name.startswith(prefix)])
+    return model
 
 
 def reference_names(name: str) -> str:

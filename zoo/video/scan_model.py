@@ -6,8 +6,9 @@ Letters: b batch, i and o latent channels in and out, t frames, h w latent cells
 channels, n positions of a scan, k what is left of a conditioning vector.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,10 +137,14 @@ class ScanModel(nn.Module):
 
         size = x.shape[-2], x.shape[-1]
         x = full(self.embed(x))
-        blocks = {"s": iter(self.spatial), "t": iter(self.temporal)}
-        for i in range(self.config.depth):
-            x = next(blocks[self.config.order[i % len(self.config.order)]])(x, cond)
+        for block in self.running():
+            x = block(x, cond)
         return unpatchify(self.final(x.to(cond.dtype), cond), self.config.patch, size)
+
+    def running(self) -> Iterator[Any]:
+        """The blocks in the order they run."""
+        blocks, order = {"s": iter(self.spatial), "t": iter(self.temporal)}, self.config.order
+        return (next(blocks[order[i % len(order)]]) for i in range(self.config.depth))
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -1,0 +1,132 @@
+"""Proteins that a user names by their files: structures, alignments, folders of both."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from zoo.data.protein import alignment, structure
+from zoo.data.protein.alignment import Alignment, read_alignment
+from zoo.data.protein.complexes import join
+from zoo.data.protein.folder import read_protein
+from zoo.data.protein.record import ATOMS, Protein
+
+__all__ = ["Given", "find", "from_alignments"]
+
+
+@dataclass
+class Given:
+    """One protein: a structure with its alignments, or alignments alone, each of which is a chain."""
+
+    name: str
+    structure: Path | None
+    alignments: list[Path] = field(default_factory=list)
+
+    def read(self) -> Protein:
+        """A ValueError or an OSError names the file, and what is wrong with it."""
+        if self.structure:
+            return read_protein(self.structure, self.alignments)
+        return from_alignments(self.name, [read_alignment(path) for path in self.alignments])
+
+
+def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[Given]:
+    """The proteins that files and folders hold.
+
+    A structure takes the alignments that begin with its name, among `paths` and beside it (as in folder.py). Every
+    other alignment is a protein of its own, or with `chains` one chain of a single complex; the same file twice is two
+    copies. Raises ValueError for what does not exist, or is neither by its name.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            found = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p) and not p.name.startswith(".")]
+            if not found:
+                raise ValueError(f"no structures or alignments in {path}")
+            files += found
+        elif not path.exists():
+            raise ValueError(f"{path}: no such file")
+        elif not _kind(path):
+            known = ", ".join(structure.SUFFIXES + alignment.SUFFIXES)
+            raise ValueError(
+                f"{path}: neither a structure nor an alignment by its name; expected {known}, plain or .gz"
+            )
+        else:
+            files.append(path)
+    given = [Given(_stem(path), path) for path in dict.fromkeys(files) if _kind(path) == "structure"]
+    alone: list[Path] = []
+    for path in files:
+        if _kind(path) == "alignment":
+            owners = [g for g in given if _begins(path, g)]
+            if not owners:
+                alone.append(path)
+            elif path not in (taken := max(owners, key=lambda g: len(g.name)).alignments):
+                taken.append(path)
+    for one in given:
+        one.alignments += [path for path in _beside(one) if path not in one.alignments]
+    if chains and alone:
+        given.append(Given("-".join(dict.fromkeys(map(_stem, alone))), None, alone))
+    else:
+        given += [Given(_stem(path), None, [path]) for path in dict.fromkeys(alone)]
+    names = [one.name for one in given]
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
+    return given
+
+
+def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
+    """Chains of which nothing is known but the alignment of each, whose first row is the chain's own sequence."""
+    queries = [a.query for a in alignments]
+    lengths = [len(query) for query in queries]
+    entities = list(dict.fromkeys(queries))
+    r = sum(lengths)
+    protein = Protein(
+        name=name,
+        sequence="".join(queries).replace("-", "X"),
+        chains=tuple(_letters(i) for i in range(len(queries))),
+        asym_id=np.repeat(np.arange(len(queries)), lengths),
+        entity_id=np.repeat([entities.index(query) for query in queries], lengths),
+        residue_index=np.concatenate([np.arange(n) for n in lengths]),
+        residue_ids=tuple(str(i + 1) for n in lengths for i in range(n)),
+        positions=np.zeros((r, len(ATOMS), 3), np.float32),
+        resolved=np.zeros((r, len(ATOMS)), bool),
+        msa=np.concatenate([a.msa[0] for a in alignments])[None],
+        deletions=np.zeros((1, r), np.uint16),
+        paired=np.ones(1, bool),
+    )
+    return join(protein, [alignments[queries.index(query)] for query in entities])
+
+
+def _letters(i: int) -> str:
+    """A to Z, AA, AB ..."""
+    return (_letters(i // 26 - 1) if i >= 26 else "") + chr(ord("A") + i % 26)
+
+
+def _kind(path: Path) -> str:
+    suffix = _suffix(path)
+    return "structure" if suffix in structure.SUFFIXES else "alignment" if suffix in alignment.SUFFIXES else ""
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gz")[: -len(_suffix(path))]
+
+
+def _begins(path: Path, given: Given) -> bool:
+    """Whether an alignment, or the folder that it is in, is called like the structure."""
+    return any(
+        part.startswith(given.name) and part[len(given.name) :][:1] in ("", ".", "_") for part in path.parts[-2:]
+    )
+
+
+def _beside(given: Given) -> Iterable[Path]:
+    assert given.structure
+    for path in sorted(given.structure.parent.iterdir()):
+        if path.name.startswith(given.name):
+            for file in [path] if path.is_file() else sorted(path.iterdir()):
+                if file.is_file() and _kind(file) == "alignment" and _begins(file, given):
+                    yield file

@@ -1,0 +1,55 @@
+"""What is read off a model of proteins, where its logits are: of 64 numbers a pair two are left.
+
+Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, v classes.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zoo.protein.distogram import contact_probability, expected_distance
+
+__all__ = ["Contacts", "Predictor"]
+
+
+class Contacts(NamedTuple):
+    letters: Tensor  # (b s r) the likeliest token at each place of the alignment
+    probability: Tensor  # (b i j) that a pair is in contact
+    distance: Tensor  # (b i j) Å, the mean
+
+
+class Likeliest(nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+
+class Distances(nn.Module):
+    """Logits (b i j v) -> probability of contact and mean distance (b i j)."""
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return contact_probability(logits), expected_distance(logits)
+
+
+class Predictor(nn.Module):
+    """`model(**inputs)`, read: Contacts. No rank ever holds all logits of all pairs, r² x 64 of them."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.letters, self.distances = Likeliest(), Distances()
+
+    @property
+    def stages(self) -> dict[str, str]:
+        """The stages of the wrapped model for `dsp.parallelize(predictor, mesh)`, with what is returned here."""
+        stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
+        inputs, _ = stages.pop("").split("->")
+        return {
+            "": f"{inputs.strip()} -> b s r, b i j, b i j",
+            **{f"model.{name}": stage for name, stage in stages.items()},
+            "letters": "b s r [v] -> b s r",
+            "distances": "b i j [v] -> b i j, b i j",
+        }
+
+    def forward(self, **inputs: Any) -> Contacts:
+        letters, bins, *_ = self.model(**inputs)
+        return Contacts(self.letters(letters), *self.distances(bins))
