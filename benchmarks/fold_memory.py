@@ -39,7 +39,7 @@ RUNS = (("openfold3", 1), ("dsp", 1), ("dsp", 2), ("dsp", 4))
 MODEL = {
     "c_m": 32, "c_z": 32, "c_s": 32, "depth": 1, "msa_heads": 2, "msa_head_dim": 16, "pair_heads": 2,
     "pair_head_dim": 16, "triangle": 32, "outer": 8, "transition": 2, "extra_depth": 0, "msa_dropout": 0.0,
-    "pair_dropout": 0.0, "chunk": 2**22,
+    "pair_dropout": 0.0, "chunk": 2**20,
 }  # fmt: skip
 OPENFOLD_CHUNK = 4  # rows of a pair that its attention takes at once; less is slower, and takes no less
 

@@ -314,9 +314,8 @@ class Task(task.Task):
         if not written:
             raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
         if len(given) > 1:
-            say(
-                f"{len(given) - len(skipped)} of {len(given)} proteins, {len(skipped)} skipped; {_words(average(measured))}"
-            )
+            mean = f"; mean {_words(found)}" if (found := average(measured)) else ""
+            say(f"{len(measured)} of {len(given)} proteins predicted, {len(skipped)} skipped{mean}")
         return written
 
     def describe(self) -> str:

@@ -49,9 +49,7 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
             raise ValueError(f"{path}: no such file")
         elif not _kind(path):
             known = ", ".join(structure.SUFFIXES + alignment.SUFFIXES)
-            raise ValueError(
-                f"{path}: neither a structure nor an alignment by its name; expected {known}, plain or .gz"
-            )
+            raise ValueError(f"{path}: no structure or alignment by its name; expected {known}, plain or .gz")
         else:
             files.append(path)
     given = [Given(_stem(path), path) for path in dict.fromkeys(files) if _kind(path) == "structure"]

@@ -1,0 +1,142 @@
+"""infer.py on proteins: files of structures and alignments in, tables, arrays and pictures out."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_infer import infer, infer_here
+from test_train import Runs, trainer  # noqa: F401 (a fixture)
+
+STRUCTURES = Path(__file__).parent / "structures"
+TINY = """
+model: {name: evoformer, size: test, overrides: {bins: 64, depth: 1}}
+data: {name: protein_synthetic, residues: 17, rows: 5, extra_rows: 3, families: 6, depth: 8}
+train: {steps: 1, batch: 2}
+eval: {every: 0}
+wandb: {mode: disabled}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(trainer, tmp_path_factory):  # noqa: F811
+    runs = Runs(trainer, tmp_path_factory.mktemp("proteins"))
+    runs.file.write_text(TINY)
+    return runs()
+
+
+def alignment(path, *rows):
+    path.write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+    return path
+
+
+CHAINS = ("MKTAYIAKQRQISF", "GSHMLEDPVRWC")  # 14 and 12 residues, 26 on 4 ranks
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A structure with its alignment beside it, one that is damaged, and an alignment alone."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    shutil.copy(STRUCTURES / "1A8O.cif.gz", folder)
+    (folder / "bad.cif").write_text("data_bad\nloop_\n_atom_site.group_PDB\nATOM\n")
+    alignment(folder / "alone.a3m", CHAINS[0], "-KTAYIaaAKQRQISY", CHAINS[0][:-1] + "-")
+    return folder
+
+
+def arrays(path):
+    with np.load(path) as stored:
+        return dict(stored)
+
+
+def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, fresh_ranks, capsys):
+    pair = [alignment(tmp_path / f"{name}.a3m", row, row[::-1]) for name, row in zip("AB", CHAINS)]
+    options = [run, *pair, "--complex", "--recycles", 1, "--least", 0]
+    assert infer(*options, "--out", tmp_path / "one") == 0
+    assert "A-B: 26 residues in 2 chains, 3 of 3 rows; its structure is not known" in capsys.readouterr().out
+    one = arrays(tmp_path / "one/A-B.npz")
+    assert one["contact"].shape == one["distance"].shape == (26, 26)
+    assert (one["contact"] > 0).all()
+    assert (one["contact"] < 1).all()
+    np.testing.assert_allclose(one["contact"], one["contact"].T, atol=1e-6)
+    assert "".join(one["chain"]) == "A" * 14 + "B" * 12
+    assert str(one["sequence"]) == "".join(CHAINS)
+    fresh_ranks(infer_here, 4, (*options, "--out", tmp_path / "four"))
+    for name, value in arrays(tmp_path / "four/A-B.npz").items():
+        if value.dtype.kind == "f":
+            np.testing.assert_allclose(value, one[name], rtol=1e-4, atol=1e-5)
+        else:
+            assert (value == one[name]).all()
+
+    with (tmp_path / "one/A-B.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 * 9 // 2 + 6 * 7 // 2 + 14 * 12  # 6 apart or more, and all pairs of two chains
+    probabilities = [float(row["probability"]) for row in rows]
+    assert probabilities == sorted(probabilities, reverse=True)
+    for row in rows:
+        i, j = int(row["i"]), int(row["j"])
+        assert i < j
+        assert float(row["probability"]) == pytest.approx(one["contact"][i, j], abs=1e-4)
+        assert float(row["distance"]) == pytest.approx(one["distance"][i, j], abs=1e-2)
+        assert row["residue_i"] == "".join(CHAINS)[i]
+        assert (row["chain_j"], row["number_j"]) == (("A", str(j + 1)) if j < 14 else ("B", str(j - 13)))
+        assert row["range"] == ("inter" if i < 14 <= j else "medium" if j - i >= 12 else "short")
+
+
+def test_recycles_change_what_is_predicted(run, tmp_path, files):
+    assert infer(run, files / "alone.a3m", "--out", tmp_path / "0") == 0
+    assert infer(run, files / "alone.a3m", "--out", tmp_path / "2", "--recycles", 2) == 0
+    zero, two = (arrays(tmp_path / n / "alone.npz")["contact"] for n in "02")
+    assert np.abs(zero - two).max() > 1e-6
+
+
+def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path, files, capsys):
+    assert infer(run, files, "--out", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "bad.cif" in next(line for line in out.splitlines() if line.startswith("skipped"))
+    assert "2 of 3 proteins predicted, 1 skipped; mean" in out
+    assert "1A8O: 70 residues, 1 of 1 rows; short P@L " in out
+    names = {f"{name}.{suffix}" for name in ("1A8O", "alone") for suffix in ("csv", "npz", "png")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in ("1A8O", "alone"):
+        with Image.open(tmp_path / f"out/{name}.png") as picture:
+            assert len(set(picture.convert("RGB").getdata())) > 5
+
+
+def test_an_alignment_is_found_beside_its_structure_or_given(run, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    structure = shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / "in")
+    assert infer(run, structure, "--out", tmp_path / "out") == 0
+    sequence = str(arrays(tmp_path / "out/1A8O.npz")["sequence"])
+    capsys.readouterr()
+    given = alignment(tmp_path / "1A8O_A.a3m", sequence, "-" + sequence[1:])
+    assert infer(run, structure, given, "--out", tmp_path / "out") == 0
+    assert "2 of 2 rows" in capsys.readouterr().out
+    alignment(tmp_path / "in/1A8O.a3m", sequence, "--" + sequence[2:], "---" + sequence[3:])
+    assert infer(run, structure, "--out", tmp_path / "out") == 0
+    assert "3 of 3 rows" in capsys.readouterr().out
+    assert infer(run, structure, given, "--rows", 2, "--out", tmp_path / "out") == 0
+    assert "2 of 4 rows" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
+    def error(*arguments):
+        assert infer(run, *arguments, "--out", tmp_path / "out") == 2
+        said = capsys.readouterr().err
+        assert said.count("error:") == 1
+        assert "Traceback" not in said
+        return said
+
+    assert "bad.cif: " in error(files / "bad.cif")
+    assert "no such file" in error(tmp_path / "nothing.cif")
+    assert "notes.txt: no structure or alignment by its name" in error(alignment(tmp_path / "notes.txt", "A"))
+    assert "--recycles -1: must be at least 0" in error(files / "alone.a3m", "--recycles", -1)
+    other = alignment(tmp_path / "1A8O.a3m", "MKTAYIAKQR")
+    assert "is of another protein than 1A8O" in error(STRUCTURES / "1A8O.cif.gz", other)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no structures or alignments in" in error(empty)
+    bad = [shutil.copy(files / "bad.cif", tmp_path / name) for name in ("x.cif", "y.cif")]
+    assert "none of 2 proteins can be read; the first: " in error(*bad)
