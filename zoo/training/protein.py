@@ -8,6 +8,7 @@ import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,6 +122,12 @@ class Predicted:
         truth = _truth(self.protein)
         found = contact_precision(self.contact, *truth) | _lddt(self.distance, *truth[:2])
         return found | ({} if self.accuracy is None else {"masked accuracy": self.accuracy})
+
+    def contacts(self) -> int:
+        """How many pairs are in contact in truth, of those that are measured."""
+        position, seen, *places = _truth(self.protein)
+        counted = torch.stack(list(range_of_pairs(*places).values())).any(0) & seen[:, None] & seen
+        return int((counted & (distances(position, position) < CONTACT)).sum())
 
     def map(self, measured: Mapping[str, float]) -> ContactMap:
         title = f"{self.protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in measured.items() if k.endswith("P@L/2"))
@@ -261,8 +268,8 @@ class Task(task.Task):
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
         measured = [predicted.measure() for predicted in samples]
-        richest = sorted(zip(samples, measured), key=lambda pair: -len(_true_contacts(pair[0].protein)))
-        save_contact_maps(path, [made.map(found) for made, found in richest[: self.config.sample.drawn]])
+        richest = sorted(zip(samples, measured), key=lambda pair: -pair[0].contacts())[: self.config.sample.drawn]
+        save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
         return {f"val_{name}": value for name, value in average(measured).items()}
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -288,7 +295,7 @@ class Task(task.Task):
         written, measured, skipped = [], [], []
         for i, one in enumerate(given):
             try:
-                protein = on_first_rank(lambda one=one: user_error(one.read))
+                protein = on_first_rank(partial(user_error, one.read))
             except UserError as error:
                 if len(given) == 1:
                     raise
@@ -299,7 +306,7 @@ class Task(task.Task):
             sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
             example = draw(protein, "inference", options.seed, **sizes, share=0)
             predicted = self._predict(model, example, device, recycles=options.recycles)
-            files, found = on_first_rank(lambda p=predicted: _write(options.out, p, options.least))
+            files, found = on_first_rank(partial(_write, options.out, predicted, options.least))
             written += files
             measured.append(found)
             chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
@@ -366,13 +373,6 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
     value = distance_lddt(distance, position, seen)
     return {} if value is None else {"distance lDDT": value}
-
-
-def _true_contacts(protein: Protein) -> Tensor:
-    """The pairs in contact that are counted [n, 2]."""
-    position, seen, residue_index, asym_id = _truth(protein)
-    counted = torch.stack(list(range_of_pairs(residue_index, asym_id).values())).any(0) & seen[:, None] & seen
-    return (counted & (distances(position, position) < CONTACT)).nonzero()
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from zoo.data.protein.alignment import Alignment, describe_difference, species_of
-from zoo.data.protein.record import ATOMS, GAP, UNKNOWN, Protein
+from zoo.data.protein.record import GAP, UNKNOWN, Protein
 
-__all__ = ["join", "without_structure"]
+__all__ = ["join"]
 
 
 def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
@@ -53,26 +53,6 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
             deletions[targets[:, None], copy] = left_out[sources]
     paired = np.arange(total) <= len(partners) if len(entities) > 1 else np.ones(total, bool)
     return replace(protein, msa=msa, deletions=deletions, paired=paired)
-
-
-def without_structure(alignment: Alignment) -> Protein:
-    """The query of an alignment as a protein of one chain, of which nothing was seen, with that alignment."""
-    r = len(alignment.query)
-    alone = Protein(
-        name=alignment.names[0].split()[0],
-        sequence=alignment.query,
-        chains=("A",),
-        asym_id=np.zeros(r, np.int64),
-        entity_id=np.zeros(r, np.int64),
-        residue_index=np.arange(r),
-        residue_ids=tuple(str(i + 1) for i in range(r)),
-        positions=np.zeros((r, len(ATOMS), 3), np.float32),
-        resolved=np.zeros((r, len(ATOMS)), bool),
-        msa=alignment.msa[:1],
-        deletions=alignment.deletions[:1],
-        paired=np.ones(1, bool),
-    )
-    return join(alone, [alignment])
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:
