@@ -185,10 +185,16 @@ def picture(rows: list[dict[str, Any]], title: str) -> str:
     parts = []
     for i, row in enumerate(rows):
         y = top + i * (height + 12)
-        name = "OpenFold3, 1 process" if row["kind"] == "openfold3" else f"dsp, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+        name = (
+            "OpenFold3, 1 process"
+            if row["kind"] == "openfold3"
+            else f"dsp, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+        )
         fill = "#9198a1" if row["kind"] == "openfold3" else "#3b82f6"
         parts.append(f'<text x="{left - 10}" y="{y + 20}" text-anchor="end">{name}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{row["mib"] * scale:.1f}" height="{height}" rx="3" fill="{fill}"/>')
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{row["mib"] * scale:.1f}" height="{height}" rx="3" fill="{fill}"/>'
+        )
         parts.append(f'<text x="{left + row["mib"] * scale + 8:.1f}" y="{y + 20}">{row["mib"]:.0f} MiB</text>')
         if row["kind"] == "dsp" and row["ranks"] > 1:
             x = left + one / row["ranks"] * scale
@@ -214,7 +220,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/fold-memory")
     options = parser.parse_args()
     rows, found = [], {}
-    print("| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |\n|---|---|---|---|---|---|---|")
+    print(
+        "| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |\n|---|---|---|---|---|---|---|"
+    )
     for kind, ranks in RUNS:
         found[kind, ranks] = result = measure(kind, ranks, options.residues, options.rows)
         mib = max(rank["bytes"] for rank in result["ranks"]) / 2**20
