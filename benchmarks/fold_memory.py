@@ -5,7 +5,7 @@
 Every number is of processes of their own: resident memory at its highest during the step, above what the process held
 just before it (after a step at a small size, which loads what is loaded once). The model, its loss and its batch are
 the trainer's, every stage recomputed in backward. `openfold3` is the same step on one process with OpenFold3's stack of
-blocks, its chunks and its checkpoints in place of ours, from the same weights. Writes a table, FILE.json and FILE.svg.
+blocks in place of ours, of the same sizes, with its chunks and its checkpoints. Writes a table, FILE.json and FILE.svg.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MODEL = {
     "pair_head_dim": 16, "triangle": 32, "outer": 8, "transition": 2, "extra_depth": 0, "msa_dropout": 0.0,
     "pair_dropout": 0.0, "chunk": 2**20,
 }  # fmt: skip
-OPENFOLD_CHUNK = 4  # rows of a pair that its attention takes at once; less is slower, and takes no less
+OPENFOLD_CHUNK = 4  # rows of a pair that its attention takes at once
 
 
 class OneProtein:
