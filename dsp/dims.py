@@ -162,7 +162,6 @@ def follow(t: Tensor, axes: Axes, live: bool) -> None:
 class GlueOp:
     """One operation on followed tensors: for each of their dims, whether it can run with that dim sharded."""
 
-    name: str
     live: bool
     accepts: dict[Dim, bool]
 
@@ -201,7 +200,8 @@ class Follower(TorchFunctionMode):
         for dim in dict.fromkeys(d for own in where.values() for d in own):
             carriers = {i: own[dim] for i, own in where.items() if dim in own}
             outcome = self.outcome(name, args, kwargs, shapes, carriers, dim.size)
-            accepts[dim] = outcome is not None
+            uneven = self.outcome(name, args, kwargs, shapes, carriers, max(dim.size - 1, 1))
+            accepts[dim] = outcome is not None and uneven is not None
             tried = [outcome]
             if outcome is None and len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
                 tried = [self.outcome(name, args, kwargs, shapes, {i: c}, dim.size) for i, c in carriers.items()]
@@ -210,7 +210,7 @@ class Follower(TorchFunctionMode):
             cuts = [o.cut for o in tried if o is not None and o.cut is not None]
             for k, cut in enumerate(dict.fromkeys(cuts)):
                 found.append((cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size)))
-        self.on_op(GlueOp(name, live, accepts))
+        self.on_op(GlueOp(live, accepts))
         for k, t in enumerate(out):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
             follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
@@ -225,7 +225,7 @@ class Follower(TorchFunctionMode):
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int
     ) -> Outcome | None:
-        """What the rule says with one element of the dim on each of n ranks, so that every structure fits."""
+        """What the rule says on n ranks: with one element of the dim on each, every structure fits."""
         operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
         converted = tuple(with_operands(a, operands) for a in args)
         frame = Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, n)

@@ -7,6 +7,7 @@
 3. Reshapes and meetings show what dims are; the run is repeated until it shows nothing new.
 4. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
    operations that glue can run, stays glue (`dsp.patterns`).
+5. Plans have the last word: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dsp.notation import BATCH_NAMES, NotationError
+from dsp.layout import Cut
+from dsp.notation import NotationError
 from dsp.patterns import Patterns
-from dsp.plan import make_plan, stages_of
+from dsp.plan import plan
 from dsp.rules import GlueError
-from dsp.search import Search
-from dsp.slices import copies
+from dsp.search import Node, Search
+from dsp.slices import call_part, copies
 from dsp.stages import tensors_in
-from dsp.trace import trace
 
 log = logging.getLogger("dsp")
+
+SIZES = (2, 4)  # ranks to plan for
 
 
 class Stages(dict[str, str]):
@@ -61,6 +64,10 @@ def discover(
     float64, in train mode, with random parameters (so that no zero-initialised gate hides anything); numbers that a
     submodule draws are sliced, too. The model, its buffers and the random state are left as they were.
 
+    What becomes a stage is decided by plans for one sample of these inputs, on two ranks and on four: first as little
+    work as possible is left undivided, then as few bytes as possible are sent. Lengths in proportion to the real ones
+    make it the right choice for those.
+
     Raises ValueError when the inputs do not tell enough, or when nothing is left to shard; `GlueError` when an
     operation outside any submodule cannot run on shards. Takes some dozen forwards per submodule.
     """
@@ -73,24 +80,65 @@ def discover(
         torch.manual_seed(seed)
         clone, some_args, some_kwargs = _randomised(model, args, kwargs)
         search = Search(clone, some_args, some_kwargs, seed)
-        patterns = Patterns(search, search.settle())
+        root = search.settle()
+    return cheapest(model, search, root, *one_sample(search, root, args, kwargs))
+
+
+def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: Any) -> Stages:
+    """The stages, those taken apart of which the plan is better without: as smaller stages, or as glue."""
+    inputs = {b.param: b.tensor.numel() * b.tensor.element_size() for b in search.signature.bind(args, kwargs)[1]}
+
+    def cost(stages: Stages) -> tuple[float, int]:
+        """The part of all work that every rank does again, in hundredths, and the bytes sent."""
+        plans = [plan(model, args, kwargs, size=n, stages=stages) for n in SIZES]
+        alone = sum(p.flops_alone for p in plans)
+        sent = sum(sum(p.bytes.values()) for p in plans)
+        for p in plans:  # only the first layer finds its input whole: others would have to gather it, and back
+            sent += sum(2 * inputs[k] * (p.size - 1) // p.size for k, cut in p.script.inputs.items() if cut is None)
+        return round(sum(p.flops_whole for p in plans) / alone, 2) if alone else 1.0, sent
+
+    patterns = Patterns(search, root)
     stages = Stages(patterns.stages())
-    found, root = stages_of(model, stages)
     try:
-        t = trace(model, found, root, args, kwargs, 2, gather_output=False)
-        rows = make_plan(t, {s.name: s for s in found}, 2, None).stages
+        best = cost(stages)
     except (NotationError, GlueError) as reason:
         raise type(reason)(f"discover found\n{stages}\nbut between these stages: {reason}") from None
     except Exception as reason:  # a forward that looks at its data is planned as it runs
         log.info("discover: not planned ahead: %s", reason)
         return stages
-    free = {s.name: set(s.pattern.free) - BATCH_NAMES for s in found}
-    if any(row.layout in BATCH_NAMES and free.get(row.name) for row in rows):
-        raise GlueError(
-            f"discover found\n{stages}\nbut what runs between these stages leaves only the batch to shard: "
-            f"{patterns.refusing() or 'an operation'} can run along no sequence dim. Move it into a submodule"
+    while True:
+        others = []
+        for group in patterns.repeated():
+            try:
+                apart = Patterns(search, root, patterns.opened | group)
+                found = Stages(apart.stages())
+                others.append((cost(found), found, apart))
+            except (ValueError, GlueError):  # its parts have no patterns
+                continue
+        price, found, apart = min(others, key=lambda other: other[0], default=(best, stages, patterns))
+        if price >= best:
+            break
+        best, stages, patterns = price, found, apart
+    free = {d for node in patterns.chosen.values() for d in node.free()} - patterns.batch
+    if best[0] == 1 and patterns.chosen and not free:
+        over = ", ".join(list(patterns.chosen)[:3])
+        raise ValueError(
+            f"discover found no dim to shard in {type(model).__name__} but the batch: {over} "
+            f"compute{'s' * (len(patterns.chosen) == 1)} over every other dim of their tensors. Dynamic sequence "
+            "parallelism needs stages that leave a sequence dim free, such as attention within each frame and "
+            "attention across frames"
         )
     return stages
+
+
+def one_sample(search: Search, root: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The example inputs with a batch of one, where no plan can shard it."""
+    n = root.group(search.main, Cut(0))
+    if n is None or not search.batch:
+        return args, kwargs
+    group = root.groups[n]
+    call = call_part(search.signature, args, kwargs, group.cuts, group.size, 0, 1)
+    return call.args, call.kwargs
 
 
 def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:

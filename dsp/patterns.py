@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from dsp.dims import Dim, GlueOp, atoms, places
@@ -27,14 +28,16 @@ class Symbol(NamedTuple):
 class Patterns:
     """Which submodules become stages, and the patterns that say so."""
 
-    def __init__(self, search: Search, root: Node) -> None:
-        self.search, self.root = search, root
+    def __init__(self, search: Search, root: Node, opened: Set[str] = frozenset()) -> None:
+        self.search, self.root, self.opened = search, root.copy(), opened
+        root = self.root
         self.sequence = search.sequence(root)
         self.batch = set(atoms(search.batch))
         self.calls: dict[str, list[Node]] = {}
         for node in root.walk():
             self.calls.setdefault(node.path, []).append(node)
         self.merged: dict[Node, list[tuple[int, ...]]] = {}
+        self.own: dict[Node, dict[Dim, Dim]] = {}  # dims of a stage that are not the same in each of its calls
         self.choose_stages()
         while self.settle_folds():  # what no pattern can say is not free, and the choice is made without it
             self.choose_stages()
@@ -45,16 +48,19 @@ class Patterns:
         self.chosen: dict[str, Node] = {}
         for child in self.root.children:
             self.visit(child)
-        free = {d for node in self.chosen.values() for d in node.free()} - self.batch
-        # to be named in the root pattern: the main input, and those with a dim that stages are sharded along
+        # to be named in the root pattern: the main input, and those with a dim that may be sharded
         self.declared = [
             i
             for i, axes in enumerate(self.root.inputs)
-            if i == self.search.main or {d for axis in known(axes) for d in axis} & free
+            if i == self.search.main or {d for axis in known(axes) for d in axis} & self.sequence
         ]
 
     def visit(self, node: Node) -> None:
         if not node.live or not node.tested:
+            return
+        if node.path in self.opened or node.hides:
+            for k in node.children:
+                self.visit(k)
             return
         if node.local:
             if not self.transparent(node):
@@ -62,18 +68,11 @@ class Patterns:
             return
         kids = [k for k in node.children if k.live and k.tested]
         blocked = node.blocked() & self.sequence
-        refused = [self.refused(op) for op in node.ops if op.live]
-        if all(k.local for k in kids):
-            whole = True  # what mixes positions is its own forward
-        elif node.free() & self.sequence:
-            # taken apart, it has to leave more dims free than as one
-            whole = any(r for r, _ in refused) or any(k.blocked() >= blocked for k in kids)
-        else:
-            # nothing to shard: take out what can be sharded, unless that hands on more than it received
-            useful = any(k.free() & self.sequence for k in kids)
-            heavier = any(k.blocked() >= blocked and k.numel > node.numel for k in kids)
-            left = [a for r, a in refused if r]  # glue keeps one layout through them
-            whole = not useful or heavier or (bool(left) and not set.intersection(*left))
+        # what mixes positions is its own forward; or taken apart, it would not leave more dims free than as one
+        whole = all(k.local for k in kids) or bool(
+            node.free() & self.sequence
+            and (any(self.refused(op) for op in node.ops if op.live) or any(k.blocked() >= blocked for k in kids))
+        )
         scalar = any(not axes for axes in node.outputs)  # which no pattern can describe
         if whole and not (scalar and kids):
             self.choose(node)
@@ -81,10 +80,9 @@ class Patterns:
             for k in kids:
                 self.visit(k)
 
-    def refused(self, op: GlueOp) -> tuple[set[Dim], set[Dim]]:
-        """The sequence dims that an operation between submodules cannot run along, and those that it can."""
-        dims = {a: ok for d, ok in op.accepts.items() for a in d.atoms() if a in self.sequence}
-        return {d for d, ok in dims.items() if not ok}, {d for d, ok in dims.items() if ok}
+    def refused(self, op: GlueOp) -> bool:
+        """Whether there is a sequence dim that an operation between submodules cannot run along."""
+        return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
 
     def transparent(self, node: Node) -> bool:
         """Whether glue can do all that a submodule does, along every dim that it is independent along."""
@@ -102,51 +100,48 @@ class Patterns:
                 kept.append(base.groups[n])
         base.groups = kept
         self.chosen[node.path] = base
+        self.own[base] = {
+            d: Dim(d.size, d.order)
+            for p, axes in zip(base.params, base.inputs)
+            for n, axis in enumerate(known(axes))
+            for d in axis
+            for other in calls
+            if p in other.params and all(d not in a for a in known(other.inputs[other.params.index(p)])[n : n + 1])
+        }
 
     # --- patterns ---
 
     def stages(self) -> dict[str, str]:
-        free = {d for node in self.chosen.values() for d in node.free()}
-        if self.chosen and not free - self.batch:
-            over = ", ".join(list(self.chosen)[:3])
-            raise ValueError(
-                f"discover found no dim to shard in {type(self.search.model).__name__} but the batch: {over} compute"
-                f"{'s' * (len(self.chosen) == 1)} over every other dim of their tensors. Dynamic sequence parallelism "
-                "needs stages that leave a sequence dim free, such as attention within each frame and attention "
-                "across frames; attention over one long sequence is split inside the module (Ulysses, ring attention)"
-            )
         if not self.chosen and not self.sequence:
             raise ValueError(
                 f"discover found no submodule of {type(self.search.model).__name__} that is independent along a dim; "
                 "stages are submodules: move what the forward computes into some"
             )
         self.name()
-        texts = {path: self.render(node) for path, node in self.chosen.items()}
-        return {"": self.render_root(), **self.collapse(texts)}
+        self.texts = {path: self.render(node) for path, node in self.chosen.items()}
+        return {"": self.render_root(), **self.collapse(self.texts)}
 
-    def refusing(self) -> str:
-        """Operations between stages that run along no sequence dim."""
-        outside, names = [self.root], []
-        while outside:
-            node = outside.pop(0)
-            if node.path not in self.chosen:
-                names += [op.name for op in node.ops if op.live and self.refused(op)[0] and not self.refused(op)[1]]
-                outside += node.children
-        return ", ".join(dict.fromkeys(names))
+    def repeated(self) -> list[frozenset[str]]:
+        """The paths of the stages, those of repeated blocks together."""
+        found: dict[Any, set[str]] = {}
+        for path, text in self.texts.items():
+            found.setdefault((role(path), text), set()).add(path)
+        return [frozenset(paths) for paths in found.values()]
 
     def rows(self, node: Node) -> tuple[list[Row], list[Row]]:
         """The items of every axis of every tensor of a call: inputs, outputs."""
         inputs: list[Row] = []
         outputs: list[Row] = []
+        own = self.own[node]
         for i, axes in enumerate(node.inputs):
             inputs.append([[] for _ in axes])
             for d, c in places(known(axes)):
-                inputs[-1][c.dim].append((d, node.group(i, c)))
+                inputs[-1][c.dim].append((own.get(d, d), node.group(i, c)))
         for k, axes in enumerate(node.outputs):
             outputs.append([[] for _ in axes])
             for d, c in places(known(axes)):
                 number = next((n for n, g in enumerate(node.groups) if g.outputs[k] == c), None)
-                outputs[-1][c.dim].append((d, number))
+                outputs[-1][c.dim].append((own.get(d, d), number))
         return inputs, outputs
 
     def chain(self) -> None:
@@ -245,12 +240,12 @@ class Patterns:
     def name(self) -> None:
         """Labels for the dims of the model's own inputs and for those that stages are sharded along."""
         self.labels: dict[Chain, str] = {}
-        self.folds: dict[Dim, Chain] = {}
+        roles: dict[Any, str] = {}  # of dims that no input has, the same in all repeated blocks
         main = known(self.root.inputs[self.search.main])
         units = [(n, c) for n, axis in enumerate(main) for c in self.units(axis)]
         free = self.sequence | {d for node in self.chosen.values() for d in node.free()}
         for _, c in units:
-            if set(c) & self.batch:
+            if set(c) <= self.batch:
                 self.labels[c] = "b"
         units = [(n, c) for n, c in units if c not in self.labels]
         channel = next((c for n, c in units if n in (1, len(main) - 1) and not set(c) & free), None)
@@ -263,27 +258,14 @@ class Patterns:
         for i in self.declared:
             for axis in known(self.root.inputs[i]):
                 for c in self.units(axis):
-                    self.label(c, POOL if set(c) & free else CHANNELS)
-        for node in self.chosen.values():
-            for row in itertools.chain(*self.rows(node)):
-                for s in [s for axis in row for s in self.symbols(node, axis) if s.groups]:
-                    self.label(s.dims, POOL)
-                    self.one_fold(s.dims)
-
-    def one_fold(self, dims: Chain) -> None:
-        """A dim sharded as part of a fold here and by itself there: only if the inputs tell its size."""
-        for d in dims:
-            if self.folds.setdefault(d, dims) != dims:
-                sizes = " x ".join(str(d.size) for d in max(dims, self.folds[d], key=len))
-                raise ValueError(
-                    f"discover: a fold of {sizes} is sharded as a whole by one stage and taken apart by another, and "
-                    "no input shows its dims apart, so no pattern can open it; let the model's forward take the tensor "
-                    "unfolded, or another tensor that has one of these dims by itself"
-                )
-
-    def label(self, dims: Chain, pool: str) -> None:
-        if dims not in self.labels:
-            self.labels[dims] = fresh(pool, self.labels.values())
+                    if c not in self.labels:
+                        self.labels[c] = fresh(POOL if set(c) & free else CHANNELS, self.labels.values())
+        for path, node in self.chosen.items():
+            rows = itertools.chain(*self.rows(node))
+            free_symbols = [s for row in rows for axis in row for s in self.symbols(node, axis) if s.groups]
+            for n, s in enumerate(free_symbols):
+                if s.dims not in self.labels:
+                    self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
 
     def units(self, axis: tuple[Dim, ...]) -> list[Chain]:
         """What an axis of the model's own inputs is called: a fold if it can be opened."""
@@ -392,6 +374,11 @@ class Patterns:
 CHANNELS = "cdkefgmnopq"
 LENGTHS = "lmnkopqefgd"
 POOL = "sruvxyzpqijnmkl"
+
+
+def role(path: str) -> str:
+    """The same for repeated blocks."""
+    return re.sub(r"\d+", "*", path)
 
 
 def contains(run: Sequence[Any], part: Sequence[Any]) -> bool:

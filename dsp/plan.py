@@ -88,8 +88,9 @@ class Plan:
     checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
     forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
     gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
-    on one rank: matrix products, convolutions and attention. `exact` is False when the search was cut. hardware: what
-    the plan is for, if that was said; then `estimate` has the seconds of a step.
+    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. `exact`
+    is False when the search was cut. hardware: what the plan is for, if that was said; then `estimate` has the seconds
+    of a step.
     """
 
     size: int
@@ -103,6 +104,7 @@ class Plan:
     calls: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     flops_alone: int = 0
+    flops_whole: int = 0
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
@@ -385,6 +387,7 @@ def make_plan(
         n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
+        flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,
         hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Node:
     groups: list[Group] = field(default_factory=list)
     ops: list[GlueOp] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
+    hides: bool = False  # takes some of its tensors inside lists and dicts, where no pattern can name them
     tested: bool = False
     local: bool = False  # acts on each position alone: computes over one axis at most, the channels
 
@@ -80,6 +81,10 @@ class Node:
 
     def blocked(self) -> set[Dim]:
         return {d for i, d, c in self.slots() if self.group(i, c) is None}
+
+    def copy(self) -> Node:
+        """This call and those inside it, of which one may drop groups."""
+        return replace(self, groups=[*self.groups], children=[child.copy() for child in self.children])
 
     def walk(self) -> Iterator[Node]:
         yield self
@@ -109,10 +114,10 @@ class Search:
         bound = self.signature.bind(args, kwargs)[1]
         self.params = [b.param for b in bound]
         shapes = [tuple(b.tensor.shape) for b in bound]
-        if not shapes or not max(map(len, shapes)):
+        if max(map(len, shapes), default=0) < max(1, *(t.ndim for t in tensors_in((args, kwargs)))):
             raise ValueError(
-                f"discover: no argument of {type(model).__name__} is a tensor with dims; patterns cannot name tensors "
-                "inside lists and dicts, so pass the sequence as an argument of its own"
+                f"discover: no argument of {type(model).__name__} is the tensor with the most dims; patterns cannot "
+                "name tensors inside lists and dicts, so pass the sequence as an argument of its own"
             )
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
         if shapes[self.main][0] == 1:
@@ -199,6 +204,7 @@ class Search:
             if axes_of(t) is None:
                 follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
             node.lives.append(is_live(t))
+        node.hides = sum(map(is_live, tensors_in((args, kwargs)))) > sum(node.lives)
         node.inputs = [axes_of(t) or [] for t in tensors]
         if node.live and not any(n.local for n in self.stack[:-1]):
             self.test(node, args, kwargs)
@@ -235,7 +241,7 @@ class Search:
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == tuple(t.shape):
                 for old, new in zip(known(axes), mine):
-                    if not passed & set(new):
+                    if not passed & set(new) - set(old):
                         self.dims.unify(old, new)
                 return
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsp.layout import Cut
-from dsp.stages import Call, Signature, tensors_in
+from dsp.stages import Call, Signature, constants_in, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
@@ -148,9 +148,10 @@ class Probe:
         self.bound = signature.bind(self.args, self.kwargs)[1]
         self.draws = Draws()
         self.runs = 0
-        self.whole = self.run(self.args, self.kwargs, self.draws)
+        self.whole, self.constants = self.run(self.args, self.kwargs, self.draws)
 
-    def run(self, args: Any, kwargs: Any, draws: Draws) -> list[Tensor]:
+    def run(self, args: Any, kwargs: Any, draws: Draws) -> tuple[list[Tensor], list[Any]]:
+        """The tensors that it returns, and the numbers beside them."""
         before = [(b, b.detach().clone()) for b in self.module.buffers()]
         args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
         self.runs += 1
@@ -158,7 +159,8 @@ class Probe:
             with torch.no_grad(), warnings.catch_warnings(), draws:
                 warnings.simplefilter("ignore")  # of shapes that a model was not made for
                 torch.manual_seed(self.seed)
-                return [t.detach() for t in tensors_in(self.module(*args, **kwargs))]
+                output = self.module(*args, **kwargs)
+                return [t.detach() for t in tensors_in(output)], constants_in(output)
         finally:
             for b, value in before:
                 b.detach().copy_(value)
@@ -166,17 +168,17 @@ class Probe:
     def independent(self, cuts: Sequence[Cut | None], size: int) -> list[Cut] | None:
         """Where each output carries the dim that `cuts` point at in the inputs; None if the call depends on it.
 
-        A dim that some output lacks, or has in another size, is one that the call computes over.
+        A dim that some output lacks, or has in another size, or whose size is returned, the call computes over.
         """
         outers = {b.tensor.shape[c.dim]: c.outer for b, c in zip(self.bound, cuts) if c is not None}
         places: list[list[Cut]] | None = None
         for start, length in slices(size):
             try:
                 call = call_part(self.signature, self.args, self.kwargs, cuts, size, start, length)
-                found = self.run(call.args, call.kwargs, Draws(self.draws, size, start, length, outers))
+                found, constants = self.run(call.args, call.kwargs, Draws(self.draws, size, start, length, outers))
             except Exception:  # what does not run on a slice is not independent, for whatever reason
                 return None
-            if len(found) != len(self.whole) or not found:
+            if len(found) != len(self.whole) or not found or constants != self.constants:
                 return None
             if places is None:
                 places = [_places(t.shape, w.shape, size, length, outers) for t, w in zip(found, self.whole)]

@@ -761,14 +761,15 @@ class Tracer(Recorder, TorchFunctionMode):
         self.now = None
         self.keeps = False
         self.watch.restart()
-        self.saved: dict[int, int] = {}
+        self.saved: dict[int, torch.UntypedStorage] = {}  # alive, or another would get its address
         self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
         self.saved_hooks.__enter__()
 
     def _save(self, t: Tensor) -> Tensor:
         self.keeps = True
         if not isinstance(t, nn.Parameter):
-            self.saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+            storage = t.untyped_storage()
+            self.saved[storage._cdata] = storage
         return t
 
     def abandon(self) -> None:
@@ -788,7 +789,7 @@ class Tracer(Recorder, TorchFunctionMode):
         first = region is None or all(event.region != region for event in self.events)
         measured: dict[str, Any] = {
             "work": self.watch.peak,
-            "saved": sum(self.saved.values()),
+            "saved": sum(storage.nbytes() for storage in self.saved.values()),
             "flops": self.watch.flops,
             "random": self.watch.random,
             "keeps": self.keeps,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import test_diffusers_latte as diffusers_latte
+import test_third_party as third_party
 import test_zoo_parallel as zoo_models
 import torch
 import torch.nn.functional as F
@@ -21,25 +22,44 @@ from dsp.discover import Stages
 from dsp.slices import Draws, slices
 
 C = toys.C
-MODELS = [*toys.TOYS, "diffusers-latte", *zoo_models.CASES]
+ZOO = [
+    "transformer2d-stdit",
+    "latte-text",
+    "latte-4-text",
+    "stdit-v1",
+    "st_mamba",
+    "st_rwkv-sst",
+    "axial-video",
+    "axial-image",
+]
+MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, frames: int = 7) -> nn.Module:
+    if name == "axial":
+        pytest.importorskip("axial_attention")
     if name in toys.TOYS:
         return toys.make(name)
+    if name in third_party.MODELS:
+        return third_party.make(name, frames, 4)
     return diffusers_latte.build(7, 4, 2) if name == "diffusers-latte" else zoo_models.build(name)
 
 
 def inputs(name: str, batch: int = 2, frames: int = 7) -> dict[str, Tensor]:
     if name in toys.TOYS:
         return toys.inputs(name, batch, frames, 5)
+    if name in third_party.MODELS:
+        return {k: v.double() for k, v in third_party.MODELS[name].inputs(batch, frames, 4).items()}
     if name == "diffusers-latte":
         return diffusers_latte.inputs(batch, 7, 4)
-    kwargs = zoo_models.doubled(build(name).example_inputs(batch, frames=frames, height=4, width=6))
-    return {**kwargs, "timestep": torch.tensor([3, 700])[:batch]}  # computed in float32: no gradient to compare
+    kwargs = zoo_models.doubled(zoo_models.example(build(name), batch, frames=frames, height=4, width=6))
+    time = {"timestep": torch.tensor([3, 700])[:batch]}  # computed in float32: no gradient to compare
+    return {**kwargs, **time} if "timestep" in kwargs else kwargs
 
 
 def by_hand(name: str) -> dict[str, str]:
+    if name in third_party.MODELS:
+        return third_party.MODELS[name].stages
     return diffusers_latte.STAGES if name == "diffusers-latte" else build(name).stages
 
 
@@ -49,19 +69,32 @@ def found(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "Unplanned"])
-def test_the_plan_costs_the_bytes_of_the_hand_written_one(name: str) -> None:
-    model, stages, hand = build(name), found(name), by_hand(name)
-    for size in (2, 3, 4):
-        for batch, frames, gather in ((1, 7, size == 3), (2, 8, size != 3)):
-            kwargs = inputs(name, batch, frames)
-            options = {"kwargs": kwargs, "size": size, "gather_output": gather}
+def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> None:
+    stages, hand = found(name), by_hand(name)
+    for batch, frames in ((1, 7), (2, 8)):
+        model, kwargs = build(name, frames), inputs(name, batch, frames)
+        for size in (2, 3, 4):
+            options = {"kwargs": kwargs, "size": size, "gather_output": (size == 3) == (batch == 1)}
             one, two = (dsp.plan(model, stages=s, **options) for s in (stages, hand))
-            assert one.bytes == two.bytes, (size, batch, frames, gather)
-            assert one.calls == two.calls
+            divides = name == "Global" and one.flops_whole < two.flops_whole  # what by hand every rank computes
+            assert divides or sum(one.bytes.values()) <= sum(two.bytes.values()), options
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", third_party.MODELS)
+def test_no_rank_holds_more_than_under_the_hand_written_stages(ranks, n: int, name: str) -> None:
+    lengths = (32, 16) if name == "patchtst" else (16, 4)
+    discovered = ranks(third_party.held, n, name, 1, *lengths, dict(found(name)))
+    for (largest, total), (largest_by_hand, total_by_hand) in zip(
+        discovered, ranks(third_party.held, n, name, 1, *lengths)
+    ):
+        share = 4 / 3 if name == "axial" else 1  # it is sharded along its three frames, too: two and one on two ranks
+        assert largest <= share * largest_by_hand
+        assert total <= share * total_by_hand
 
 
 def checked(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> str:
-    report = dsp.check(build(name), kwargs=inputs(name, 2, 5), mesh=mesh, stages=stages)
+    report = dsp.check(build(name, 5), kwargs=inputs(name, 2, 5), mesh=mesh, stages=stages)
     return str(report)
 
 
@@ -84,13 +117,15 @@ def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dic
     return comm.by_collective(), plan.bytes, float((dsp.gather(out) - expect).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d", "latte-text", "Folded"])
-def test_ranks_move_what_they_move_under_the_hand_written_stages(ranks, name: str) -> None:
+@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d-stdit", "latte-text", "Folded"])
+def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stages(ranks, name: str) -> None:
+    def switched(counts: dict[str, Any]) -> int:
+        return sum(counts[phase]["switch"]["bytes"] for phase in ("forward", "backward"))
+
     discovered = ranks(moved, 2, name, dict(found(name)))
     written = ranks(moved, 2, name, by_hand(name))
-    for (counts, planned, off), (expect, expect_planned, _) in zip(discovered, written):
-        assert counts == expect
-        assert planned == expect_planned
+    for (counts, _, off), (expect, _, _) in zip(discovered, written):
+        assert 0 < switched(counts) <= switched(expect)
         assert off < 1e-9
     busiest = max(counts["forward"]["switch"]["bytes"] for counts, _, _ in discovered)
     assert 0 < busiest <= discovered[0][1]["forward"]  # the plan sums the busiest rank of each switch
@@ -109,9 +144,16 @@ def test_the_dicts() -> None:
     }
     assert found("Cube") == toys.Cube.stages
     assert list(found("diffusers-latte")) == list(diffusers_latte.STAGES)
-    assert list(found("transformer2d")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal", "final"]
+    # the final projection is cheaper between stages: what it returns is shorter, and switched in its place
+    assert list(found("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
     # the first operand alone, the second alone, or both by their channels: as triangle multiplication is written
     assert found("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
+    # a class token joined to the tokens is no fold of frames and positions: they are told apart again behind it
+    layer = "timesformer.encoder.layer.*."
+    assert found("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"
+    assert found("timesformer")[f"{layer}attention"] == "(b r) [l d]"
+    # called along time and along variables: no dim has one name in both
+    assert found("patchtst")["model.encoder.layers.*.self_attn"] == "(b r) [l d]"
 
 
 def test_it_prints_as_python() -> None:
@@ -152,7 +194,7 @@ def of(f: Any) -> str | None:
     stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
     assert stages["space"] == "b t [s c]"
     assert stages["time"] == "b [t] s [c]"
-    return stages.get("odd")
+    return next((text for path, text in stages.items() if path.startswith("odd")), None)
 
 
 def drawn(*shape: int) -> Any:
@@ -184,9 +226,9 @@ TRAPS = {
     "numbers of one's own": (drawn(1, 1, 1, 1), None),
     "numbers shared along t": (drawn(1, 0, 1, 1), "b [t] s [c]"),
     "numbers shared along s": (drawn(1, 1, 0, 0), "b t [s c]"),
-    "a permutation of frames": (lambda m, x: x[:, torch.randperm(x.shape[1])], "[b t s c]"),
+    "a permutation of frames": (lambda m, x: x[:, torch.randperm(x.shape[1])], None),
     "a permutation of one's own": (lambda m, x: x.gather(1, torch.rand_like(x).argsort(1)), "b [t] s [c]"),
-    "a norm over the batch": (BatchNorm(), "[b t s c]"),
+    "a norm over the batch": (BatchNorm(), "[b c t s]"),
 }  # fmt: skip
 
 
@@ -284,6 +326,24 @@ def test_folds() -> None:
     }  # fmt: skip
 
 
+class FoldedAtEntry(nn.Module):
+    """What no input shows apart is one dim for one stage, and two for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(1), toys.Along(1)
+
+    def forward(self, x: Tensor, frames: int) -> Tensor:
+        x = rearrange(self.space(x), "(b t) s c -> (b s) t c", t=frames)
+        return rearrange(self.time(x), "(b s) t c -> (b t) s c", s=5)
+
+
+def test_a_fold_that_is_opened_behind_a_stage() -> None:
+    assert dsp.discover(FoldedAtEntry(), (torch.randn(14, 5, C), 7)) == {
+        "": "x=t s c -> t s c", "space": "t [s c]", "time": "(r s) [l c]",
+    }  # fmt: skip
+
+
 def test_convolutions_become_stages() -> None:
     model = nn.Sequential(
         nn.Conv3d(3, 8, 1),
@@ -326,13 +386,28 @@ class Fourier(nn.Module):
         return torch.fft.fft(self.time(self.space(x)), dim=-1).real
 
 
-def test_what_glue_has_no_rule_for_closes_the_module_around_it() -> None:
-    x = torch.randn(2, 7, 5, C)
-    assert dsp.discover(nn.Sequential(Fourier(), toys.Along(1)), (x,)) == {
-        "": "input=b t s c -> b t s c", "0": "b [t s c]", "1": "b [t] s [c]",
+def test_what_glue_has_no_rule_for_does_not_close_the_module_around_it() -> None:
+    stages = dsp.discover(nn.Sequential(Fourier(), toys.Along(1)), (torch.randn(2, 7, 5, C),))
+    assert (stages["0.space"], stages["1"]) == ("b t [s c]", "b [t] s [c]")
+
+
+class Full(nn.Module):
+    """Attention over one sequence, as PyTorch writes it: queries, keys and values are arguments of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_attention_over_one_sequence_keeps_its_queries_apart() -> None:
+    assert dsp.discover(Full(), (torch.randn(2, 7, 8),)) == {
+        "": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]",
     }  # fmt: skip
-    alone = dsp.discover(Fourier(), (x,))
-    assert (alone["space"], alone["time"]) == ("b t [s c]", "b [t] s [c]")
 
 
 class Pooled(nn.Module):
@@ -419,10 +494,16 @@ def test_progress_and_cost_are_logged(caplog, monkeypatch) -> None:
     assert int(runs.split()[1]) < 400
 
 
-class Full(nn.Module):
+class FNet(nn.Module):
+    """Mixes the whole sequence by a Fourier transform."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(self.Mix() for _ in range(2))
+
+    class Mix(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.fft.fft2(x).real
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -430,22 +511,12 @@ class Full(nn.Module):
         return x
 
 
-class FoldedAtEntry(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(1), toys.Along(1)
-
-    def forward(self, x: Tensor, frames: int) -> Tensor:
-        x = rearrange(self.space(x), "(b t) s c -> (b s) t c", t=frames)
-        return rearrange(self.time(x), "(b s) t c -> (b t) s c", s=5)
-
-
 class InADict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.space = toys.Along(2)
 
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
+    def forward(self, given: dict[str, Tensor], cond: Tensor | None = None) -> Tensor:
         return self.space(given["x"])
 
 
@@ -476,9 +547,9 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=text):
             dsp.discover(model, args)
 
-    says("no dim to shard in Full but the batch: blocks.0, blocks.1 compute over", Full(), torch.randn(2, 7, 8))
-    says("taken apart by another, and no input shows its dims apart", FoldedAtEntry(), torch.randn(14, 5, C), 7)
-    says("no argument of InADict is a tensor", InADict(), {"x": x})
+    says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
+    says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
+    says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
     says("needs example inputs", Full())
     says("'x' has shape \\(1, 7, 8\\), and a dim of size 1 cannot be sliced", Full(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))

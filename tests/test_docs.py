@@ -7,6 +7,7 @@ A ``text`` block that follows a ``python`` block is what that block prints. Afte
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -191,3 +192,13 @@ def test_the_sample_is_small_and_moves() -> None:
     assert path.stat().st_size < 300_000
     with Image.open(path) as gif:
         assert gif.n_frames > 1  # type: ignore[attr-defined]
+
+
+def test_the_tables_of_the_zoo_are_those_of_its_script(monkeypatch) -> None:
+    """All stages, and of the planned tables what takes seconds; benchmarks/zoo_tables.py --write makes them anew."""
+    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
+    script = importlib.import_module("zoo_tables")
+    page = (HOME / "docs/zoo.md").read_text().splitlines()
+    quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
+    for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):
+        assert line in page

@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -150,21 +151,19 @@ def test_validation_is_the_same_for_any_number_of_groups():
     assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
 
 
-def test_two_ranks_train_as_one(trainer, tmp_path):
-    import subprocess
-
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    losses = []
-    for ranks in (1, 2):
-        command = [
-            sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-            str(ROOT / "train.py"), str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", f"name=on{ranks}",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        records = tracking.read_metrics(tmp_path / "runs" / f"on{ranks}" / "metrics.jsonl")
-        losses.append([r["loss"] for r in records if "loss" in r] + [r["val_loss"] for r in records if "val_loss" in r])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+def test_two_ranks_train_as_one(run, tmp_path):
+    alone = run("name=alone")
+    command = [
+        sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "train.py"),
+        str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
+    for key in ("loss", "val_loss", "val_distance lDDT", "frequency_floor"):
+        one, two = ([record[key] for record in records if key in record] for records in (alone, shared))
+        assert two
+        assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_the_demo_is_a_configuration():

@@ -253,3 +253,18 @@ def test_triangles_switch_channels_where_a_gather_does_not_fit() -> None:
     assert [s.kind for s in tight.switches] == ["switch"] * 3
     assert tight.peak < roomy.peak
     assert tight.bytes["forward"] == roomy.bytes["forward"]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("kind", ["evoformer", "opm first"])
+def test_discover_finds_no_stage_that_costs_more_than_the_operations(kind: str) -> None:
+    config = {**SMALL, "no_blocks": 1}
+    model, stages = make(kind, config)
+    sample = inputs(kind, 5, 7, config)
+    found = dsp.discover(model, kwargs={k: torch.cat([v, v.flip(1)]) for k, v in sample.items()})
+    for n in (2, 3, 4):
+        for shape in ((5, 7), (8, 16)):
+            options = {"kwargs": inputs(kind, *shape, config), "size": n}
+            one, two = (dsp.plan(model, stages=s, **options) for s in (found, stages))
+            assert sum(one.bytes.values()) <= sum(two.bytes.values())
+            assert one.flops_whole <= two.flops_whole

@@ -201,13 +201,15 @@ def test_bytes_equal_the_formula(ranks, n: int, name: str) -> None:
             assert planned["forward"] <= 1.02 * max(f for f, _ in formula)
 
 
-def held(mesh: DeviceMesh, name: str, batch: int, one: int, two: int) -> tuple[float, float]:
+def held(
+    mesh: DeviceMesh, name: str, batch: int, one: int, two: int, stages: dict[str, str] | None = None
+) -> tuple[float, float]:
     kwargs = {k: v.double() for k, v in MODELS[name].inputs(batch, one, two).items()}
     found = []
     for parallel in (False, True):
         model = make(name, one, two)
         if parallel:
-            dsp.parallelize(model, mesh, MODELS[name].stages, gather_output=False)
+            dsp.parallelize(model, mesh, stages or MODELS[name].stages, gather_output=False)
             model(**kwargs)
         with Sizes(max(p.numel() for p in model.parameters())) as sizes:
             outputs = [y for y in tensors_in(model(**kwargs)) if y.requires_grad]

@@ -654,7 +654,7 @@ def test_parts_of_a_batch_are_those_of_the_whole(run):
     parts = [cfg.create_task(config, rank, 3) for rank in range(3)]
     for part in parts:
         part.open()
-        part.num_classes = whole.num_classes
+        part.num_classes, part.takes = whole.num_classes, whole.takes
     batch = whole.batch(objective, 3, 1, 0, 1)
     pieces = [part.batch(objective, 3, 1, 0, 1) for part in parts]
     for name in ("x", "noise"):

@@ -56,7 +56,8 @@ def test_the_same_trace_under_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.list_models())
 def test_the_same_trace_of_the_zoo(name: str) -> None:
     with torch.device("meta"):
-        model = zoo.create(name, "test", depth=4)
+        deep = {"axial_image": {"exterior": 4, "outer": 4, "inner": 4}}.get(name, {"depth": 6})
+        model = zoo.create(name, "test", **deep)
         same(model, model.example_inputs())
 
 

@@ -27,7 +27,7 @@ def distogram_bins(distance: Tensor) -> Tensor:
 
 
 def contact_probability(logits: Tensor, below: float = CONTACT) -> Tensor:
-    """The probability [...] that a distance is `below` that, from logits [..., 64]; a bin that is cut counts in part."""
+    """The probability [...] that a distance is `below` that, from logits [..., 64]; a cut bin counts in part."""
     low = torch.cat([edges(logits.device)[:1] * 0, edges(logits.device)])
     high = torch.cat([edges(logits.device), edges(logits.device)[-1:] + _WIDTH])
     return logits.float().softmax(-1) @ ((below - low) / (high - low)).clamp(0, 1)

@@ -8,6 +8,7 @@ import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +23,15 @@ from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import batch_indices
-from zoo.protein.distogram import BINS
-from zoo.protein.metrics import average, contact_precision, distance_lddt, masked_accuracy, mutual_information
+from zoo.protein.distogram import BINS, CONTACT, distances
+from zoo.protein.metrics import (
+    average,
+    contact_precision,
+    distance_lddt,
+    masked_accuracy,
+    mutual_information,
+    range_of_pairs,
+)
 from zoo.protein.objective import ProteinObjective, frequency_floor
 from zoo.protein.picture import ContactMap, save_contact_maps
 from zoo.protein.prediction import Predictor
@@ -91,7 +99,7 @@ class Eval:
 class Sample:
     every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
     proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
-    drawn: int = option(3, "of these in the picture", least=1)
+    drawn: int = option(3, "of these in the picture: those with most contacts", least=1)
 
 
 class Dataset(Protocol):
@@ -114,6 +122,12 @@ class Predicted:
         truth = _truth(self.protein)
         found = contact_precision(self.contact, *truth) | _lddt(self.distance, *truth[:2])
         return found | ({} if self.accuracy is None else {"masked accuracy": self.accuracy})
+
+    def contacts(self) -> int:
+        """How many pairs are in contact in truth, of those that are measured."""
+        position, seen, *places = _truth(self.protein)
+        counted = torch.stack(list(range_of_pairs(*places).values())).any(0) & seen[:, None] & seen
+        return int((counted & (distances(position, position) < CONTACT)).sum())
 
     def map(self, measured: Mapping[str, float]) -> ContactMap:
         title = f"{self.protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in measured.items() if k.endswith("P@L/2"))
@@ -254,8 +268,8 @@ class Task(task.Task):
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
         measured = [predicted.measure() for predicted in samples]
-        drawn = self.config.sample.drawn
-        save_contact_maps(path, [predicted.map(found) for predicted, found in zip(samples[:drawn], measured)])
+        richest = sorted(zip(samples, measured), key=lambda pair: -pair[0].contacts())[: self.config.sample.drawn]
+        save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
         return {f"val_{name}": value for name, value in average(measured).items()}
 
     def arguments(self, parser: ArgumentParser) -> None:
@@ -281,7 +295,7 @@ class Task(task.Task):
         written, measured, skipped = [], [], []
         for i, one in enumerate(given):
             try:
-                protein = on_first_rank(lambda one=one: user_error(one.read))
+                protein = on_first_rank(partial(user_error, one.read))
             except UserError as error:
                 if len(given) == 1:
                     raise
@@ -292,7 +306,7 @@ class Task(task.Task):
             sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
             example = draw(protein, "inference", options.seed, **sizes, share=0)
             predicted = self._predict(model, example, device, recycles=options.recycles)
-            files, found = on_first_rank(lambda p=predicted: _write(options.out, p, options.least))
+            files, found = on_first_rank(partial(_write, options.out, predicted, options.least))
             written += files
             measured.append(found)
             chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""

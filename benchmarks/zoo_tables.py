@@ -1,7 +1,7 @@
 """What sequence parallelism costs each model of the zoo, by its plan, against the rivals' formulas.
 
-    python benchmarks/zoo.py            prints the tables of docs/zoo.md
-    python benchmarks/zoo.py --write    and puts them into it
+    python benchmarks/zoo_tables.py            prints the tables of docs/zoo.md
+    python benchmarks/zoo_tables.py --write    and puts them into it
 
 Everything is planned on meta tensors at published sizes, so it takes seconds and no memory. The rivals, a forward of a
 model with k sequence mixers along the dim they shard (the cheapest they could choose) and n sublayers in all, with M
@@ -14,7 +14,7 @@ bytes of residual over N ranks; each number is what one rank sends:
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ ENTRIES = [
 ]
 
 
+PAIRS = [(r, n) for r in (768, 2048) for n in (2, 4, 8, 16)]  # residues, ranks
+
+
 @dataclass
 class Row:
     entry: Entry
@@ -88,10 +91,10 @@ def mib(count: float) -> str:
     return f"{count / 2**20:,.1f}" if count else "0"
 
 
-def video_table() -> Iterator[str]:
+def video_table(entries: Sequence[Entry] = ENTRIES) -> Iterator[str]:
     yield "| model | parameters | M, MiB | attends or scans along | switches | DSP | Ulysses | ring | Megatron |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for row in map(measure, ENTRIES):
+    for row in map(measure, entries):
         each, k = row.residual / RANKS, min(row.mixers.values())
         yield (
             f"| {row.entry.title} | {row.parameters / 1e6:,.0f}M | {mib(row.residual)} "
@@ -102,12 +105,12 @@ def video_table() -> Iterator[str]:
         )
 
 
-def pair_table() -> Iterator[str]:
+def pair_table(sizes: Sequence[tuple[int, int]] = PAIRS) -> Iterator[str]:
     """A block of the Evoformer, as the difference of two models: FastFold's schedule (arXiv 2203.00854) by formula."""
     yield "| s | r | ranks | collectives | DSP, MiB | FastFold, MiB | DSP / FastFold |"
     yield "|---|---|---|---|---|---|---|"
     s = 512
-    for r, n in ((r, n) for r in (768, 2048) for n in (2, 4, 8, 16)):
+    for r, n in sizes:
         plans = []
         for depth in (2, 3):
             with torch.device("meta"):
@@ -128,8 +131,9 @@ def stages_list() -> Iterator[str]:
             stages = zoo.create(name).stages
         yield f"**{name}**"
         yield "```"
-        width = max(map(len, stages))
-        yield from (f"{key:<{width}}  {stage}" for key, stage in stages.items())
+        shown = {key: stage for key, stage in stages.items() if not key.startswith("extra_")}  # as the blocks are
+        width = max(map(len, shown))
+        yield from (f"{key:<{width}}  {stage}".rstrip() for key, stage in shown.items())
         yield "```"
 
 
