@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ import train
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
 
+ROOT = Path(__file__).resolve().parents[1]
 RUNS = (("openfold3", 1), ("dsp", 1), ("dsp", 2), ("dsp", 4))
 MODEL = {
     "c_m": 32, "c_z": 32, "c_s": 32, "depth": 1, "msa_heads": 2, "msa_head_dim": 16, "pair_heads": 2,
