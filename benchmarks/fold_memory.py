@@ -8,6 +8,7 @@ the trainer's, every stage recomputed in backward. `openfold3` is the same step 
 blocks in place of ours, of the same sizes, with its chunks and its checkpoints. Writes a table, FILE.json and FILE.svg.
 """
 
+# ruff: noqa: E402 (the repository is put on the path first)
 import argparse
 import json
 import os
@@ -108,7 +109,7 @@ def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Pa
     task.train = OneProtein(residues, rows)
     model = task.model()
     torch.manual_seed(0)
-    for name, p in sorted(model.named_parameters()):
+    for _, p in sorted(model.named_parameters()):
         if p.ndim > 1:  # nothing starts as zero, which would hide every error
             nn.init.normal_(p, std=0.5 / p.shape[-1] ** 0.5)
     if kind == "openfold3":
