@@ -7,7 +7,6 @@ letters are hidden anew at every step. One process, a few minutes on one core. P
 contacts, and draws the map.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
 import argparse
 import sys
 import time
