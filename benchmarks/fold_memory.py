@@ -210,7 +210,8 @@ def picture(rows: list[dict[str, Any]], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 {bottom + 26}" width="620" height="{bottom + 26}">'
         f"<style>{style}</style>"
         f'<text x="{left}" y="26">{title}</text>{"".join(parts)}'
-        f'<text x="{left}" y="{bottom + 14}" class="soft">red: the memory of one rank, divided by the ranks</text></svg>\n'
+        f'<text x="{left}" y="{bottom + 14}" class="soft">red: the memory of one rank, divided by the ranks</text>'
+        "</svg>\n"
     )
 
 
@@ -221,9 +222,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/fold-memory")
     options = parser.parse_args()
     rows, found = [], {}
-    print(
-        "| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |\n|---|---|---|---|---|---|---|"
-    )
+    print("| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |")
+    print("|---|---|---|---|---|---|---|")
     for kind, ranks in RUNS:
         found[kind, ranks] = result = measure(kind, ranks, options.residues, options.rows)
         mib = max(rank["bytes"] for rank in result["ranks"]) / 2**20
