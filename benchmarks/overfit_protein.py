@@ -7,14 +7,12 @@ letters are hidden anew at every step. One process, a few minutes on one core. P
 contacts, and draws the map.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
 import argparse
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from zoo.protein.picture import save_contact_maps
 from zoo.protein.prediction import Predictor
 from zoo.training.protein import Predicted
 
+ROOT = Path(__file__).resolve().parents[1]
 NAME, FIRST, RESIDUES = "3nngA", 64, 80
 MODEL = {
     "c_m": 32, "c_z": 32, "c_s": 32, "depth": 2, "msa_heads": 4, "msa_head_dim": 8, "pair_heads": 4,

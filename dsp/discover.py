@@ -106,19 +106,20 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
     except Exception as reason:  # a forward that looks at its data is planned as it runs
         log.info("discover: not planned ahead: %s", reason)
         return stages
-    while True:
-        others = []
+    better = True
+    while better:
+        better = False
         for group in patterns.repeated():
+            if not group <= patterns.texts.keys():
+                continue
             try:
                 apart = Patterns(search, root, patterns.opened | group)
                 found = Stages(apart.stages())
-                others.append((cost(found), found, apart))
+                price = cost(found)
             except (ValueError, GlueError):  # its parts have no patterns
                 continue
-        price, found, apart = min(others, key=lambda other: other[0], default=(best, stages, patterns))
-        if price >= best:
-            break
-        best, stages, patterns = price, found, apart
+            if price < best:
+                best, stages, patterns, better = price, found, apart, True
     free = {d for node in patterns.chosen.values() for d in node.free()} - patterns.batch
     if best[0] == 1 and patterns.chosen and not free:
         over = ", ".join(list(patterns.chosen)[:3])

@@ -56,7 +56,7 @@ class Patterns:
         ]
 
     def visit(self, node: Node) -> None:
-        if not node.live or not node.tested:
+        if not node.live or not node.tested or not node.outputs:
             return
         if node.path in self.opened or node.hides:
             for k in node.children:

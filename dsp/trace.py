@@ -189,8 +189,8 @@ def _foreign(hook: Any) -> bool:
 
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: (
-        sdpa_flop_count(q.shape, k.shape, v.shape)
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
     ),
 }
 

@@ -140,6 +140,13 @@ def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
         assert (example[name].shape, example[name].dtype) == (local.shape, local.dtype), name
 
 
+def test_a_single_row_is_not_divided():
+    whole, part = task(rows=1).batch(None, 3, 0, 1, 2), task(3, 4, rows=1).batch(None, 3, 0, 1, 2)
+    for name in ("msa", "deletions", "msa_mask", "msa_target", "msa_weight"):
+        assert torch.equal(whole[name], part[name])
+        assert part[name].shape == (2, 1, 21)
+
+
 def test_validation_is_the_same_for_any_number_of_groups():
     def loss_inputs(groups):
         batches = [list(task().validation_batches(None, group, groups)) for group in range(groups)]

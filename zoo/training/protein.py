@@ -143,7 +143,9 @@ class Task(task.Task):
         self.validation_samples = config.eval.proteins
         self.tokens = data.rows * data.residues
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
-        self.here = {name: share(length, rank, size) for name, length in self.shape.items()}
+        # a single row is not there to be divided: every rank has it
+        whole = {name: range(length) for name, length in self.shape.items()}
+        self.here = {name: share(len(rows), rank, size) if len(rows) > 1 else rows for name, rows in whole.items()}
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
@@ -225,7 +227,7 @@ class Task(task.Task):
         def stacked(of: Callable[[Example], dict[str, Tensor]], length: int | None = None) -> Inputs:
             parts = [of(example) for example in examples]
             whole = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-            return {name: x if length is None else Part(x, 1, length) for name, x in whole.items()}
+            return {name: x if length in (None, 1) else Part(x, 1, length) for name, x in whole.items()}
 
         here, shape = self.here, self.shape
         inputs = stacked(lambda e: e.alignment(here["rows"]), shape["rows"])
@@ -237,8 +239,8 @@ class Task(task.Task):
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
         for name, sums in (("msa_weight", torch.stack([e.chosen.sum() for e in examples])), ("pair_weight", seen**2)):
             part = inputs[name]
-            assert isinstance(part, Part)
-            part.local /= sums[:, None, None]
+            weight = part.local if isinstance(part, Part) else part
+            weight /= sums[:, None, None]
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what is shown
