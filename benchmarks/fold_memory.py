@@ -8,6 +8,7 @@ the trainer's, every stage recomputed in backward. `openfold3` is the same step 
 blocks in place of ours, of the same sizes, with its chunks and its checkpoints. Writes a table, FILE.json and FILE.svg.
 """
 
+# ruff: noqa: E402 (the repository is put on the path first)
 import argparse
 import json
 import os
@@ -21,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,6 @@ import train
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
 
-ROOT = Path(__file__).resolve().parents[1]
 RUNS = (("openfold3", 1), ("dsp", 1), ("dsp", 2), ("dsp", 4))
 MODEL = {
     "c_m": 32, "c_z": 32, "c_s": 32, "depth": 1, "msa_heads": 2, "msa_head_dim": 16, "pair_heads": 2,
