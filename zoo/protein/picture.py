@@ -1,16 +1,15 @@
 """Contact maps as PNG files: what a model predicts above the diagonal, what is true below it."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.pictures import whole_file
 from zoo.protein.distogram import CONTACT, distances
 from zoo.protein.metrics import RANGES, range_of_pairs
 
@@ -104,14 +103,5 @@ def save_contact_maps(path: str | os.PathLike[str], maps: Sequence[ContactMap]) 
     for image in images:
         whole.paste(image, (x, 0))
         x += image.width
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            whole.save(file, "PNG")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with whole_file(path) as file:
+        whole.save(file, "PNG")

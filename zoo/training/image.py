@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.data.digits import DigitImages
-from zoo.data.sampling import batch_indices, generator, hash_seed, order
+from zoo.data.sampling import generator, hash_seed, order
 from zoo.image.autoregressive import BitsPerDim, sample
 from zoo.image.grid import save_png
 from zoo.image.histogram import neighbour_bits, pixel_bits
@@ -99,10 +99,8 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        options = self.config.train
-        _, indices = batch_indices(options.seed, step, options.batch * options.accumulation * groups, len(self.train))
-        first = (micro * groups + group) * options.batch
-        return self._inputs(self.train, indices[first : first + options.batch])
+        chosen = self.drawn(step, micro, group, groups, len(self.train))
+        return self._inputs(self.train, [index for _, index in chosen])
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         chosen = self._judged()[group::groups]

@@ -22,7 +22,6 @@ from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
-from zoo.data.sampling import batch_indices
 from zoo.protein.distogram import BINS, CONTACT, distances
 from zoo.protein.metrics import (
     average,
@@ -193,10 +192,7 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        options, seed = self.config.train, self.config.train.seed
-        count = options.batch * options.accumulation * groups
-        first = (micro * groups + group) * options.batch
-        chosen = list(zip(*batch_indices(seed, step, count, len(self.train))))[first : first + options.batch]
+        seed, chosen = self.config.train.seed, self.drawn(step, micro, group, groups, len(self.train))
         return self._inputs([self._draw(self.train, "train", seed, epoch, index) for epoch, index in chosen])
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from zoo.data.sampling import batch_indices
 from zoo.training import UserError
 
 
@@ -92,6 +93,13 @@ class Task(ABC):
 
         A pure function of its arguments and the configuration. A rank makes its own parts alone.
         """
+
+    def drawn(self, step: int, micro: int, group: int, groups: int, n: int) -> list[tuple[int, int]]:
+        """The (epoch, index) of each sample of one micro-batch of `group`, from `n` training samples."""
+        options = self.config.train
+        epochs, indices = batch_indices(options.seed, step, options.batch * options.accumulation * groups, n)
+        first = (micro * groups + group) * options.batch
+        return list(zip(epochs, indices))[first : first + options.batch]
 
     @abstractmethod
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
-from zoo.data.sampling import VideoDataset, batch_indices, hash_seed, order
+from zoo.data.sampling import VideoDataset, hash_seed, order
 from zoo.training import UserError, task
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
@@ -155,10 +155,8 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        options, seed, n = self.config.train, self.config.train.seed, len(self.train)
-        epochs, indices = batch_indices(seed, step, options.batch * options.accumulation * groups, n)
-        first = (micro * groups + group) * options.batch
-        chosen = list(zip(epochs, indices))[first : first + options.batch]
+        seed, n = self.config.train.seed, len(self.train)
+        chosen = self.drawn(step, micro, group, groups, n)
         ids = [epoch * n + index for epoch, index in chosen]
         clips = [self.train.clip(index, epoch, self.here) for epoch, index in chosen]
         drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout

@@ -7,9 +7,11 @@
 Which chain an alignment belongs to, its first sequence says. A structure without one has its own sequence alone.
 """
 
+import itertools
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,29 @@ from zoo.data.protein.record import Protein
 from zoo.data.protein.structure import read_structure
 from zoo.data.sampling import hash_seed
 
-__all__ = ["ProteinFolder", "read_protein"]
+__all__ = ["ProteinFolder", "kind", "owner", "read_protein", "stem"]
 
 log = logging.getLogger(__name__)
 
 _KEPT = 16  # proteins held in memory
+
+
+def kind(path: Path) -> str:
+    """By its name: "structure", "alignment" or nothing."""
+    suffix = _suffix(path)
+    return "structure" if suffix in structure.SUFFIXES else "alignment" if suffix in alignment.SUFFIXES else ""
+
+
+def stem(path: Path) -> str:
+    """The name of a file without its suffixes."""
+    return path.name.removesuffix(".gz")[: -len(_suffix(path))]
+
+
+def owner(parts: Iterable[str], names: Iterable[str]) -> str | None:
+    """The structure, of `names`, whose alignment a file is: the longest that a part of its path begins with."""
+    pairs = itertools.product(names, parts)
+    fit = [name for name, part in pairs if part.startswith(name) and part[len(name) :][:1] in ("", ".", "_")]
+    return max(fit, key=len, default=None)
 
 
 def read_protein(structure: Path, alignments: list[Path]) -> Protein:
@@ -86,22 +106,21 @@ class ProteinFolder:
 
     def _scan(self) -> None:
         paths = sorted(path for path in self.root.iterdir() if path.is_file() and not path.name.startswith("."))
-        structures = [path for path in paths if _suffix(path) in structure.SUFFIXES]
+        structures = [path for path in paths if kind(path) == "structure"]
         if not structures:
             raise ValueError(f"no structures in {self.root} (looked for {', '.join(structure.SUFFIXES)}, plain or .gz)")
         files: dict[str, tuple[Path, list[Path]]] = {}
         for path in structures:
-            name = path.name.removesuffix(".gz").removesuffix(_suffix(path))
+            name = stem(path)
             if name in files:
                 self._skip(path, f"there is {files[name][0].name} too")
             else:
                 files[name] = (path, [])
         for path in sorted(self.root.rglob("*")):
-            if path.is_file() and _suffix(path) in alignment.SUFFIXES:
-                entry = f"{path.relative_to(self.root)}/"
-                owners = [name for name in files if entry.startswith(name) and entry[len(name)] in "._/"]
-                if owners:
-                    files[max(owners, key=len)][1].append(path)
+            if path.is_file() and kind(path) == "alignment":
+                whose = owner(path.relative_to(self.root).parts[:1], files)
+                if whose is not None:
+                    files[whose][1].append(path)
                 else:
                     self._skip(path, "no structure has the name that it begins with")
         for name, (path, alignments) in files.items():

@@ -10,7 +10,7 @@ import numpy as np
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import Alignment, read_alignment
 from zoo.data.protein.complexes import join
-from zoo.data.protein.folder import read_protein
+from zoo.data.protein.folder import kind, owner, read_protein, stem
 from zoo.data.protein.record import ATOMS, Protein
 
 __all__ = ["Given", "find", "from_alignments"]
@@ -41,32 +41,33 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            found = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p) and not p.name.startswith(".")]
+            found = [p for p in sorted(path.rglob("*")) if p.is_file() and kind(p) and not p.name.startswith(".")]
             if not found:
                 raise ValueError(f"no structures or alignments in {path}")
             files += found
         elif not path.exists():
             raise ValueError(f"{path}: no such file")
-        elif not _kind(path):
+        elif not kind(path):
             known = ", ".join(structure.SUFFIXES + alignment.SUFFIXES)
             raise ValueError(f"{path}: no structure or alignment by its name; expected {known}, plain or .gz")
         else:
             files.append(path)
-    given = [Given(_stem(path), path) for path in dict.fromkeys(files) if _kind(path) == "structure"]
+    given = [Given(stem(path), path) for path in dict.fromkeys(files) if kind(path) == "structure"]
+    structures = {one.name: one for one in given}
     alone: list[Path] = []
     for path in files:
-        if _kind(path) == "alignment":
-            owners = [g for g in given if _begins(path, g)]
-            if not owners:
+        if kind(path) == "alignment":
+            taken = owner(path.parts[-2:], structures)
+            if taken is None:
                 alone.append(path)
-            elif path not in (taken := max(owners, key=lambda g: len(g.name)).alignments):
-                taken.append(path)
+            elif path not in structures[taken].alignments:
+                structures[taken].alignments.append(path)
     for one in given:
         one.alignments += [path for path in _beside(one) if path not in one.alignments]
     if chains and alone:
-        given.append(Given("-".join(dict.fromkeys(map(_stem, alone))), None, alone))
+        given.append(Given("-".join(dict.fromkeys(map(stem, alone))), None, alone))
     else:
-        given += [Given(_stem(path), None, [path]) for path in dict.fromkeys(alone)]
+        given += [Given(stem(path), None, [path]) for path in dict.fromkeys(alone)]
     names = [one.name for one in given]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
@@ -101,30 +102,10 @@ def _letters(i: int) -> str:
     return (_letters(i // 26 - 1) if i >= 26 else "") + chr(ord("A") + i % 26)
 
 
-def _kind(path: Path) -> str:
-    suffix = _suffix(path)
-    return "structure" if suffix in structure.SUFFIXES else "alignment" if suffix in alignment.SUFFIXES else ""
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".gz")[: -len(_suffix(path))]
-
-
-def _begins(path: Path, given: Given) -> bool:
-    """Whether an alignment, or the folder that it is in, is called like the structure."""
-    return any(
-        part.startswith(given.name) and part[len(given.name) :][:1] in ("", ".", "_") for part in path.parts[-2:]
-    )
-
-
 def _beside(given: Given) -> Iterable[Path]:
     assert given.structure
     for path in sorted(given.structure.parent.iterdir()):
         if path.name.startswith(given.name):
             for file in [path] if path.is_file() else sorted(path.iterdir()):
-                if file.is_file() and _kind(file) == "alignment" and _begins(file, given):
+                if file.is_file() and kind(file) == "alignment" and owner(file.parts[-2:], [given.name]):
                     yield file
