@@ -81,7 +81,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
-    user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], config.parallel.method, gather_output=False)
     user_error(dsp.parallelize, predictor, mesh["sp"])
 
     # compile and recompute the inside of a stage, so that neither sees a switch
@@ -91,7 +91,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
             torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
             stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
         if config.train.checkpoint_activations:
-            stage.forward = partial(recompute, stage.forward, use_reentrant=False)  # type: ignore[method-assign]
+            kept: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if config.parallel.save_exchanges else {}
+            stage.forward = partial(recompute, stage.forward, use_reentrant=False, **kept)  # type: ignore[method-assign]
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient
     weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
@@ -341,7 +342,11 @@ def out_of_memory(config: cfg.Config) -> UserError:
 
 
 def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int) -> dsp.Plan:
-    return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+    return user_error(
+        dsp.embedded.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config),
+        method=config.parallel.method, recompute=config.train.checkpoint_activations,
+        save_exchanges=config.parallel.save_exchanges,
+    )  # fmt: skip
 
 
 def mean_losses(output: Any) -> dict[str, Tensor]:
@@ -356,7 +361,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step. The recomputation of stages is inside the hooks and sends nothing."""
+    """What sequence parallelism sends in a step. A recomputed stage sends again what it sends inside; in DSP nothing."""
     return sum(plan.bytes.values()) * config.train.accumulation
 
 

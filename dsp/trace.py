@@ -883,8 +883,9 @@ def trace(
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
         for inside in stage.inside:
-            if id(inside.module) in memo:  # else its stage is the twin of another
-                handles.append(memo[id(inside.module)].register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
+            own = memo.get(id(inside.module))
+            if own is not None:  # else its stage is the twin of another
+                handles.append(own.register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
     before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
     for twin, group in enumerate(groups):
         for module in (memo[id(m)] for m in group):

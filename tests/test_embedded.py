@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from test_parallel import averaged, same
 from test_zoo_parallel import build, doubled, example
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 import dsp
 from dsp.embedded import ring_attention, ulysses_attention

@@ -53,18 +53,18 @@ def block_backward(
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
     kind = _kernel(q)
     if kind == "cpu":
-        args = grad, q, k, v, out, lse, 0.0, causal
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     elif kind == "flash":
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
-        lengths = None, None, q.shape[2], k.shape[2]
-        args = grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none[0]
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(*args)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0]
+        )
     elif kind == "efficient":
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        args = grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(*args)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal
+        )
     else:
         p = (_logits(q, k, causal) - lse[..., None]).exp()
         grad, out = grad.to(wide), out.to(wide)

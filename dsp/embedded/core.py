@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def place_of_call() -> Place | None:
 class Distributed:
     """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.stages.Inside`."""
 
-    label: ClassVar[str] = ""
+    label = ""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -66,7 +66,6 @@ class Distributed:
         if isinstance(own, _Forward):
             if type(own.inside) is not type(self):
                 raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build the model anew")
-            own.inside = self
             return
         self.module.forward = _Forward(self, self.module.forward)  # type: ignore[method-assign]
 

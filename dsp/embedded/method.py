@@ -1,4 +1,4 @@
-"""The methods by name: which stages a model then has, what communicates inside them, and parallelize and plan with it."""
+"""The methods by name: which stages a model then has, what communicates inside them; parallelize and plan with it."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: st
         owner = (rank - step) % n
         hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
-            found = block(q, *kv, causal and owner == rank)
+            found = block(q, kv[0], kv[1], causal and owner == rank)
             out, lse = found if out is None or lse is None else merge(out, lse, *found)
         if hop is not None:
             kv = hop.wait()
@@ -93,7 +93,7 @@ def _backward(
         hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
-            more, *both = block_backward(grad, q, *kv, out, lse, causal and owner == rank)
+            more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, causal and owner == rank)
             dq += more
             dkv = torch.stack(both)
         if home is not None:

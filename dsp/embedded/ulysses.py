@@ -85,9 +85,7 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     q_parts = chunk_sizes(h, n)
     starts = [sum(q_parts[:r]) for r in range(n)]
     needs = [range(a // each, -(-(a + p) // each)) if p else range(0) for a, p in zip(starts, q_parts)]
-    serves = tuple(
-        tuple(i // each - need.start for i in range(a, a + p)) for a, p, need in zip(starts, q_parts, needs)
-    )
+    serves = tuple(tuple(i // each - need.start for i in range(a, a + p)) for a, p, need in zip(starts, q_parts, needs))
     if tuple(map(len, needs)) == chunk_sizes(g, n) and sum(map(len, needs)) == g:
         return Deal(q_parts, chunk_sizes(g, n), None, serves)
     width = max(map(len, needs))
