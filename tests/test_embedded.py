@@ -104,9 +104,11 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
+UNEVEN = [(case, 3) for case in ("transformer2d", "stdit-v3")]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "n"), [(case, n) for case in CASES for n in (2, 4)] + UNEVEN)
 def test_models(ranks, case: str, method: str, n: int) -> None:
     ranks(parity, n, case, method, 5, 6, 10 if n < 4 else 6)  # 15 places on 2 and 3 ranks; 9 on 4: the last has none
 
@@ -343,7 +345,8 @@ def full(mesh: DeviceMesh, shape: tuple[int, ...], heads: int, depth: int) -> No
     out.square().mean().backward()
     torch.testing.assert_close(out, expect)
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
-    assert {r.name.split(".")[0]: r.layout for r in plan.stages} == {"heads": "l", "core": "n", "out": "l"}
+    layouts = {r.name.split(".")[0]: r.layout for r in plan.stages if r.pattern}
+    assert layouts == {"heads": "l", "core": "n", "out": "l"}
     if mesh.size() == 2:  # even: Ulysses, by the planner alone
         assert sum(s.bytes for s in plan.switches) == depth * 4 * x.nbytes // 24 * 16 // 2 // 2
         assert comm.forward.bytes["switch"] == sum(s.bytes for s in plan.switches)
