@@ -107,6 +107,7 @@ def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
         height += 22
     width = max(lefts[-1] + WIDTH + 20, at)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" role="img">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )

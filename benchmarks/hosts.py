@@ -1,10 +1,10 @@
 """Ranks that take orders, and hosts for them: a network namespace each, on a switch, with links of any rate.
 
 `Ranks` starts the processes of a script once and then has them run one thing after another, so that what is compared is
-run by the same processes in turn. `Hosts` emulates machines by what the kernel of Linux has: every rank sees one network
-device, `eth0`, a virtual cable to a bridge, whose two ends a token bucket (`tc ... tbf`) holds to the rate of a link. It
-needs root and the programs `ip` and `tc`, touches no network of the machine itself, and leaves nothing behind. The
-switch has no delay of its own: a link has a rate here, and the latency of a kernel.
+run by the same processes in turn. `Hosts` emulates machines by what Linux has: every rank sees one network device,
+`eth0`, a virtual cable to a bridge, whose two ends a token bucket (`tc ... tbf`) holds to the rate of a link. It needs
+root and the programs `ip` and `tc`, touches no network of the machine itself, and leaves nothing behind. The switch
+has no delay of its own: a link has a rate here, and the latency of a kernel.
 """
 
 import contextlib
@@ -80,8 +80,8 @@ class Hosts:
         for namespace, device in ends:
             where = ("dev", device, "root")
             if megabits is not None:
-                # a burst passes at once: as little as keeps the rate, which the kernel's timers limit
-                burst = f"{max(256, megabits / 4):.0f}kbit"
+                # a burst passes at once: as little as keeps the rate, for which timers are late and packets large
+                burst = f"{max(256, megabits):.0f}kbit"  # 1 ms
                 limits = ("tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", TIMEOUT)
                 command("tc", "-n", namespace, "qdisc", "replace", *where, *limits)
             elif self.shaped:

@@ -11,10 +11,12 @@ which all but its own part, (N-1)/N, travels:
     megatron_lm    8         8             8                      8
     megatron_sp    8         8             8                      8
 
-Recomputed is every stage, as train.py does it. DSP switches between stages, so recomputing one sends nothing; the others
-communicate inside, and send again, or keep what they received (`saved`). A ring sends gradients of keys and values home
-in fp32, one hop more than there are others.
+Recomputed is every stage, as train.py does it. DSP switches between stages, so recomputing one sends nothing; the
+others communicate inside, and send again, or keep what they received (`saved`). A ring sends gradients of keys and
+values home in fp32, one hop more than there are others.
 """
+
+# ruff: noqa: E402 (the repository is put on the path first)
 
 import os
 import platform
@@ -74,7 +76,7 @@ class Shape:
     heads: int = 8
     depth: int = 2
     batch: int = 1
-    frames: int = 32
+    frames: int = 64
     side: int = 16
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 from charts import Panel, Series, figure
-from hosts import Hosts, Ranks, sent, stoppable, why_not
+from hosts import Hosts, Ranks, sent, serve, stoppable, why_not
 from rivals import COLOURS, METHODS, PAPER, RECOMPUTE, ROOT, Shape, Step, circumstances, formula
 
 import dsp
@@ -156,8 +156,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        from hosts import serve
-
         serve({"measure": measure})
     else:
         sys.exit(main(sys.argv[1:]))
