@@ -13,6 +13,8 @@ text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sa
 """
 WIDTH, HEIGHT = 330, 230  # of the plotted area of a panel
 LEFT, TOP, BELOW, BETWEEN = 62, 66, 58, 34
+COLUMNS = 3
+DODGE = 3  # pixels between the whiskers of two series
 
 
 @dataclass
@@ -56,7 +58,7 @@ def escape(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def draw(panel: Panel, left: float) -> list[str]:
+def draw(panel: Panel, left: float, top: float) -> list[str]:
     values = [v for s in panel.series for point in s.points for v in point[1:]]
     high = max(values) * 1.1
     low = min(values) / 1.15 if panel.log else 0.0
@@ -67,21 +69,22 @@ def draw(panel: Panel, left: float) -> list[str]:
 
     def y(v: float) -> float:
         share = math.log(v / low) / math.log(high / low) if panel.log else v / high
-        return TOP + HEIGHT * (1 - share)
+        return top + HEIGHT * (1 - share)
 
-    parts = [text(left, TOP - 14, f"{panel.title}{', ' if panel.unit else ''}{panel.unit}", "", "start")]
+    parts = [text(left, top - 14, f"{panel.title}{', ' if panel.unit else ''}{panel.unit}", "", "start")]
     for tick in ticks(low, high, panel.log):
         parts.append(f'<path class="grid" d="M{left:.1f} {y(tick):.1f}h{WIDTH}"/>')
         parts.append(text(left - 8, y(tick) + 4, number(tick), "soft", "end"))
-    parts += [text(x(i), TOP + HEIGHT + 18, label, "soft") for i, label in enumerate(panel.labels)]
-    parts.append(text(left + WIDTH / 2, TOP + HEIGHT + 38, panel.below, "soft"))
-    for series in panel.series:
+    parts += [text(x(i), top + HEIGHT + 18, label, "soft") for i, label in enumerate(panel.labels)]
+    parts.append(text(left + WIDTH / 2, top + HEIGHT + 38, panel.below, "soft"))
+    for place, series in enumerate(panel.series):
         path = "L".join(f"{x(point[0]):.1f} {y(point[1]):.1f}" for point in series.points)
         kind = "formula" if series.dashed else "line"
         parts.append(f'<path class="{kind}" stroke="{series.colour}" d="M{path}"/>')
         for point in [] if series.dashed else series.points:
             at = x(point[0])
             if len(point) == 4:
+                at += DODGE * (place - (len(panel.series) - 1) / 2)
                 parts.append(
                     f'<path class="spread" stroke="{series.colour}" d="M{at:.1f} {y(point[2]):.1f}V{y(point[3]):.1f}"/>'
                 )
@@ -90,13 +93,15 @@ def draw(panel: Panel, left: float) -> list[str]:
 
 
 def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
-    """Panels side by side under one title and one legend."""
-    lefts = [LEFT + i * (WIDTH + BETWEEN + LEFT) for i in range(len(panels))]
+    """Panels side by side, three at most or rows of two, under one title and one legend."""
+    columns = len(panels) if len(panels) <= COLUMNS else 2
+    lefts = [LEFT + i * (WIDTH + BETWEEN + LEFT) for i in range(columns)]
     parts = [text(LEFT - 40, 24, title, "title", "start")]
-    for panel, left in zip(panels, lefts):
-        parts += draw(panel, left)
+    for i, panel in enumerate(panels):
+        parts += draw(panel, lefts[i % columns], TOP + i // columns * (HEIGHT + BELOW + BETWEEN))
     names = {s.name: s.colour for panel in panels for s in panel.series if not s.dashed}
-    at, down = float(LEFT), TOP + HEIGHT + BELOW + 8
+    rows = -(-len(panels) // columns)
+    at, down = float(LEFT), TOP + rows * (HEIGHT + BELOW + BETWEEN) - BETWEEN + 8
     for name, colour in names.items():
         parts.append(f'<circle cx="{at:.1f}" cy="{down - 4}" r="5" fill="{colour}"/>')
         parts.append(text(at + 11, down, name, "", "start"))

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Bytes that each rank sends in a training step, by method.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--frames", type=int, default=16)
+    parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--side", type=int, default=16, help="patches a side of a frame")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--loopback", action="store_true", help="as without root")
