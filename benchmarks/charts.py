@@ -78,17 +78,18 @@ def draw(panel: Panel, left: float, top: float) -> list[str]:
     parts += [text(x(i), top + HEIGHT + 18, label, "soft") for i, label in enumerate(panel.labels)]
     parts.append(text(left + WIDTH / 2, top + HEIGHT + 38, panel.below, "soft"))
     for place, series in enumerate(panel.series):
-        path = "L".join(f"{x(point[0]):.1f} {y(point[1]):.1f}" for point in series.points)
+        aside = DODGE * (place - (len(panel.series) - 1) / 2) if any(len(p) == 4 for p in series.points) else 0.0
+        spots = [(x(point[0]) + aside, y(point[1])) for point in series.points]
         kind = "formula" if series.dashed else "line"
+        path = "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
         parts.append(f'<path class="{kind}" stroke="{series.colour}" d="M{path}"/>')
-        for point in [] if series.dashed else series.points:
-            at = x(point[0])
+        if series.dashed:
+            continue
+        for (across, down), point in zip(spots, series.points):
             if len(point) == 4:
-                at += DODGE * (place - (len(panel.series) - 1) / 2)
-                parts.append(
-                    f'<path class="spread" stroke="{series.colour}" d="M{at:.1f} {y(point[2]):.1f}V{y(point[3]):.1f}"/>'
-                )
-            parts.append(f'<circle class="dot" cx="{at:.1f}" cy="{y(point[1]):.1f}" r="4" fill="{series.colour}"/>')
+                whisker = f"M{across:.1f} {y(point[2]):.1f}V{y(point[3]):.1f}"
+                parts.append(f'<path class="spread" stroke="{series.colour}" d="{whisker}"/>')
+            parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{series.colour}"/>')
     return parts
 
 

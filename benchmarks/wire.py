@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from charts import Panel, Series, figure
 from hosts import Hosts, Ranks, sent, serve, stoppable, why_not
@@ -28,6 +29,7 @@ from rivals import COLOURS, METHODS, PAPER, RECOMPUTE, ROOT, Shape, Step, circum
 import dsp
 
 DEPTHS = (1, 3)
+COLLECTIVES = {"all_reduce": "2M", "all_gather": "M", "reduce_scatter": "M", "all_to_all": "M/N"}  # paper, table 8
 
 
 def counted(step: Step) -> dict[str, int]:
@@ -58,6 +60,38 @@ def measure(method: str, shape: dict[str, int], recompute: str, times: int) -> d
     kernel = {phase: min(one[phase] for one in every) for phase in every[0]}
     return {"kernel": kernel, "count_comm": {p: sum(t.bytes.values()) for p, t in (
         ("forward", comm.forward), ("backward", comm.backward), ("recompute", comm.recompute))}}  # fmt: skip
+
+
+def collective(name: str, size: int) -> int:
+    """Bytes by the kernel of one operation on an activation of `size` bytes in all, as paper's table 8 counts them."""
+    n, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    whole = torch.zeros(n, n, size // 4 // n**2)
+    part, ops = whole[:1].contiguous(), torch.ops.dsp
+    run = {
+        "all_reduce": lambda: ops.all_reduce(whole, group),
+        "all_gather": lambda: ops.gather(part, 0, n, group),
+        "reduce_scatter": lambda: ops.reduce_scatter(whole, 0, group),
+        "all_to_all": lambda: ops.switch(part, 0, 1, n, group),
+    }[name]
+    run()
+    found = []
+    for _ in range(3):
+        dist.barrier()
+        before = sent()
+        dist.barrier()
+        run()
+        dist.barrier()
+        found.append(sent() - before)
+        dist.barrier()
+    return min(found)
+
+
+def of_collective(ranks: Ranks, name: str, shared: bool) -> dict[str, Any]:
+    """One row: bytes of a collective on 16 MiB, measured and by formula."""
+    size, n = 2**24, ranks.size
+    found = max(ranks.ask("collective", name=name, size=size)) / (n if shared else 1)
+    units = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1 / n}[name]
+    return {"collective": name, "ranks": n, "measured": found / size, "formula": units * (n - 1) / n}
 
 
 def a_layer(ranks: Ranks, method: str, shape: Shape, recompute: str, shared: bool) -> dict[str, float]:
@@ -135,12 +169,17 @@ def main(arguments: Sequence[str]) -> int:
     reason = "--loopback" if options.loopback else why_not()
     if reason:
         print(f"the loopback is counted, for all ranks together: {reason}")
-    found = circumstances(shape, arguments) | {"counter": "loopback" if reason else "a device a rank", "rows": []}
+    found = circumstances(shape, arguments) | {
+        "counter": "loopback" if reason else "a device a rank",
+        "rows": [],
+        "collectives": [],
+    }
     print("| method | ranks | forward, measured / formula, in M | backward | recompute | step off by |")
     print("|---|---|---|---|---|---|")
     with stoppable(), nullcontext() if reason else Hosts(max(options.ranks)) as hosts:
         for n in options.ranks:
             with Ranks(__file__, n, hosts) as ranks:
+                found["collectives"] += [of_collective(ranks, name, bool(reason)) for name in COLLECTIVES]
                 for method in options.methods:
                     found["rows"].append(of_method(ranks, method, shape, bool(reason)))
                     print(show(found["rows"][-1], shape), flush=True)
@@ -156,6 +195,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        serve({"measure": measure})
+        serve({"measure": measure, "collective": collective})
     else:
         sys.exit(main(sys.argv[1:]))
