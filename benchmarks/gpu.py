@@ -1,7 +1,7 @@
 """A training step of the paper's 720M model on one GPU: tokens/s, MFU, memory; and what a switch costs beside its wire.
 
     python benchmarks/gpu.py                   # on a CUDA GPU; docs/images/gpu.json
-    python benchmarks/gpu.py --tiny            # the same code on a small model, on a CPU too, where its numbers mean nothing
+    python benchmarks/gpu.py --tiny            # the same on a small model, on a CPU too: its numbers mean nothing
 
 This has not been run on a GPU yet: --tiny, on a CPU, is all that was. Weights, gradients and AdamW's moments are bf16;
 every stage (a block along one dim) is compiled by itself and recomputed in backward, as train.py does it. 64 frames of

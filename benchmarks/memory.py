@@ -54,6 +54,7 @@ def most(fits: Callable[[int], bool], limit: int) -> int:
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high
+    high = min(high, limit + 1)
     while low and high - low > max(1, low // FINE):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
