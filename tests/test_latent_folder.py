@@ -1,5 +1,6 @@
 """Buckets and folders of latents: whose turn it is, what fits, what a rank reads, and what cannot be used."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -145,15 +146,13 @@ def test_folders_that_cannot_be_used(tmp_path):
     strange = latent_folder(tmp_path / "strange", {(2, 2, 2): 1})
     entry = LatentFolder(strange).clips[0][0]
     with Writer(strange) as writer:
-        import dataclasses
-
         writer.add(dataclasses.replace(entry, name="other", tokens=9), torch.zeros(2, 2, 2, 2), torch.zeros(9, TEXT))
     with pytest.raises(LatentError, match="has 2 channels and 9 tokens, where the manifest says 2 and at most 5"):
         LatentFolder(strange)
 
     lying = latent_folder(tmp_path / "lying", {(2, 2, 2): 1})
     with Writer(lying) as writer:
-        writer.add(dataclasses.replace(entry, name="other"), torch.zeros(2, 3, 2, 2), torch.zeros(2, TEXT))
+        writer.add(dataclasses.replace(entry, name="other"), torch.zeros(2, 2, 3, 2), torch.zeros(2, TEXT))
     folder = LatentFolder(lying)
     entry = next(e for e in folder.clips[0] if e.name == "other")
     with pytest.raises(LatentError, match="other is not what the header says"):

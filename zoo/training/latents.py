@@ -22,7 +22,7 @@ from zoo.data.sampling import hash_seed, order
 from zoo.training import UserError, video
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor, Inputs, Part, share, user_error
+from zoo.training.task import Floor, Inputs, user_error
 from zoo.training.video import Objective, Sample
 
 __all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
@@ -171,9 +171,8 @@ class Task(video.Task):
 
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
-        here = share(frames, self.rank, self.size)
-        x = torch.stack([folder.latent(entry, here) for entry in entries])
-        return {"x": Part(x, 2, frames), **self.tell(folder, entries, drop)}
+        x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
+        return {"x": self._part(x, 2, frames), **self.tell(folder, entries, drop)}
 
     def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
         """What the model takes beside these clips: their captions, the empty one where `drop`, and their sizes (b)."""

@@ -181,6 +181,14 @@ class Task(task.Task):
         data = self.config.data
         return data.channels, data.classes, data.caption_channels
 
+    def here(self, frames: int) -> range:
+        """The frames of a clip that this rank holds. A single one is not there to be divided: every rank has it."""
+        return share(frames, self.rank, self.size) if frames > 1 else range(frames)
+
+    @staticmethod
+    def _part(local: Tensor, dim: int, frames: int) -> Part | Tensor:
+        return Part(local, dim, frames) if frames > 1 else local
+
     def _tokens(self, clip: tuple[int, int, int]) -> int:
         return prod(ceil(n / p) for n, p in zip(clip, self.patch))
 
@@ -215,7 +223,7 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        n, here = len(self.train), share(self.frames, self.rank, self.size)
+        n, here = len(self.train), self.here(self.frames)
         chosen = self.drawn(step, micro, group, groups, n)
         ids = [epoch * n + index for epoch, index in chosen]
         clips = [self.train.clip(index, epoch, here) for epoch, index in chosen]
@@ -229,19 +237,19 @@ class Task(task.Task):
     def _random(self, objective: Any, step: int, ids: Sequence[int], clip: tuple[int, int, int]) -> Inputs:
         """What is drawn for training samples of one shape: noise, its level, which frames have none."""
         (frames, *size), options = clip, self.config.objective
-        seed, here = self.config.train.seed, share(frames, self.rank, self.size)
+        seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
-            "noise": Part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
+            "noise": self._part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
             "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids)),
         }
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
-            inputs["x_mask"] = Part(mask[:, here.start : here.stop], 1, frames)
+            inputs["x_mask"] = self._part(mask[:, here.start : here.stop], 1, frames)
             inputs["weight"] = frames / mask.sum(1)  # a sample counts as much as any, however few frames are judged
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        levels, here = objective.validation_levels(self.config.eval.levels), share(self.frames, self.rank, self.size)
+        levels, here = objective.validation_levels(self.config.eval.levels), self.here(self.frames)
         chosen = self._validation_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             batch = chosen[start : start + self.config.train.batch]
@@ -253,10 +261,10 @@ class Task(task.Task):
         self, inputs: Inputs, levels: Tensor, ids: Sequence[int], clip: tuple[int, int, int], count: int | None = None
     ) -> Iterator[tuple[int, int, Inputs]]:
         """The same samples at every level, each with noise of its own; `count` of them are new, or else all."""
-        (frames, *size), here = clip, share(clip[0], self.rank, self.size)
+        (frames, *size), here = clip, self.here(clip[0])
         for i in range(len(levels)):
             noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
-            drawn: Inputs = {"noise": Part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
+            drawn: Inputs = {"noise": self._part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
             yield i, len(ids) if count is None else count, inputs | drawn
 
     def _validation_clips(self) -> list[tuple[int, int]]:
@@ -270,7 +278,7 @@ class Task(task.Task):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        return {"x": Part(x, 2, self.frames), **self._told(labels, self.frames, self.height, self.width)}
+        return {"x": self._part(x, 2, self.frames), **self._told(labels, self.frames, self.height, self.width)}
 
     def _told(self, labels: Tensor, frames: int, height: int, width: int) -> dict[str, Tensor]:
         """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
