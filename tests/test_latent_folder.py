@@ -123,7 +123,7 @@ def test_frames_and_captions(tmp_path):
 
 def test_folders_that_cannot_be_used(tmp_path):
     write_manifest(tmp_path / "empty", manifest(), torch.zeros(1, TEXT))
-    with pytest.raises(LatentError, match="no clips in .*empty"):
+    with pytest.raises(LatentError, match=r"no clips in .*empty"):
         LatentFolder(tmp_path / "empty")
     with pytest.raises(LatentError, match=r"has no manifest.json"):
         LatentFolder(tmp_path)
