@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text-length", type=int, default=300, metavar="L", help="tokens a caption may have (default 300)")
     p.add_argument("--dtype", choices=DTYPES, help="to compute and store in (default: bfloat16 on a GPU, else float32)")
     p.add_argument("--tile", type=int, metavar="P", help="encode in tiles of so many pixels, where memory is short")
-    p.add_argument("--shard-mib", type=int, default=256, metavar="MIB", help="size of the files written (default 256)")
+    p.add_argument("--shard-mib", type=float, default=256, metavar="MIB", help="size of each file (default 256)")
     p.add_argument("--strict", action="store_true", help="what would be skipped is an error")
     return p
 
@@ -98,8 +98,9 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
 def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) -> tuple[list[Source], list[str]]:
     """The clips that are not in the folder yet, and what was skipped; the folder is begun. A ValueError for anything
     that is wrong, before a clip is encoded."""
-    if min(options.text_length, options.shard_mib, options.clips_per_video or 1, options.tile or 1) < 1:
-        raise ClipError("--text-length, --shard-mib, --clips-per-video and --tile must be 1 or more")
+    for name in ("text_length", "shard_mib", "clips_per_video", "tile"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise ClipError(f"--{name.replace('_', '-')} {value}: it must be more than 0")
     buckets = [Bucket.parse(text) for text in options.bucket]
     for bucket in buckets:
         try:
@@ -190,7 +191,7 @@ def encode_all(
 
     terminal, began = sys.stderr.isatty() and dist.get_rank() == 0, time.perf_counter()
     caption, embedding = None, torch.empty(0)
-    with Writer(options.out, options.shard_mib << 20) as writer:
+    with Writer(options.out, int(options.shard_mib * 2**20)) as writer:
         for done, (source, frames) in enumerate(zip(mine, ahead(pixels, ((source,) for source in mine))), 1):
             if isinstance(frames, str):
                 broken.append(source.name)
