@@ -63,7 +63,7 @@ class Distance(nn.Module):
         self.model = nn.Sequential(toys.Along(1), toys.Along(1), nn.Linear(toys.C, toys.C))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).narrow(-1, 0, 1).sin() - x.narrow(-1, 0, 1)  # either is cheapest switched once it is narrow
+        return self.model(x).narrow(-1, 0, 1).sin() - x.narrow(-1, 0, 1)  # cheapest switched once narrow
 
 
 def inner_fsdp(mesh: DeviceMesh) -> None:
