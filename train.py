@@ -356,7 +356,10 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step. The recomputation of stages is inside the hooks and sends nothing."""
+    """What sequence parallelism sends in a step, at most: a step may draw fewer recycled passes than the plan has.
+
+    The recomputation of stages is inside the hooks and sends nothing.
+    """
     return sum(plan.bytes.values()) * config.train.accumulation
 
 
@@ -400,11 +403,13 @@ def averaged(run: Run) -> AbstractContextManager[None]:
     return run.average.swapped() if run.average else nullcontext()
 
 
-def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """Inputs as the objective takes them: a part of a tensor becomes a DTensor over the ranks that hold the others."""
-    placed = {}
+    placed: dict[str, Any] = {}
     for name, value in inputs.items():
-        if not isinstance(value, Part):
+        if isinstance(value, int):
+            placed[name] = value
+        elif not isinstance(value, Part):
             placed[name] = value.to(device)
         elif mesh.size() == 1:
             placed[name] = value.local.to(device)

@@ -20,6 +20,12 @@ SHORT_TASK = {  # the rest of a demo, in little
         "eval={every: 3, proteins: 4, floors: false}",
         "sample={every: 3, proteins: 2}",
     ],
+    "protein_embedded": [
+        "data={residues: 13, rows: 1}",
+        "train.batch=4",
+        "eval={every: 3, proteins: 4, floors: false}",
+        "sample={every: 3, proteins: 2}",
+    ],
 }  # fmt: skip
 
 

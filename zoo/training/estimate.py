@@ -80,7 +80,7 @@ def saved_for_backward(
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             current.append(names[module])
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and torch.is_grad_enabled():  # a pass without keeps nothing
                     note(inputs, value)
 
         for stage in stages(objective):

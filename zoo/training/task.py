@@ -34,7 +34,7 @@ class Part:
     length: int
 
 
-Inputs = dict[str, Tensor | Part]
+Inputs = dict[str, Tensor | Part | int]  # a number is the same on all ranks
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Task(ABC):
         return model
 
     @abstractmethod
-    def example(self, objective: Any) -> dict[str, Tensor]:
-        """The keyword arguments of the objective for one batch, on the default device."""
+    def example(self, objective: Any) -> dict[str, Any]:
+        """The keyword arguments of the objective for one batch, the most it is asked for, on the default device."""
 
     @abstractmethod
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
