@@ -108,9 +108,9 @@ def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, fresh_ranks):
     middles = one["edges"][0] + 0.3125 * (np.arange(64) - 0.5)
     np.testing.assert_allclose(probability @ middles, one["distance"], atol=2e-2)
     np.testing.assert_array_equal(one["contact"], plain["contact"])
-    fresh_ranks(infer_here, 3, (run, files / "alone.a3m", *options, tmp_path / "three"))
-    three = arrays(tmp_path / "three/alone.npz")
-    np.testing.assert_allclose(three["distogram"], one["distogram"], rtol=1e-2, atol=1e-5)
+    fresh_ranks(infer_here, 4, (run, files / "alone.a3m", *options, tmp_path / "four"))
+    four = arrays(tmp_path / "four/alone.npz")
+    np.testing.assert_allclose(four["distogram"], one["distogram"], rtol=1e-2, atol=1e-5)
 
 
 def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path, files, capsys):
