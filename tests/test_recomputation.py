@@ -84,3 +84,30 @@ def test_loss_gradients_and_bytes(ranks, name, way):
             # the plan adds up the busiest rank of each move, which need not be the same one
             busiest = max(sent[phase] for sent, _ in results)
             assert 0.7 * results[0][1][phase] <= busiest <= results[0][1][phase]
+
+
+def dropping(mesh, name, way):
+    """The gradients of a step that drops out, on this rank."""
+    drop = {"dropout": 0.4} if name == "axial_image" else {"msa_dropout": 0.4, "pair_dropout": 0.4}
+    torch.manual_seed(0)
+    model = recomputed(zoo.create(name, "test", **drop).double().train(), way)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    given = model.example_inputs(1)
+    dsp.parallelize(model, mesh, gather_output=False)
+    torch.manual_seed(1 + mesh.get_local_rank())
+    loss = total(model(**given))
+    loss.backward()
+    return loss.detach(), averaged(model, mesh)
+
+
+@pytest.mark.parametrize("name", ["evoformer", "axial_image"])
+def test_what_was_dropped_is_dropped_again(ranks, name):
+    """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
+    expected = [ranks(dropping, n, name, "none") for n in (1, 2, 3)]
+    assert expected[1][0][0] != expected[0][0][0]
+    for way in WAYS:
+        for n, before in zip((1, 2, 3), expected):
+            for (loss, gradients), (loss_before, gradients_before) in zip(ranks(dropping, n, name, way), before):
+                assert torch.equal(loss, loss_before)
+                same(gradients, gradients_before)
