@@ -35,7 +35,7 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
 from zoo.training.ema import MovingAverage
-from zoo.training.estimate import Activations, advice, memory_table, saved_for_backward
+from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
@@ -77,7 +77,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     with torch.device("meta"):
         model = task.model()
         objective = task.objective(model)
-    stages = compile_and_recompute(config, model)
+    stages = compile_and_recompute(config, model)  # before the plan, which counts what is sent again
     with torch.device("meta"):
         plan = make_plan(config, task, objective, sp)
     directory = ranks.on_first_rank(lambda: open_run(config))
@@ -321,7 +321,7 @@ def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activati
 def advise(config: cfg.Config, model: nn.Module, table: Callable[..., Any], sp: int) -> str:
     memory = int((config.parallel.memory or 80) * 2**30)
     needs = {way: lambda n, way=way: table(n, way)[-1][1] for way in recomputed_modules(model)}
-    return advice(needs, config.train.checkpoint_activations, memory, sp)
+    return fitting(needs, config.train.checkpoint_activations, memory, sp)
 
 
 def out_of_memory(config: cfg.Config) -> UserError:
@@ -332,7 +332,8 @@ def out_of_memory(config: cfg.Config) -> UserError:
         model = task.model()
     activations, table = estimate(config, task, model)
     largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
-    error = UserError(f"out of memory: {advise(config, model, table, sp)}\n  largest activations, over {sp} ranks: {largest}")
+    advice = advise(config, model, table, sp)
+    error = UserError(f"out of memory: {advice}\n  largest activations, over {sp} ranks: {largest}")
     error.alone = True  # the other ranks may have had enough
     return error
 
@@ -385,7 +386,7 @@ def matching(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if any(re.fullmatch(p, name) for p in found)]
 
 
-def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
+def recomputed_modules(model: Any) -> dict[str, list[nn.Module]]:
     """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less."""
     stages, blocks = repeated_stages(model), repeated_blocks(model)
     return {"none": [], "stages": stages, "blocks": blocks, "both": list(dict.fromkeys([*blocks, *stages]))}

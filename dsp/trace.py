@@ -157,8 +157,8 @@ def skeleton(
 ) -> nn.Module:
     """The same module tree on fake parameters: without the hooks and compiled forwards of a set-up run.
 
-    A checkpoint round a forward stays, but for the ids of modules `staged`, which are stages or inside of them. `twins`:
-    for the id of a module an earlier one like it, whose insides will do for both.
+    A checkpoint round a forward stays, but for the ids of modules `staged`, which are stages or inside of them.
+    `twins`: for the id of a module an earlier one like it, whose insides will do for both.
     """
     if id(module) in memo:
         return memo[id(module)]

@@ -1,4 +1,4 @@
-"""train.checkpoint_activations: blocks and stages computed again in backward, exactly, with the bytes that a plan says."""
+"""train.checkpoint_activations: blocks and stages computed again in backward, with the bytes that a plan says."""
 
 import importlib
 import sys

@@ -210,19 +210,19 @@ def memory_table(
     return [*rows, ("total", sum(held for _, held, _ in rows), "")]
 
 
-def advice(needs: Mapping[str, Callable[[int], int]], way: str, memory: int, sp: int) -> str:
+def fitting(needs: Mapping[str, Callable[[int], int]], way: str, memory: int, sp: int) -> str:
     """Which sp fits, where a rank holds `needs[way](sp)` bytes and a device has `memory`; and what else would help.
 
     The ways to recompute activations stand in the order of what they keep, most first.
     """
     most = 1024
-    fits = {name: next((n for n in (2**i for i in range(11)) if held(n) <= memory), None) for name, held in needs.items()}
     need = needs[way]
-    if fits[way] is None:
+    fits = next((n for n in (2**i for i in range(11)) if need(n) <= memory), None)
+    if fits is None:
         text = f"no sp up to {most} fits {size(memory)} a device: sp={most} needs {size(need(most))}"
     else:
-        text = f"the smallest sp that fits {size(memory)} a device is {fits[way]}: {size(need(fits[way]))}"
-        text += "" if fits[way] == sp else f"; sp={sp} needs {size(need(sp))}"
+        text = f"the smallest sp that fits {size(memory)} a device is {fits}: {size(need(fits))}"
+        text += "" if fits == sp else f"; sp={sp} needs {size(need(sp))}"
     names = list(needs)
     less = [name for name in names[names.index(way) + 1 :] if needs[name](sp) < need(sp)]
     if less:
