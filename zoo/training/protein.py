@@ -182,7 +182,7 @@ class Task(task.Task):
     def objective(self, model: nn.Module) -> nn.Module:
         return ProteinObjective(model)
 
-    def example(self, objective: Any) -> dict[str, Any]:
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
         """With as many recycled passes as a step may draw."""
         b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
         inputs: dict[str, Any] = {
