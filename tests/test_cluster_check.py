@@ -19,7 +19,7 @@ def script():
 
 
 def run_here(mesh, arguments, hosts, fault=False):
-    """The check as a rank of the pool runs it, on a host of that name; `fault`: with other weights and bytes than planned."""
+    """The check as a rank of the pool runs it; `fault`: with weights of its own and another plan."""
     import torch
     import torch.distributed as dist
 

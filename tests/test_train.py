@@ -208,7 +208,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
     whole = run("name=whole", "checkpoint.every=0")
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run("name=half", "checkpoint.every=0")
+        half = run("name=half", "checkpoint.every=0", expect=trainer.STOPPED)
     assert "stopped by a signal after step 3; resume=true continues" in capsys.readouterr().out
     assert list(metrics(half, *keys)) == [1, 2, 3]
     with (half / "metrics.jsonl").open("a") as file:  # a run that went on past its checkpoint, and was cut off
@@ -225,7 +225,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
 def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 1, where="evaluate")
-        directory = run()
+        directory = run(expect=trainer.STOPPED)
     assert "stopped by a signal after step 2" in capsys.readouterr().out
     assert metrics(directory, "val_loss") == {}
     run("resume=true")
@@ -268,6 +268,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     reached(killed, [second])
     second.terminate()
     out, err = second.communicate(timeout=180)
+    assert second.returncode != 0  # so that whatever started it knows that it has not finished
     assert re.search(r"resumed from step \d+", out)
     stopped = int(re.search(r"stopped by a signal after step (\d+); resume=true continues", out)[1])
     assert not re.search("[A-Za-z]Warning|error: ", err), err
@@ -275,7 +276,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     def finish(*arguments):
         with monkeypatch.context() as patch:
             stop_at(trainer, patch, stopped + 3)
-            return run(*long, *arguments)
+            return run(*long, *arguments, expect=trainer.STOPPED)
 
     resumed, alone = finish("resume=true"), finish("name=alone")
     curve, reference = (metrics(d, "loss", "grad_norm") for d in (resumed, alone))
@@ -341,7 +342,7 @@ def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
 
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run(*ema, "name=half")
+        half = run(*ema, "name=half", expect=trainer.STOPPED)
     run(*ema, "name=half", "resume=true")
     for keys in (("loss", "grad_norm"), ("val_loss",)):
         assert metrics(half, *keys) == metrics(whole, *keys)
