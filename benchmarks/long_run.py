@@ -127,7 +127,7 @@ path, .ring { fill: none } .first { stroke: #3b82f6; stroke-width: 2 } .second {
 
 def picture(found: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
     """The losses by step: before the kill, after the resumption, and validation."""
-    left, top, width, height = 56, 40, 540, 220
+    left, top, width, height = 56, 40, 600, 220
     steps, killed, saved = found["steps"], found["killed_after_step"], found["resumed_from_step"]
     most = 1.05 * max(record["loss"] for record in steps_of(after))
     first, second = steps_of(before), [record for record in steps_of(after) if record["step"] >= saved]
@@ -149,7 +149,7 @@ def picture(found: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequ
 
     whole = left + width + 24, top + height + 52
     title = f"Loss by step, {found['tokens']:,} tokens a sample over {found['ranks']} ranks"
-    legend = "blue: before the kill; orange: resumed; rings: trained twice, equal bit for bit; green: validation"
+    legend = "blue: before the kill; orange: resumed; rings: trained twice, to the same bits; green: validation"
     parts = [
         line([(0, most), (0, 0), (steps, 0)], "axis"),
         line([(saved, 0), (saved, most)], "saved"),
