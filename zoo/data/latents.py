@@ -1,0 +1,240 @@
+"""A folder of encoded clips: latents and text embeddings in sharded safetensors, and a manifest that says whose.
+
+    manifest.json            what encoded them: the autoencoder, its factors, the text encoder
+    unconditional.safetensors    the embedding of the empty caption, `text` [l, e]
+    shard-<hash>.safetensors     clips: `<i>.latent` [c, t, h, w] and `<i>.text` [l, e]; the header says what each is
+
+A shard has its name when it is whole, and never changes: writing goes on where it stopped, on any number of ranks. Of
+a latent only the frames asked for are read. Letters: c channels, t frames, h w height and width in latent cells,
+l tokens, e channels of the text.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.sampling import frame_range
+
+__all__ = ["Entry", "LatentError", "Latents", "Manifest", "Writer", "encoded", "read_manifest", "write_manifest"]
+
+FORMAT = "1"
+MANIFEST, UNCONDITIONAL = "manifest.json", "unconditional.safetensors"
+
+
+class LatentError(ValueError):
+    """A folder or a shard that cannot be used, with the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What encoded the clips of a folder. Latents are (z - shift) * scale, of about unit variance.
+
+    `shift` and `scale` are one number, or one a channel.
+    """
+
+    vae: str  # the class of the autoencoder, as diffusers calls it
+    vae_path: str  # where it was
+    vae_hash: str  # of its configuration and weights
+    channels: int  # c
+    factor: tuple[int, int, int]  # pixels a latent cell, in t, h, w
+    causal: bool  # the first frame has a cell of its own: t = 1 + (frames - 1) / factor
+    shift: float | tuple[float, ...]
+    scale: float | tuple[float, ...]
+    text: str  # the class of the text encoder
+    text_path: str
+    text_hash: str
+    text_channels: int  # e
+    text_length: int  # tokens a caption has at most
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One clip. Sizes are those of the pixels that were encoded; `shape` is the latent's."""
+
+    name: str  # of the source, relative to its folder, and where in it
+    caption: str
+    frames: int
+    height: int
+    width: int
+    fps: float
+    shape: tuple[int, int, int, int]  # c, t, h, w
+    tokens: int  # l of its text
+    shard: str = field(default="", compare=False)
+    place: int = field(default=0, compare=False)
+
+
+def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor) -> None:
+    """Begin a folder, or go on with one: a LatentError if another autoencoder or text encoder began it."""
+    from safetensors.torch import save
+
+    if (folder / MANIFEST).exists():
+        _same_encoders(folder, read_manifest(folder), manifest)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / UNCONDITIONAL, save({"text": unconditional.contiguous().cpu()}))
+    _write(folder / MANIFEST, (json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n").encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_text())
+        if found.pop("format") != FORMAT:
+            raise LatentError(f"{path}: of another version of this package; encode the clips again")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return Manifest(**values)
+    except FileNotFoundError:
+        raise LatentError(f"{folder} has no {MANIFEST}: it is not a folder that zoo.video.encode wrote") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LatentError(f"{path}: damaged: {error}; encode the clips into a new folder") from None
+
+
+def encoded(folder: Path) -> list[Entry]:
+    """Every clip in the whole shards of a folder, by name. Reads headers alone.
+
+    Raises a LatentError that names a shard which is truncated, of other encoders than the manifest, or repeats a clip.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    manifest = read_manifest(folder)
+    entries: dict[str, Entry] = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        try:
+            with safe_open(path, "pt") as shard:
+                header, names = shard.metadata() or {}, set(shard.keys())
+            clips = [_entry(clip, path.name, i) for i, clip in enumerate(json.loads(header["clips"]))]
+            whose = {name: header[name] for name in ("vae_hash", "text_hash")}
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise LatentError(f"{path}: truncated or damaged ({error}); delete it and encode again") from None
+        if whose != {name: getattr(manifest, name) for name in whose}:
+            raise LatentError(f"{path}: encoded by another autoencoder or text encoder than {folder / MANIFEST} names")
+        if names != {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text")}:
+            raise LatentError(f"{path}: its header names other clips than it holds; delete it and encode again")
+        for clip in clips:
+            if clip.name in entries:
+                raise LatentError(f"{clip.name} is in {entries[clip.name].shard} and in {path.name}; delete one")
+            entries[clip.name] = clip
+    return [entries[name] for name in sorted(entries)]
+
+
+class Latents:
+    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        self.manifest, self.entries = read_manifest(self.folder), encoded(self.folder)
+        self._open: dict[str, Any] = {}
+
+    def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
+        """The latent [c, frames asked for, h, w], float32; no other frames are read."""
+        chosen = frame_range(frames, entry.shape[1])
+        view = self._shard(entry).get_slice(f"{entry.place}.latent")
+        if not len(chosen):
+            return torch.empty(entry.shape[0], 0, *entry.shape[2:])
+        x = view[:, min(chosen) : max(chosen) + 1]
+        return x[:, [i - min(chosen) for i in chosen]].float()
+
+    def text(self, entry: Entry) -> Tensor:
+        """The embedding of its caption [l, e], float32."""
+        return self._shard(entry).get_tensor(f"{entry.place}.text").float()
+
+    def unconditional(self) -> Tensor:
+        """The embedding of the empty caption [l, e], float32."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / UNCONDITIONAL)["text"].float()
+
+    def _shard(self, entry: Entry) -> Any:
+        from safetensors import safe_open
+
+        if entry.shard not in self._open:
+            self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
+        return self._open[entry.shard]
+
+
+class Writer:
+    """Adds clips to a folder whose manifest is there, a shard at a time; a context manager that writes the last one.
+
+    A shard is written when its clips take `shard_bytes`. What is not in a written shard is lost with the process.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = 256 << 20):
+        self.folder, self.shard_bytes, self.manifest = folder, shard_bytes, read_manifest(folder)
+        self._clips: list[Entry] = []
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, entry: Entry, latent: Tensor, text: Tensor) -> Path | None:
+        """Latent [c, t, h, w] and text [l, e], kept in their own dtypes. The shard's path, if this completed one."""
+        i = len(self._clips)
+        self._clips.append(entry)
+        for what, tensor in (("latent", latent), ("text", text)):  # copies: clips may share a caption's embedding
+            self._tensors[f"{i}.{what}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return self.flush() if sum(x.nbytes for x in self._tensors.values()) >= self.shard_bytes else None
+
+    def flush(self) -> Path | None:
+        """Write the shard that is begun, if one is. A LatentError if the disk cannot hold it."""
+        from safetensors.torch import save
+
+        if not self._clips:
+            return None
+        needed, free = sum(x.nbytes for x in self._tensors.values()), shutil.disk_usage(self.folder).free
+        if free < needed * 1.05 + 2**20:
+            raise LatentError(
+                f"{self.folder}: the next shard takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free on this "
+                "disk; free some space and run the same command again: whole shards are not encoded anew"
+            )
+        clips = [{k: v for k, v in asdict(clip).items() if k not in ("shard", "place")} for clip in self._clips]
+        header = {"format": "pt", "clips": json.dumps(clips)}
+        header |= {"vae_hash": self.manifest.vae_hash, "text_hash": self.manifest.text_hash}
+        name = hashlib.sha256("\n".join(clip.name for clip in self._clips).encode()).hexdigest()[:16]
+        path = self.folder / f"shard-{name}.safetensors"
+        _write(path, save(self._tensors, header))
+        self._clips, self._tensors = [], {}
+        return path
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.flush()  # after an error too: what is encoded is whole
+
+
+def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
+    if set(clip) != {f.name for f in fields(Entry)} - {"shard", "place"}:
+        raise ValueError(f"clip {place} has the fields {sorted(clip)}")
+    return Entry(**{**clip, "shape": tuple(clip["shape"]), "shard": shard, "place": place})
+
+
+def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
+    for what, path, known in (("vae", "vae_path", "vae_hash"), ("text", "text_path", "text_hash")):
+        if getattr(there, known) != getattr(here, known):
+            raise LatentError(
+                f"{folder} was begun with another {getattr(there, what)} (at {getattr(there, path)}) than the "
+                f"{getattr(here, what)} at {getattr(here, path)}: its latents do not go together; take a new folder"
+            )
+    if there.text_length != here.text_length:
+        raise LatentError(
+            f"{folder} was begun for captions of at most {there.text_length} tokens, not {here.text_length}: "
+            f"go on with --text-length {there.text_length}, or take a new folder"
+        )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A file that is whole or absent, also after the power fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
