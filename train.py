@@ -445,6 +445,8 @@ def main(arguments: list[str]) -> int:
             finally:
                 if run.tracker:
                     run.tracker.finish()
+            if not finished:
+                ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
         return 0 if finished else STOPPED
     except UserError as error:
         ranks.complain(error)
