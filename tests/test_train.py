@@ -287,6 +287,21 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     assert comm[1] == comm[stopped] > (0,) == comm[stopped + 3]
 
 
+def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
+    """Whatever started them can tell a run that was stopped from one that has finished."""
+    processes = run.bare(2, "train.steps=100000", "eval.every=0", "sample.every=0", "log.every=100000")
+    metrics_file, deadline = run.directory / "runs/tiny/metrics.jsonl", time.time() + 240
+    while not metrics_file.exists() or not metrics_file.read_text():  # the first step is recorded
+        assert time.time() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    processes[1].terminate()
+    out = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [trainer.STOPPED] * 2, out
+    assert "stopped by a signal" in out[0][0]
+    assert not out[0][1] + out[1][1]
+
+
 def test_under_torchrun_an_error_is_printed_once(run):
     run("train.steps=1", "eval.every=0", "sample.every=0")
     process = run.torchrun(2)
