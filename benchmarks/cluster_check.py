@@ -7,7 +7,7 @@
 The ranks are laid out as train.py does it: each group of `--sp` (a host's ranks, if not given) shares one sample.
 Within two minutes, on GPUs over NCCL or on CPUs over gloo, it looks at
 
-    versions    of Python, torch, CUDA and NCCL, which have to be the same everywhere
+    versions    of Python, torch, CUDA and NCCL, and the device, which have to be the same everywhere
     hosts       how many ranks each has, and whether any sp group goes across
     exactness   a small model on uneven sizes, in float64: outputs, every gradient and the loss, against one process
     bytes       sent in a step of it, against those planned
@@ -134,6 +134,7 @@ def versions(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none" if cuda else "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        "backend": "nccl" if cuda else "gloo",
         "device": torch.cuda.get_device_name() if cuda else "CPU",
     }
 
@@ -288,7 +289,7 @@ def check(device: str, options: argparse.Namespace) -> dict[str, Any]:
     hosts = {name: len(ranks) for name, ranks in hosts_of(names).items()}
     return {
         "findings": [asdict(finding) for finding in findings], "links": measured, "sp": sp, "hosts": hosts,
-        "backend": "nccl" if device == "cuda" else "gloo", **everybody[0],
+        **everybody[0],
     }  # fmt: skip
 
 
