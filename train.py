@@ -40,6 +40,8 @@ from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
 
+STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
+
 
 @dataclass
 class Run:
@@ -130,7 +132,8 @@ def resume(run: Run) -> None:
         run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plans[0]))
 
 
-def loop(run: Run) -> None:
+def loop(run: Run) -> bool:
+    """Train to the last step. False if a signal ended it before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
     wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
@@ -164,10 +167,11 @@ def loop(run: Run) -> None:
         if saved != step:
             save(run, step)
         ranks.say(f"stopped by a signal after step {step}; resume=true continues")
-        return
+        return False
     finally:
         batches.close()
     summarize(run, time.perf_counter() - began)
+    return True
 
 
 def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str, float], bool]:
@@ -478,7 +482,7 @@ def main(arguments: list[str]) -> int:
             run = setup(config, device, stop)
             try:
                 resume(run)
-                loop(run)
+                finished = loop(run)
             except RuntimeError as error:
                 if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
                     raise
@@ -486,7 +490,9 @@ def main(arguments: list[str]) -> int:
             finally:
                 if run.tracker:
                     run.tracker.finish()
-        return 0
+            if not finished:
+                ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
+        return 0 if finished else STOPPED
     except UserError as error:
         ranks.complain(error)
         return 2

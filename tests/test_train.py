@@ -211,7 +211,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
     whole = run("name=whole", "checkpoint.every=0")
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run("name=half", "checkpoint.every=0", "train.checkpoint_activations=blocks")
+        half = run("name=half", "checkpoint.every=0", "train.checkpoint_activations=blocks", expect=trainer.STOPPED)
     assert "stopped by a signal after step 3; resume=true continues" in capsys.readouterr().out
     assert list(metrics(half, *keys)) == [1, 2, 3]
     with (half / "metrics.jsonl").open("a") as file:  # a run that went on past its checkpoint, and was cut off
@@ -228,7 +228,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
 def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 1, where="evaluate")
-        directory = run()
+        directory = run(expect=trainer.STOPPED)
     assert "stopped by a signal after step 2" in capsys.readouterr().out
     assert metrics(directory, "val_loss") == {}
     run("resume=true")
@@ -271,6 +271,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     reached(killed, [second])
     second.terminate()
     out, err = second.communicate(timeout=180)
+    assert second.returncode != 0  # so that whatever started it knows that it has not finished
     assert re.search(r"resumed from step \d+", out)
     stopped = int(re.search(r"stopped by a signal after step (\d+); resume=true continues", out)[1])
     assert not re.search("[A-Za-z]Warning|error: ", err), err
@@ -278,7 +279,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     def finish(*arguments):
         with monkeypatch.context() as patch:
             stop_at(trainer, patch, stopped + 3)
-            return run(*long, *arguments)
+            return run(*long, *arguments, expect=trainer.STOPPED)
 
     resumed, alone = finish("resume=true"), finish("name=alone")
     curve, reference = (metrics(d, "loss", "grad_norm") for d in (resumed, alone))
@@ -287,6 +288,21 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
         assert curve[step] == pytest.approx(values, rel=1e-5), step
     comm = metrics(resumed, "comm_bytes")
     assert comm[1] == comm[stopped] > (0,) == comm[stopped + 3]
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
+    """Whatever started them can tell a run that was stopped from one that has finished."""
+    processes = run.bare(2, "train.steps=100000", "eval.every=0", "sample.every=0", "log.every=100000")
+    metrics_file, deadline = run.directory / "runs/tiny/metrics.jsonl", time.time() + 240
+    while not metrics_file.exists() or not metrics_file.read_text():  # the first step is recorded
+        assert time.time() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    processes[1].terminate()
+    out = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [trainer.STOPPED] * 2, out
+    assert "stopped by a signal" in out[0][0]
+    assert not out[0][1] + out[1][1]
 
 
 def test_under_torchrun_an_error_is_printed_once(run):
@@ -344,7 +360,7 @@ def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
 
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run(*ema, "name=half")
+        half = run(*ema, "name=half", expect=trainer.STOPPED)
     run(*ema, "name=half", "resume=true")
     for keys in (("loss", "grad_norm"), ("val_loss",)):
         assert metrics(half, *keys) == metrics(whole, *keys)
