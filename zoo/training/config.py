@@ -71,7 +71,9 @@ class Train:
     clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
     ema: float = option(0.0, "decay of the averaged weights that are judged and shown; 0 for none", least=0, most=1)
     seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
-    checkpoint_activations: bool = option(False, "recompute a stage in backward instead of keeping its inside")
+    checkpoint_activations: str = option(
+        "none", "what backward recomputes instead of keeping its inside", choices=("none", "stages", "blocks", "both")
+    )
     compile: bool = option(False, "torch.compile the inside of every stage")
 
 

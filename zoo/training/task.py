@@ -34,7 +34,7 @@ class Part:
     length: int
 
 
-Inputs = dict[str, Tensor | Part]
+Inputs = dict[str, Tensor | Part | int]  # a number is the same on all ranks
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Task(ABC):
         return model
 
     @abstractmethod
-    def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
-        """The keyword arguments of the objective for one batch of a bucket, on the default device."""
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
+        """The objective's arguments for one batch of a bucket, the most it is asked for, on the default device."""
 
     def bucket(self, step: int, groups: int) -> int:
         """Which bucket the batches of a step are of, if the shapes of samples differ; 0 has the largest batch."""
