@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from einops import rearrange
+from test_loopback import measured
 from test_parallel import averaged, same
 from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
@@ -141,7 +144,7 @@ def objective(mesh: DeviceMesh, kind: type[nn.Module], case: str, method: str) -
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), (IDDPM, "latte-class")])
-def test_objectives(ranks, kind: type[nn.Module], case: str, method: str) -> None:
+def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], case: str, method: str) -> None:
     ranks(objective, 2, kind, case, method)
 
 
@@ -197,6 +200,27 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
             expect = model.config.depth * expect * (n - 1) // n
             ends = sum(s.bytes for s in plan.switches) if phase != "recompute" else 0
             assert sent(counts, phase, "switch", "ring") == expect + ends == plan.bytes[phase]
+
+
+def travels(mesh: DeviceMesh, method: str) -> tuple[float, float]:
+    group = mesh.get_group().group_name
+    parts = [own(torch.randn(8, 1021, 4, 128), mesh).requires_grad_() for _ in range(3)]
+
+    def step() -> None:
+        if method == "ring":
+            y = ring_attention(*parts, 1021, group)
+        else:
+            y = ulysses_attention(*parts, lambda q, k, v: q + k + v, 1021, group)
+        y.sum().backward()
+
+    return measured(mesh, step)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the loopback counter of Linux")
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_that_the_kernel_counts(ranks, method: str) -> None:
+    for kernel, counted in ranks(travels, 2, method):
+        assert kernel == pytest.approx(counted, rel=0.03)
 
 
 def test_the_plan_of_the_papers_model() -> None:
@@ -262,6 +286,31 @@ def test_cores_that_do_not_fit_are_errors() -> None:
         model.cores = cores
         with pytest.raises(ValueError, match=re.escape(message)):
             dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring")
+
+
+def compiled(mesh: DeviceMesh, method: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compile_and_compare(mesh, method)
+
+
+def compile_and_compare(mesh: DeviceMesh, method: str) -> None:
+    single, model = build("transformer2d"), build("transformer2d")
+    inputs = doubled(example(single, 2, frames=2, height=4, width=6))
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    stage = model.blocks[0].spatial
+    stage.forward = torch.compile(stage.forward, backend="eager")
+    stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
+    expect, got = single(**inputs), model(**inputs)
+    torch.testing.assert_close(dsp.gather(got), expect)
+    expect.square().mean().backward()
+    dsp.mean(got * got).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
+    ranks(compiled, 2, method)
 
 
 def reentrant(mesh: DeviceMesh) -> None:
@@ -360,13 +409,14 @@ def test_heads_are_one_more_dim_to_switch(ranks, n: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_training_gives_the_losses_of_dsp(run, method: str) -> None:  # noqa: F811
+def test_training_gives_the_losses_of_one_process(run) -> None:  # noqa: F811
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
+    again = ("train.checkpoint_activations=true", "parallel.save_exchanges=true")
+    options = {"ulysses": again, "ring": ()}
+    processes = [run.torchrun(2, f"name={m}", f"parallel.method={m}", *few, *options[m]) for m in METHODS]
     expect = metrics(run("name=one", *few), "loss", "grad_norm")
-    options = (f"parallel.method={method}", "train.checkpoint_activations=true", "parallel.save_exchanges=true")
-    process = run.torchrun(2, f"name={method}", *options, *few)
-    assert process.wait(120) == 0, process.stderr.read()
-    assert metrics(run.directory / "runs" / method, "loss", "grad_norm") == {
-        s: pytest.approx(v, rel=1e-4) for s, v in expect.items()
-    }
+    for process, method in zip(processes, METHODS):
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors
+        got = metrics(run.directory / "runs" / method, "loss", "grad_norm")
+        assert got == {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()}
