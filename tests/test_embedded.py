@@ -116,6 +116,16 @@ def test_blocks(monkeypatch, dtype: torch.dtype, tolerance: float, causal: bool)
     two_blocks("cpu", dtype, tolerance, causal)
 
 
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_kernels_of_cuda_are_called_as_they_ask_to_be(monkeypatch, kind: str) -> None:
+    """Shapes and signatures alone, without a GPU; tests/test_cuda_kernels.py has the numbers."""
+    monkeypatch.setattr(blocks, "_kernel", lambda q: kind)
+    q, k = (torch.empty(2, places, h, 16, dtype=torch.bfloat16, device="meta") for places, h in ((40, 4), (24, 2)))
+    out, lse = blocks.block(q, k, k, False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 40), torch.float32)
+    assert [x.shape for x in blocks.block_backward(q, q, k, k, q, lse, False)] == [q.shape, k.shape, k.shape]
+
+
 # -------------------------------------------------------------------------------------------------------- whole models
 
 
@@ -143,6 +153,12 @@ UNEVEN = [(case, 3) for case in ("transformer2d", "stdit-v3")]
 @pytest.mark.parametrize(("case", "n"), [(case, n) for case in CASES for n in (2, 4)] + UNEVEN)
 def test_models(ranks, case: str, method: str, n: int) -> None:
     ranks(parity, n, case, method, 5, 6, 10 if n < 4 else 6)  # 15 places on 2 and 3 ranks; 9 on 4: the last has none
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_ranks_than_frames(ranks, method: str) -> None:
+    """Where DSP would leave ranks with nothing to do."""
+    ranks(parity, 4, "transformer2d", method, 2, 8, 8)
 
 
 @pytest.mark.parametrize("method", METHODS)
