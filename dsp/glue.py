@@ -270,6 +270,24 @@ class Run:
         frame.recompute_fn = recompute
 
 
+class Place(NamedTuple):
+    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), `own` rows of `size`."""
+
+    axis: Axis
+    dim: str | None
+    size: int
+    own: int  # 0: the stage sees one dummy row
+
+
+def current_place() -> Place | None:
+    """Of the stage call that runs now; None outside of one."""
+    current = ACTIVE.get()
+    if current is None or current[1].in_stage is None:
+        return None
+    _, option, _, own, *_ = current[1].in_stage
+    return Place(current[1].axis, option.name, option.size, own)
+
+
 ACTIVE: ContextVar[tuple[Any, Run] | None] = ContextVar("dsp_active", default=None)
 
 

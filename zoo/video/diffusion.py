@@ -97,6 +97,11 @@ class _Objective(nn.Module):
         root = "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w"
         return {"": root} | {f"model.{key}": stage for key, stage in stages.items() if key}
 
+    @property
+    def cores(self) -> dict[str, str]:
+        """Where the wrapped model attends from place to place, for `dsp.embedded`; empty if it does not say."""
+        return {f"model.{key}": core for key, core in getattr(self.model, "cores", {}).items()}
+
     def sample_timestep(self, uniform: Tensor) -> Tensor:
         """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution."""
         raise NotImplementedError
