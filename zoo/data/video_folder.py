@@ -19,7 +19,7 @@ import torch
 
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
-__all__ = ["SUFFIXES", "VideoError", "VideoFolder"]
+__all__ = ["SUFFIXES", "VideoError", "VideoFolder", "read_frames"]
 
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
@@ -171,6 +171,28 @@ class VideoFolder:
             return start + i * self.stride
         time = video.times[start] + (i / self.fps + _SLACK) / video.tick
         return bisect.bisect_right(video.times, time) - 1
+
+
+def read_frames(path: Path, height: int, width: int, most: int | None = None) -> torch.Tensor:
+    """The frames [3, t, height, width] in [-1, 1] of a video, the first `most` of them, or the one of an image.
+
+    Scaled until they just cover the size, and cut out of the centre. A VideoError if the file cannot be read.
+    """
+    if not path.is_file():
+        raise VideoError(f"no such file: {path}")
+    pixels: list[torch.Tensor] = []
+    try:
+        container, stream = _open(path)
+        with container:
+            for frame in container.decode(stream):
+                pixels.append(_pixels(frame, height, width, 0.5, 0.5))
+                if len(pixels) == most:
+                    break
+    except (_av().error.FFmpegError, VideoError) as error:
+        raise VideoError(f"{path} is no image or video that can be read: {error}") from error
+    if not pixels:
+        raise VideoError(f"{path}: no frame of it can be decoded")
+    return torch.stack(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 _SLACK = 1e-6  # seconds; 1/fps is rounded, and a frame that is due now must not count as late
