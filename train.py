@@ -55,7 +55,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     directory: Path
-    plan: dsp.Plan
+    plans: dict[int, dsp.Plan]  # of the buckets met so far
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
 
@@ -113,7 +113,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
-    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, plan)
+    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, {0: plan})
 
 
 def resume(run: Run) -> None:
@@ -133,33 +133,33 @@ def resume(run: Run) -> None:
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
-        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plan))
+        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plans[0]))
 
 
 def loop(run: Run) -> None:
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
-    tokens = run.task.tokens * config.train.batch * config.train.accumulation * groups
     wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
     batches = ahead(batch, wanted)
     step = saved = run.start
-    began, busy, logged = time.perf_counter(), 0.0, run.start
+    began, busy, tokens = time.perf_counter(), 0.0, 0
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            clock = time.perf_counter()
+            clock, bucket = time.perf_counter(), run.task.bucket(step - 1, groups)
             values, stopping = train_step(run, step, batches)
             busy += time.perf_counter() - clock
+            tokens += run.task.batch_tokens(bucket) * config.train.accumulation * groups
             if step % config.log.every == 0 or step in (run.start + 1, steps):
-                values["tokens_per_s"] = tokens * (step - logged) / busy
+                values["tokens_per_s"] = tokens / busy
                 values["memory_bytes"] = int(ranks.greatest(ranks.peak_memory(run.device)))
-                values["comm_bytes"] = step_bytes(config, run.plan)
+                values["comm_bytes"] = step_bytes(config, plan_of(run, bucket))
                 eta = (time.perf_counter() - began) / (step - run.start) * (steps - step)
                 ranks.say(log_line(step, steps, values, eta))
                 if run.tracker:
                     run.tracker.log(step, **values)
-                busy, logged = 0.0, step
+                busy, tokens = 0.0, 0
             if stopping or due(config.checkpoint.every, step, steps) or step == steps:
                 save(run, step)
                 saved = step
@@ -340,8 +340,18 @@ def out_of_memory(config: cfg.Config) -> UserError:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int) -> dsp.Plan:
-    return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
+    example = task.example(objective, bucket)
+    return user_error(dsp.plan, objective, kwargs=example, size=sp, dtype=compute_dtype(config))
+
+
+def plan_of(run: Run, bucket: int) -> dsp.Plan:
+    """The plan for batches of a bucket, made when it is first asked for."""
+    if bucket not in run.plans:
+        with torch.device("meta"):
+            objective = run.task.objective(run.task.model())
+            run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
+    return run.plans[bucket]
 
 
 def mean_losses(output: Any) -> dict[str, Tensor]:

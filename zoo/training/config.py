@@ -96,6 +96,7 @@ class Wandb:
 TASKS = {  # data.name -> the task that trains on it
     "digit_images": "zoo.training.image",
     "digits": "zoo.training.video",
+    "latent_folder": "zoo.training.latents",
     "video_folder": "zoo.training.video",
     "protein_synthetic": "zoo.training.protein",
     "protein_embedded": "zoo.training.protein",

@@ -172,7 +172,7 @@ class Task(task.Task):
     def objective(self, model: nn.Module) -> nn.Module:
         return ProteinObjective(model)
 
-    def example(self, objective: Any) -> dict[str, Tensor]:
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
         inputs = {
             "msa": torch.zeros(b, s, r, dtype=torch.long), "deletions": torch.zeros(b, s, r),

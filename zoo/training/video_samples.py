@@ -38,7 +38,7 @@ class Clips:
 
     size: tuple[int, int, int]  # t h w
     told: dict[str, Tensor]
-    none: dict[str, Tensor] | None  # the same of no class, of the empty caption: what guidance leads away from
+    none: dict[str, Tensor] | None  # the same of no class or the empty caption, if guidance is to lead away from it
     titles: list[str]  # the class or the caption
     held: Tensor | None = None  # (c, first frames, h, w) that all of them begin with
 
@@ -78,7 +78,11 @@ class Sampling(task.Task):
     """What is shown of a video model. The data comes from `codec`, `asked` and `real`."""
 
     media = "gif"
-    masked: bool = False  # the model was trained with clean frames
+
+    @property
+    @abstractmethod
+    def masked(self) -> bool:
+        """Whether the model was trained with clean frames among the noised ones."""
 
     @property
     @abstractmethod
@@ -108,9 +112,9 @@ class Sampling(task.Task):
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
         """Clips from fixed noise, of the classes or captions of real ones, and these."""
         options = self.config.sample
-        clips, x, fps = self.real(options.clips)
+        clips, x, fps = user_error(self.real, options.clips)
         made = self.draw(model, clips, _SAMPLES, options.steps, options.guidance, device, on_step)
-        codec = self.codec(None, device)
+        codec = user_error(self.codec, None, device)
         return Pairs(decode(x, codec), decode(made, codec), clips.titles, fps)
 
     def show(self, samples: Pairs, path: Path) -> Mapping[str, float]:
@@ -205,6 +209,7 @@ class Sampling(task.Task):
             ids = range(start, min(start + self.config.train.batch, n))
             noise = seeded_noise(seed, 0, ids, range(frames), (self.channels, height, width), device=device)
             given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in clips.told.items()}
+            given["guidance"] = 1.0 if clips.none is None else guidance
             if clips.none is not None:
                 given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.none.items()}
             if clips.held is not None:
@@ -213,7 +218,7 @@ class Sampling(task.Task):
                 given["clean"][:, :, :first] = clips.held.to(device)
                 given["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
             count = lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps)  # noqa: E731
-            made.append(sampler(model, noise, steps, guidance=guidance, on_step=count, **given).cpu())
+            made.append(sampler(model, noise, steps, on_step=count, **given).cpu())
         return torch.cat(made)
 
 
