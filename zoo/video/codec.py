@@ -231,6 +231,10 @@ class TextEncoder:
         """sha256 of its configuration, its weights and its tokenizer. Reads the files anew, once."""
         return sha256(self._files)
 
+    def count(self, caption: str) -> int:
+        """How many tokens a caption has, its end counted."""
+        return len(self._tokens(caption))
+
     def tokens(self, caption: str) -> list[int]:
         """The numbers of its tokens; CodecError if there are more than `length`."""
         found = self._tokens(caption)
