@@ -314,6 +314,7 @@ class Glue(TorchFunctionMode):
         super().__init__()
         self.run = run
         self.asleep = self.popped = False
+        self.uncounted = False  # while hooks run that the trace did not: theirs is no operation of the plan
 
     def suspend(self) -> None:
         """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
@@ -343,6 +344,8 @@ class Glue(TorchFunctionMode):
         if run.aside:
             return self.operate(-1, func, name, args, kwargs)
         run.note_checkpoint()
+        if self.uncounted:
+            return self.operate(-1, func, name, args, kwargs)
         index = run.glue_index
         run.glue_index += 1
         out = self.operate(index, func, name, args, kwargs)
