@@ -86,7 +86,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
-    user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], config.parallel.method, gather_output=False)
     user_error(dsp.parallelize, predictor, mesh["sp"])
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient
@@ -346,8 +346,10 @@ def out_of_memory(config: cfg.Config) -> UserError:
 
 
 def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
-    example = task.example(objective, bucket)
-    return user_error(dsp.plan, objective, kwargs=example, size=sp, dtype=compute_dtype(config))
+    return user_error(
+        dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
+        method=config.parallel.method, save_exchanges=config.parallel.save_exchanges,
+    )  # fmt: skip
 
 
 def plan_of(run: Run, bucket: int) -> dsp.Plan:
@@ -371,7 +373,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step, in forward, backward and where blocks are recomputed.
+    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed.
 
     At most: a step may draw fewer recycled passes than the plan has.
     """
@@ -418,8 +420,12 @@ def compile_and_recompute(config: cfg.Config, model: nn.Module) -> list[nn.Modul
     for stage in stages if config.train.compile else []:
         torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
         stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
-    for module in recomputed_modules(model)[config.train.checkpoint_activations]:
-        module.forward = partial(recompute, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
+    if kept and mode in ("blocks", "both"):
+        raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
+    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
+    for module in recomputed_modules(model)[mode]:
+        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
     return stages
 
 

@@ -70,7 +70,7 @@ def same(a, b, tolerance):
 
 def test_ranks_that_share_a_clip(run, reference):
     """Three: of three frames or a single one too. Two ranks are below."""
-    processes = run.bare(3, "name=three", "train.checkpoint_activations=true")
+    processes = run.bare(3, "name=three", "train.checkpoint_activations=stages")
     errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, errors
     same(reference, run.directory / "runs/three", tolerance=1e-5)

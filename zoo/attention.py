@@ -77,14 +77,32 @@ def rotate(x: Tensor, pairs: str, base: float = 10000.0) -> Tensor:
     return turned.to(x.dtype)
 
 
+class SoftmaxAttention(nn.Module):
+    """`attend` as a module without parameters: where attention, and nothing else, goes from place to place."""
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, causal=self.causal)
+
+
 class SelfAttention(nn.Module):
     """Self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
 
     ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one. ``kv_heads``
     is the number of heads of keys and values: ``heads`` of them unless told otherwise, fewer for grouped-query
     attention, 1 for multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an
-    RMSNorm with weights of its own on each head of them, "before" or "after" that.
+    RMSNorm with weights of its own on each head of them, "before" or "after" that. All but ``core`` is the same for
+    every place, unless there is a rotation.
     """
+
+    # what `core` computes over, for models to say where theirs are; query heads (g r) in groups that share a head g
+    CORE = {
+        "s": "(b t) [s] (g r) [e], (b t) [s] g [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]",
+        "t": "(b s) [t] (g r) [e], (b s) [t] g [e], (b s) [t] g [e] -> (b s) [t] (g r) [e]",
+    }
 
     def __init__(
         self,
@@ -100,7 +118,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         width = dim if width is None else width
-        self.causal = causal
+        self.core = SoftmaxAttention(causal)
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         if width % heads:
             raise ValueError(f"{width} channels do not divide into heads={heads}")
@@ -124,7 +142,7 @@ class SelfAttention(nn.Module):
         heads = rearrange(self.qkv(rearrange(x, self.fold)), "b n (h e) -> b n h e", h=self.heads + 2 * self.kv_heads)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         q, k = self.prepare(q, self.q_norm), self.prepare(k, self.k_norm)
-        y = self.out(rearrange(attend(q, k, v, causal=self.causal), "b n h e -> b n (h e)"))
+        y = self.out(rearrange(self.core(q, k, v), "b n h e -> b n (h e)"))
         return rearrange(y, self.unfold, b=len(x))
 
     def prepare(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:

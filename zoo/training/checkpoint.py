@@ -167,21 +167,24 @@ def load(
     *,
     identity: Mapping[str, Any],
     step: int | None = None,
+    averaged: bool = True,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
     """Restore the latest sound checkpoint under `directory`, or that of `step`, in place and return its state.
 
-    None if there is none. Without an optimizer the model gets the averaged weights, if there are any. A damaged one is
-    named through `report`, on rank 0, and the one before it is tried. All is resharded to the ranks at hand. UserError:
-    every checkpoint is damaged, or a sound one belongs to another model.
+    None if there is none. Without an optimizer the model gets the averaged weights, if there are any and `averaged`;
+    the state says under "averaged" whether it did. A damaged one is named through `report`, on rank 0, and the one
+    before it is tried. All is resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one
+    belongs to another model.
     """
     damaged = []
     for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
         try:
             state, metadata = _verify(path)
             _refuse_foreign(path, state["identity"], identity, metadata, model)
-            _restore(path, metadata, model, optimizer, average)
-            return state
+            swap = averaged and optimizer is None and _has_average(metadata)
+            _restore(path, metadata, model, optimizer, average, swap)
+            return state | {"averaged": swap}
         except Damaged as error:
             damaged.append(str(error))
             if dist.get_rank() == 0:
@@ -257,18 +260,23 @@ def _refuse_foreign(
         raise UserError(f"{path} is a checkpoint of another model:\n" + "\n".join(lines))
 
 
+def _has_average(metadata: Metadata) -> bool:
+    return any(key.startswith("average.") for key in metadata.state_dict_metadata)
+
+
 def _restore(
     path: Path,
     metadata: Metadata,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     average: MovingAverage | None,
+    swap: bool,
 ) -> None:
     tensors, settings = _tensors(model, optimizer)
-    has_average = any(key.startswith("average.") for key in metadata.state_dict_metadata)
+    has_average = _has_average(metadata)
     if has_average and average:
         tensors["average"] = average.values
-    if has_average and optimizer is None:
+    if swap:
         tensors["average"] = {name: tensors["model"].pop(name) for name, _ in model.named_parameters()}
     if optimizer is not None:  # a parameter that never had a gradient has no moments to load
         known = metadata.state_dict_metadata
@@ -281,7 +289,7 @@ def _restore(
         dcp.load(tensors, storage_reader=_Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
-    weights = tensors["model"] | (tensors["average"] if has_average and optimizer is None else {})
+    weights = tensors["model"] | (tensors["average"] if swap else {})
     set_model_state_dict(model, weights)
     if average and not has_average:
         average.restart()

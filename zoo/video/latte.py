@@ -219,6 +219,8 @@ class Latte(nn.Module):
             **repeated,
             "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
+        core = {1: "blocks.*.spatial.attention", 2: "spatial.*.attention", 3: "blocks.*.spatial.layer"}
+        self.cores = {core.get(config.variant, "blocks.*.spatial") + ".core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, (9 if config.variant == 3 else 6) * dim) if text else None

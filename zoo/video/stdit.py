@@ -242,6 +242,7 @@ class STDiT(nn.Module):
             "blocks.*.temporal": f"b [t] s [c], {cond}, x_mask=b [t], {text}",
             "final": "b t s [c], cond=b [c], clean=b [c], x_mask=b t -> b t s [k]",
         }
+        self.cores = {"blocks.*.spatial.attention.core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
