@@ -103,6 +103,7 @@ def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Pa
     """Forward, backward and update of a fresh model on this rank; what it took goes to `report`."""
     torch.set_default_dtype(dtype)
     shape = [f"data.residues={residues}", f"data.rows={rows}", "data.extra_rows=0", "data.path=/", "dry_run=true"]
+    shape.append("objective.recycles=0")  # what further passes take is time: they keep nothing
     overrides = [f"model.overrides.{key}={value}" for key, value in MODEL.items()]
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
     task: Any = cfg.create_task(config, dist.get_rank(), dist.get_world_size())
@@ -125,7 +126,7 @@ def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Pa
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, began = resident(), time.perf_counter()
     batch = train.place(task.batch(objective, 1, 0, 0, 1), mesh, torch.device("cpu"))
-    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
     terms = train.mean_losses(objective(**batch))
     loss = torch.stack(list(terms.values())).sum()
     loss.backward()
