@@ -93,7 +93,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
             stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
         if config.train.checkpoint_activations:
             kept: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if config.parallel.save_exchanges else {}
-            stage.forward = partial(recompute, stage.forward, use_reentrant=False, **kept)  # type: ignore[method-assign]
+            again = partial(recompute, stage.forward, use_reentrant=False, **kept)
+            stage.forward = again  # type: ignore[method-assign]
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
     # that a method has cut over sp are none of its business
@@ -366,7 +367,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step. A recomputed stage sends again what it sends inside; in DSP nothing."""
+    """What sequence parallelism sends in a step. A recomputed stage repeats what it sends inside: in DSP, nothing."""
     return sum(plan.bytes.values()) * config.train.accumulation
 
 
