@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from test_parallel import same
+from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -228,3 +231,33 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
 def test_fastfold(ranks, case: str, n: int) -> None:
     for phase in zip(*ranks(protein, n, case)):
         assert max(sent for _, sent in phase) <= phase[0][0]
+
+
+# Training
+
+
+def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:
+    """Curves, averages, pictures; and a checkpoint of one method goes on under another and on one process."""
+    options = ["train.ema=0.5", "train.precision=fp32"]
+    whole = run(*options, "train.batch=4", "name=whole")
+    cut = run.directory / "runs/cut"
+
+    def agree() -> None:
+        for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
+            expected, curve = metrics(whole, *keys), metrics(cut, *keys)
+            assert {step: pytest.approx(values, rel=1e-5) for step, values in expected.items()} == curve
+
+    on = [*options, "train.batch=2", "name=cut"]
+    fresh_ranks(_run_here, 4, run.arguments(*on, "parallel={dp_shard: 2, sp: 2, method: megatron_sp}"))
+    agree()
+    again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=true"]
+    for mesh in (again, None):
+        shutil.rmtree(cut / "checkpoints/step-00000004")
+        (cut / "samples/step-00000004.gif").unlink()
+        if mesh:
+            fresh_ranks(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))
+        else:
+            run(*options, "train.batch=4", "name=cut", "resume=true")
+        agree()
+    with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
+        assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
