@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.embedded import ring_attention, ulysses_attention
+from dsp.embedded import blocks, ring_attention, ulysses_attention
 from dsp.planner import chunk_sizes
 from zoo.attention import attend
 from zoo.video.diffusion import IDDPM, RectifiedFlow
@@ -85,6 +85,35 @@ def low_precision(mesh: DeviceMesh, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_low_precision(ranks, method: str) -> None:
     ranks(low_precision, 3, method)
+
+
+def two_blocks(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """Attention over 40 places, as queries of the last 24 see them in two blocks, against float64."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 40, h, 16, device=device).to(dtype) for h in (4, 2, 2, 4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expect = attend(*exact, causal=causal)[:, 16:]
+    wanted = torch.autograd.grad((expect * grad.double()[:, 16:]).sum(), exact)
+    q, grad = q[:, 16:], grad[:, 16:]
+    near, far = (k[:, 16:], v[:, 16:], causal), (k[:, :16], v[:, :16], False)
+    out, lse = blocks.merge(*blocks.block(q, *near), *blocks.block(q, *far))
+    found = [
+        blocks.block_backward(grad, q, keys, values, out.to(dtype), lse, late) for keys, values, late in (near, far)
+    ]
+    (dq, near_k, near_v), (more, far_k, far_v) = found
+    got = out, dq + more, torch.cat([far_k, near_k], 1), torch.cat([far_v, near_v], 1)
+    for ours, theirs in zip(got, (expect, wanted[0][:, 16:], wanted[1], wanted[2])):
+        assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_blocks(monkeypatch, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    two_blocks("cpu", dtype, tolerance, causal)
+    monkeypatch.setattr(blocks, "_kernel", lambda q: "math")
+    two_blocks("cpu", dtype, tolerance, causal)
 
 
 # -------------------------------------------------------------------------------------------------------- whole models
