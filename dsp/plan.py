@@ -108,6 +108,7 @@ class Plan:
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+    chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
     @cached_property
     def residuals(self) -> list[Residual]:
@@ -129,6 +130,8 @@ class Plan:
     @property
     def advice(self) -> str:
         """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
+        if not self.chosen:
+            return ""
         calls = [r for r in self.stages if r.pattern]
         whole = [r for r in calls if r.layout is None]
         sent = sum(r.bytes for r in whole)
@@ -391,13 +394,14 @@ def make_plan(
         calls = dict.fromkeys(calls, 0)
 
     everything = [t.flops(event) for event in t.events]
-    shares = [_share(t, i, solution.choices[i], n) for i in range(len(t.ops))]
+    shares = [_share(t, stages, i, solution.choices[i], n) for i in range(len(t.ops))]
     return Plan(
         n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
         flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,
         hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
+        chosen=not any(stage.whole for stage in stages.values()),
     )  # fmt: skip
 
 
@@ -423,10 +427,13 @@ def _meet(t: Trace, solution: Solution, push: dict[int, str | None], n: int) -> 
                 del push[m.value]
 
 
-def _share(t: Trace, i: int, c: int, n: int) -> float:
+def _share(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> float:
     """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
     op, event = t.ops[i], t.events[i]
     if event.kind == "stage":
+        stage = stages[event.name]
+        if stage.whole and stage.inside:  # its weights are cut instead
+            return 1 / n
         return event.options[c].share(n)
     choice = op.choices[c]
     for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):

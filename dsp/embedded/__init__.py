@@ -6,6 +6,7 @@ over that dim. Everything else is as in DSP: glue, entry, losses on shards, the 
 
 from dsp.embedded.method import METHODS, parallelize, plan, save_exchanges
 from dsp.embedded.ring import ring_attention
+from dsp.embedded.tensor import rank_order
 from dsp.embedded.ulysses import ulysses_attention
 
-__all__ = ["METHODS", "parallelize", "plan", "ring_attention", "save_exchanges", "ulysses_attention"]
+__all__ = ["METHODS", "parallelize", "plan", "rank_order", "ring_attention", "save_exchanges", "ulysses_attention"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp.glue import Place, current_place
+from dsp.layout import Axis
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 from dsp.stages import Sends, Stage
@@ -60,7 +61,11 @@ class Distributed:
         """The module's output for this rank's part of its inputs; `forward` is the module's own."""
         raise NotImplementedError
 
-    def install(self) -> None:
+    def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output for whole inputs, in a call outside of the parallelized model."""
+        return forward(*args, **kwargs)
+
+    def install(self, axis: Axis) -> None:
         """Replace the module's forward, once: models that share it (training and sampling) each have their stages."""
         own = self.module.__dict__.get("forward")
         if isinstance(own, _Forward):
@@ -78,7 +83,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = place_of_call()
         if place is None:
-            return self.forward(*args, **kwargs)
+            return self.inside.alone(self.forward, args, kwargs)
         return self.inside.run(place, self.forward, args, kwargs)
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from dsp.embedded.core import AttentionCore, Distributed
 from dsp.embedded.ring import Ring
+from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.layout import Axis
@@ -29,19 +30,13 @@ def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
 
     def prepare(model: nn.Module, along: str | None = None) -> Prepared:
         stages, root = stages_of(model, None)
-        cores = getattr(model, "cores", None)
-        if not cores:
+        found = _cores(model, stages)
+        if not found:
             raise ValueError(
                 f"{type(model).__name__} names no attention cores, so {kind.label} has no place to go: give it a dict "
                 "`cores` like its `stages`, of a submodule's pattern to what it computes over, or use method='dsp'"
             )
-        found = [(core, _around(core, stages)) for core in find_stages(model, cores)[0]]
-        dims = {dim for core, stage in found for dim in core.pattern.computed & stage.pattern.computed}
-        if along is None and len(dims) == 1:
-            along = next(iter(dims))
-        if along not in dims:
-            which = ", ".join(sorted(map(repr, dims))) or "no dim of their stage"
-            raise ValueError(f"{kind.label} along {along!r}: the attention cores compute over {which}; pass along=")
+        along = _along(kind.label, along, found)
         for core, stage in found:
             if along not in core.pattern.computed:
                 continue
@@ -54,17 +49,91 @@ def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
     return prepare
 
 
-def _around(core: Stage, stages: Sequence[Stage]) -> Stage:
+def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
+    """Weights cut, activations sharded along one dim: an all-gather before each region, a reduce-scatter after it."""
+    stages, root = stages_of(model, None)
+    regions = _regions("megatron_sp", model, stages)
+    if along is None:
+        along = _along("megatron_sp", None, _cores(model, stages))
+    for region, stage in regions:
+        if any(along not in p.names for p in (stage.pattern.inputs[0], *stage.pattern.outputs)):
+            raise ValueError(
+                f"megatron_sp along {along!r}: {stage.where} has no such dim in its first input and its outputs, "
+                f"'{stage.pattern.text}'"
+            )
+        stage.reach = along
+        stage.inside.append(region)
+    return stages, root
+
+
+def megatron_lm(model: nn.Module) -> Prepared:
+    """Weights cut, activations whole on every rank: an all-reduce after each region, and in its backward."""
+    stages, root = stages_of(model, None)
     for stage in stages:
-        if any(module is core.module for module in stage.module.modules()):
+        stage.whole = True
+    for region, stage in _regions("megatron_lm", model, stages):
+        stage.inside.append(region)
+    return stages, root
+
+
+def dap(model: nn.Module) -> Prepared:
+    """FastFold's dynamic axial parallelism: DSP with the layouts that FastFold chose, which the model has as `dap`."""
+    stages = getattr(model, "dap", None)
+    if stages is None:
+        raise ValueError(
+            f"dap is a schedule for alignments and pairs, and {type(model).__name__} has none: give it a dict `dap` "
+            "like its `stages`, with the dims that are not to be sharded in brackets, or use method='dsp'"
+        )
+    return stages_of(model, stages)
+
+
+def _cores(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
+    """The attention cores that a model names, each with its stage."""
+    cores = getattr(model, "cores", None)
+    found = find_stages(model, cores)[0] if cores else []
+    return [(core, _around(core.name, core.module, stages)) for core in found]
+
+
+def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) -> str:
+    """The dim that stays sharded: the one asked for, or the only one that the cores compute over."""
+    dims = {dim for core, stage in found for dim in core.pattern.computed & stage.pattern.computed}
+    if along is None and len(dims) == 1:
+        return next(iter(dims))
+    if along is None or along not in dims:
+        which = ", ".join(sorted(map(repr, dims))) or "no dim of their stage"
+        raise ValueError(f"{label} along {along!r}: the attention cores compute over {which}; pass along=")
+    return along
+
+
+def _regions(label: str, model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Region, Stage]]:
+    """The modules whose linear layers a model lets be cut, each with its stage."""
+    named = getattr(model, "tensor_parallel", None)
+    if not named:
+        raise ValueError(
+            f"{type(model).__name__} names no linear layers to be cut over ranks, which {label} does: give it a dict "
+            "`tensor_parallel` like its `stages`, of a submodule's pattern to 'columns' or 'rows', or use method='dsp'"
+        )
+    found = []
+    for name, module, linears in find_regions(model, named):
+        stage = _around(name, module, stages)
+        found.append((Region(label, name, module, linears, stage.pattern.inputs[0]), stage))
+    return found
+
+
+def _around(name: str, module: nn.Module, stages: Sequence[Stage]) -> Stage:
+    for stage in stages:
+        if any(inner is module for inner in stage.module.modules()):
             return stage
-    raise NotationError(f"core {core.name!r} lies in no stage; its stage is what it makes reach over all ranks")
+    raise NotationError(f"{name!r} lies in no stage; its stage is what it makes reach over all ranks")
 
 
 METHODS: dict[str, Callable[..., Prepared]] = {
     "dsp": lambda model: stages_of(model, None),
     "ulysses": attention(Ulysses),
     "ring": attention(Ring),
+    "megatron_sp": megatron_sp,
+    "megatron_lm": megatron_lm,
+    "dap": dap,
 }
 
 
@@ -92,7 +161,7 @@ def parallelize(
         for stage in stages:
             for inside in stage.inside:
                 assert isinstance(inside, Distributed)
-                inside.install()
+                inside.install(axis)
     return model
 
 

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zoo.training import UserError
 from zoo.training.ema import MovingAverage
@@ -58,18 +59,21 @@ def save(
     average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
+    orders: Mapping[str, Tensor] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
     """Write `step-N` under `directory`, keep the last `keep` checkpoints and return the new one's path.
 
-    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one.
+    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
+    parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
     """
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
     tensors, _ = _tensors(model, optimizer)
     if average:
         tensors["average"] = average.values
+    tensors = _in_own_order(tensors, orders or {})
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,6 +126,39 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple
     return tensors, {"param_groups": state["param_groups"]}
 
 
+def _in_own_order(tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = "") -> dict[str, Any]:
+    """A nested dict of tensors, those under the names in `orders` in the order of rows that is the model's own."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        order = orders.get(key, orders.get(name))
+        if isinstance(value, Mapping):
+            found[key] = _in_own_order(value, orders, key)
+        else:
+            found[key] = value if order is None else _rows(value, order.argsort())
+    return found
+
+
+@torch.no_grad()
+def _copy_rows(
+    stored: Mapping[str, Any], tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = ""
+) -> None:
+    """What `_in_own_order` made, back into the tensors that it was made of."""
+    for key, value in tree.items():
+        order = orders.get(key, orders.get(name))
+        if isinstance(value, Mapping):
+            _copy_rows(stored[key], value, orders, key)
+        elif stored[key] is not value and order is not None:
+            value.copy_(_rows(stored[key], order))
+
+
+@torch.no_grad()
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of a sharded tensor in another order, sharded as it is; what has no such rows (a step) is the same."""
+    if not isinstance(x, DTensor) or not x.ndim or len(x) != len(index):
+        return x
+    return distribute_tensor(x.full_tensor()[index.to(x.device)], x.device_mesh, x.placements, src_data_rank=None)
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -166,6 +203,7 @@ def load(
     average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
+    orders: Mapping[str, Tensor] | None = None,
     step: int | None = None,
     averaged: bool = True,
     report: Callable[[str], None] = print,
@@ -175,7 +213,7 @@ def load(
     None if there is none. Without an optimizer the model gets the averaged weights, if there are any and `averaged`;
     the state says under "averaged" whether it did. A damaged one is named through `report`, on rank 0, and the one
     before it is tried. All is resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one
-    belongs to another model.
+    belongs to another model. `orders` are as for `save`.
     """
     damaged = []
     for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
@@ -183,7 +221,7 @@ def load(
             state, metadata = _verify(path)
             _refuse_foreign(path, state["identity"], identity, metadata, model)
             swap = averaged and optimizer is None and _has_average(metadata)
-            _restore(path, metadata, model, optimizer, average, swap)
+            _restore(path, metadata, model, optimizer, average, swap, orders or {})
             return state | {"averaged": swap}
         except Damaged as error:
             damaged.append(str(error))
@@ -271,6 +309,7 @@ def _restore(
     optimizer: torch.optim.Optimizer | None,
     average: MovingAverage | None,
     swap: bool,
+    orders: Mapping[str, Tensor],
 ) -> None:
     tensors, settings = _tensors(model, optimizer)
     has_average = _has_average(metadata)
@@ -285,10 +324,12 @@ def _restore(
             for name, moments in tensors["optimizer"].items()
             if all(f"optimizer.{name}.{key}" in known for key in moments)
         }
+    stored = _in_own_order(tensors, orders)
     try:
-        dcp.load(tensors, storage_reader=_Reader(path, metadata))
+        dcp.load(stored, storage_reader=_Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
+    _copy_rows(stored, tensors, orders)
     weights = tensors["model"] | (tensors["average"] if swap else {})
     set_model_state_dict(model, weights)
     if average and not has_average:

@@ -102,6 +102,11 @@ class _Objective(nn.Module):
         """Where the wrapped model attends from place to place, for `dsp.embedded`; empty if it does not say."""
         return {f"model.{key}": core for key, core in getattr(self.model, "cores", {}).items()}
 
+    @property
+    def tensor_parallel(self) -> dict[str, str]:
+        """Which linear layers of the wrapped model may be cut, for `dsp.embedded`; empty if it does not say."""
+        return {f"model.{key}": how for key, how in getattr(self.model, "tensor_parallel", {}).items()}
+
     def sample_timestep(self, uniform: Tensor) -> Tensor:
         """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution."""
         raise NotImplementedError

@@ -62,6 +62,7 @@ from zoo.layers import (
     modulate,
     norm,
     rows,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -239,6 +240,8 @@ class Latte(nn.Module):
         else:
             self.blocks = nn.ModuleList(Fork(dim, heads, modulation, text) for _ in depth)
         self.final = FinalLinear(dim, config.out_channels, config.patch, modulation(dim, 2))
+        stacks = ("spatial", "temporal") if config.variant == 2 else ("blocks",)
+        self.tensor_parallel = tensor_parallel(self, *stacks)
         self.init_weights()
 
     def forward(

@@ -46,6 +46,7 @@ from zoo.layers import (
     modulate,
     norm,
     rows,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -252,6 +253,7 @@ class STDiT(nn.Module):
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(make_layer(config, first=i == 0) for i in range(config.depth))
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
 
     def forward(

@@ -38,6 +38,7 @@ from zoo.layers import (
     expect,
     init_linear,
     init_zero,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -132,6 +133,7 @@ class Transformer2D(nn.Module):
             for i in range(config.depth)
         )
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
 
     def forward(
