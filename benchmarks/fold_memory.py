@@ -105,6 +105,7 @@ def one_step(
     """Forward, backward and update of a fresh model on this rank; what it took goes to `report`."""
     torch.set_default_dtype(dtype)
     shape = [f"data.residues={residues}", f"data.rows={rows}", "data.extra_rows=0", "data.path=/", "dry_run=true"]
+    shape.append("objective.recycles=0")  # what further passes take is time: they keep nothing
     overrides = [f"model.overrides.{key}={value}" for key, value in (MODEL | {"depth": depth}).items()]
     shape.append(f"train.checkpoint_activations={way}")
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
@@ -127,7 +128,7 @@ def one_step(
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, began, used = resident(), time.perf_counter(), time.process_time()
     batch = train.place(task.batch(objective, 1, 0, 0, 1), mesh, torch.device("cpu"))
-    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
     with dsp.count_comm() as comm:
         terms = train.mean_losses(objective(**batch))
         loss = torch.stack(list(terms.values())).sum()

@@ -222,7 +222,7 @@ def test_passes_without_gradient_keep_nothing(run, capsys):
         out = capsys.readouterr().out
         return out, next(line.split()[1:3] for line in out.splitlines() if line.startswith("  activations"))
 
-    for stored in ("true", "false"):
+    for stored in ("none", "stages", "blocks"):
         out, few = activations("objective.recycles=1", f"train.checkpoint_activations={stored}")
         assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
         assert activations("objective.recycles=3", f"train.checkpoint_activations={stored}")[1] == few
