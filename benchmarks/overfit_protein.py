@@ -68,7 +68,7 @@ def main() -> None:
             predicted = Predicted(protein, found.probability[0], found.distance[0])
             measured = predicted.measure()
             numbers = {f"loss {name}": loss.item() for name, loss in losses.items()} | measured
-            wanted = ("loss msa", "loss distogram", "long P@L", "long P@L/5", "distance lDDT")
+            wanted = ("loss msa", "loss distogram", "long P@L", "long P@L/5", "lDDT-Cβ")
             words = ", ".join(f"{name} {numbers[name]:.3f}" for name in wanted)
             print(f"step {step}: {words}; {time.perf_counter() - began:.0f} s", flush=True)
     save_contact_maps(options.out, [predicted.map(measured)])

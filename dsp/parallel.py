@@ -8,12 +8,14 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -24,7 +26,7 @@ from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
 from dsp.stages import Option, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
-from dsp.trace import Recorder, Trace, trace
+from dsp.trace import Recorder, Trace, _foreign, trace
 
 log = logging.getLogger("dsp")
 
@@ -76,6 +78,7 @@ class Runtime:
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
+        self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
 
     def install(self) -> None:
         if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
@@ -87,6 +90,8 @@ class Runtime:
             post = stage.module.register_forward_hook(_PostHook(self, stage), with_kwargs=True, always_call=True)
             self.hooks.append((stage.module, pre.id, post.id))
         self.model.forward = self.call  # type: ignore[method-assign]
+        inside = {id(m) for stage in self.stages for m in stage.module.modules()}
+        self.between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
 
     def settle_hooks(self) -> None:
         # hooks that came later (fully_shard's) must see local tensors: ours go first in and last out
@@ -95,6 +100,22 @@ class Runtime:
                 module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
             if next(reversed(module._forward_hooks)) != post:
                 module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
+        # between stages no plan counted what they do
+        for module in self.between:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    if not isinstance(hook, _Aside) and _foreign(hook):
+                        hooks[key] = _Aside(hook)
+
+    def leave_out_hooks(self) -> None:
+        """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the
+        borders of a module that holds stages, to gather weights, is in the run alone: it is not counted."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and id(module) not in self.left_out:
+                self.left_out.add(id(module))
+                for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                    register(partial(_count, uncounted=True), prepend=True)
+                    register(partial(_count, uncounted=False))
 
     # --- the model ---
 
@@ -103,6 +124,8 @@ class Runtime:
             return self.forward(*args, **kwargs)
         self.settle_hooks()
         plan, fresh = self.plan_for(args, kwargs)
+        if fresh:
+            self.leave_out_hooks()
         self.agreement.start(args, kwargs, self.last_key, wait=fresh)
         sizes, args, kwargs = self.enter(plan, args, kwargs)
         run = Run(self.axis, plan.script if plan else None, sizes)
@@ -368,6 +391,12 @@ class Runtime:
         return t, Cut(axis, outer), tuple(shape)
 
 
+def _count(*_: Any, uncounted: bool) -> None:
+    current = ACTIVE.get()
+    if current is not None:
+        current[1].mode.uncounted = uncounted
+
+
 class _PreHook:
     def __init__(self, runtime: Runtime, stage: Stage) -> None:
         self.runtime, self.stage = runtime, stage
@@ -382,6 +411,24 @@ class _PostHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return self.runtime.leave_stage(self.stage, output)
+
+
+class _Aside:
+    """A hook of a distributed run, such as fully_shard's, on a module between stages: it is no glue of the model."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        current = ACTIVE.get()
+        if current is None:
+            return self.hook(*args)
+        run = current[1]
+        before, run.aside = run.aside, True
+        try:
+            return self.hook(*args)
+        finally:
+            run.aside = before
 
 
 def _moved(option: Option, shells: list[Shell | None]) -> int:

@@ -261,9 +261,10 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
 
 def make_plan(
     t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None,
-    again_inside: bool = False,
+    again_inside: bool = False, kept_inside: bool = False,
 ) -> Plan:  # fmt: skip
-    """Solve a trace. `again_inside`: the insides of all stages are recomputed, within their hooks (as in train.py)."""
+    """Solve a trace. `again_inside`: all stages are recomputed within their hooks, also where the trace saw no
+    checkpoint; `kept_inside`: what is sent inside of stages is kept all the same."""
     problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
     solution = solve(problem)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
@@ -377,7 +378,11 @@ def make_plan(
         count("forward", *sends.forward)
         if event.grad:
             count("backward", *sends.backward)
-        if again(i, after=True) or (again_inside and event.grad and event.kind == "stage"):
+        if event.kind != "stage":
+            resent = again(i, after=True)
+        else:  # a stage is recomputed as a whole: what it saves lies behind what it sends
+            resent = event.grad and not kept_inside and (again_inside or event.own or again(i, after=False))
+        if resent:
             count("recompute", *sends.recompute)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
     for size in t.whole_grads:
@@ -520,11 +525,12 @@ def plan_stages(
     gather_output: bool = False,
     hardware: Hardware | None = None,
     again_inside: bool = False,
+    kept_inside: bool = False,
 ) -> Plan:
     """`plan` for stages that were found already."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = trace(model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
-    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside)
+    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from einops import rearrange
+from test_loopback import measured
 from test_parallel import averaged, same
 from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
@@ -17,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.embedded import ring_attention, ulysses_attention
+from dsp.embedded import blocks, ring_attention, ulysses_attention
 from dsp.planner import chunk_sizes
 from zoo.attention import attend
 from zoo.video.diffusion import IDDPM, RectifiedFlow
@@ -84,6 +87,45 @@ def test_low_precision(ranks, method: str) -> None:
     ranks(low_precision, 3, method)
 
 
+def two_blocks(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """Attention over 40 places, as queries of the last 24 see them in two blocks, against float64."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 40, h, 16, device=device).to(dtype) for h in (4, 2, 2, 4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expect = attend(*exact, causal=causal)[:, 16:]
+    wanted = torch.autograd.grad((expect * grad.double()[:, 16:]).sum(), exact)
+    q, grad = q[:, 16:], grad[:, 16:]
+    near, far = (k[:, 16:], v[:, 16:], causal), (k[:, :16], v[:, :16], False)
+    out, lse = blocks.merge(*blocks.block(q, *near), *blocks.block(q, *far))
+    found = [
+        blocks.block_backward(grad, q, keys, values, out.to(dtype), lse, late) for keys, values, late in (near, far)
+    ]
+    (dq, near_k, near_v), (more, far_k, far_v) = found
+    got = out, dq + more, torch.cat([far_k, near_k], 1), torch.cat([far_v, near_v], 1)
+    for ours, theirs in zip(got, (expect, wanted[0][:, 16:], wanted[1], wanted[2])):
+        assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_blocks(monkeypatch, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    two_blocks("cpu", dtype, tolerance, causal)
+    monkeypatch.setattr(blocks, "_kernel", lambda q: "math")
+    two_blocks("cpu", dtype, tolerance, causal)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_kernels_of_cuda_are_called_as_they_ask_to_be(monkeypatch, kind: str) -> None:
+    """Shapes and signatures alone, without a GPU; tests/test_cuda_kernels.py has the numbers."""
+    monkeypatch.setattr(blocks, "_kernel", lambda q: kind)
+    q, k = (torch.empty(2, places, h, 16, dtype=torch.bfloat16, device="meta") for places, h in ((40, 4), (24, 2)))
+    out, lse = blocks.block(q, k, k, False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 40), torch.float32)
+    assert [x.shape for x in blocks.block_backward(q, q, k, k, q, lse, False)] == [q.shape, k.shape, k.shape]
+
+
 # -------------------------------------------------------------------------------------------------------- whole models
 
 
@@ -114,6 +156,12 @@ def test_models(ranks, case: str, method: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_more_ranks_than_frames(ranks, method: str) -> None:
+    """Where DSP would leave ranks with nothing to do."""
+    ranks(parity, 4, "transformer2d", method, 2, 8, 8)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_variants(ranks, case: str, method: str) -> None:
     ranks(parity, 2, case, method, 3, 6, 6)
@@ -141,7 +189,7 @@ def objective(mesh: DeviceMesh, kind: type[nn.Module], case: str, method: str) -
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), (IDDPM, "latte-class")])
-def test_objectives(ranks, kind: type[nn.Module], case: str, method: str) -> None:
+def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], case: str, method: str) -> None:
     ranks(objective, 2, kind, case, method)
 
 
@@ -197,6 +245,27 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
             expect = model.config.depth * expect * (n - 1) // n
             ends = sum(s.bytes for s in plan.switches) if phase != "recompute" else 0
             assert sent(counts, phase, "switch", "ring") == expect + ends == plan.bytes[phase]
+
+
+def travels(mesh: DeviceMesh, method: str) -> tuple[float, float]:
+    group = mesh.get_group().group_name
+    parts = [own(torch.randn(8, 1021, 4, 128), mesh).requires_grad_() for _ in range(3)]
+
+    def step() -> None:
+        if method == "ring":
+            y = ring_attention(*parts, 1021, group)
+        else:
+            y = ulysses_attention(*parts, lambda q, k, v: q + k + v, 1021, group)
+        y.sum().backward()
+
+    return measured(mesh, step)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the loopback counter of Linux")
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_that_the_kernel_counts(ranks, method: str) -> None:
+    for kernel, counted in ranks(travels, 2, method):
+        assert kernel == pytest.approx(counted, rel=0.03)
 
 
 def test_the_plan_of_the_papers_model() -> None:
@@ -262,6 +331,31 @@ def test_cores_that_do_not_fit_are_errors() -> None:
         model.cores = cores
         with pytest.raises(ValueError, match=re.escape(message)):
             dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring")
+
+
+def compiled(mesh: DeviceMesh, method: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compile_and_compare(mesh, method)
+
+
+def compile_and_compare(mesh: DeviceMesh, method: str) -> None:
+    single, model = build("transformer2d"), build("transformer2d")
+    inputs = doubled(example(single, 2, frames=2, height=4, width=6))
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    stage = model.blocks[0].spatial
+    stage.forward = torch.compile(stage.forward, backend="eager")
+    stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
+    expect, got = single(**inputs), model(**inputs)
+    torch.testing.assert_close(dsp.gather(got), expect)
+    expect.square().mean().backward()
+    dsp.mean(got * got).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
+    ranks(compiled, 2, method)
 
 
 def reentrant(mesh: DeviceMesh) -> None:
@@ -360,13 +454,14 @@ def test_heads_are_one_more_dim_to_switch(ranks, n: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_training_gives_the_losses_of_dsp(run, method: str) -> None:  # noqa: F811
+def test_training_gives_the_losses_of_one_process(run) -> None:  # noqa: F811
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
+    again = ("train.checkpoint_activations=stages", "parallel.save_exchanges=true")
+    options = {"ulysses": again, "ring": ()}
+    processes = [run.torchrun(2, f"name={m}", f"parallel.method={m}", *few, *options[m]) for m in METHODS]
     expect = metrics(run("name=one", *few), "loss", "grad_norm")
-    options = (f"parallel.method={method}", "train.checkpoint_activations=true", "parallel.save_exchanges=true")
-    process = run.torchrun(2, f"name={method}", *options, *few)
-    assert process.wait(120) == 0, process.stderr.read()
-    assert metrics(run.directory / "runs" / method, "loss", "grad_norm") == {
-        s: pytest.approx(v, rel=1e-4) for s, v in expect.items()
-    }
+    for process, method in zip(processes, METHODS):
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors
+        got = metrics(run.directory / "runs" / method, "loss", "grad_norm")
+        assert got == {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()}

@@ -92,6 +92,27 @@ def test_recycles_change_what_is_predicted(run, tmp_path, files):
     assert np.abs(zero - two).max() > 1e-6
 
 
+def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, fresh_ranks):
+    assert infer(run, files / "alone.a3m", "--out", tmp_path / "plain") == 0
+    plain, options = arrays(tmp_path / "plain/alone.npz"), ("--distogram", "--out")
+    assert "distogram" not in plain
+    assert infer(run, files / "alone.a3m", *options, tmp_path / "one") == 0
+    one = arrays(tmp_path / "one/alone.npz")
+    assert one["distogram"].shape == (14, 14, 64)
+    assert one["distogram"].dtype == np.float16
+    probability = one["distogram"].astype(np.float64)
+    np.testing.assert_allclose(probability.sum(-1), 1, atol=5e-3)
+    # what else is stored is read off it: contact below 8 Å, and the mean of the bins' middles
+    low, high = np.r_[0, one["edges"]], np.r_[one["edges"], one["edges"][-1] + 0.3125]
+    np.testing.assert_allclose(probability @ ((8 - low) / (high - low)).clip(0, 1), one["contact"], atol=2e-3)
+    middles = one["edges"][0] + 0.3125 * (np.arange(64) - 0.5)
+    np.testing.assert_allclose(probability @ middles, one["distance"], atol=2e-2)
+    np.testing.assert_array_equal(one["contact"], plain["contact"])
+    fresh_ranks(infer_here, 4, (run, files / "alone.a3m", *options, tmp_path / "four"))
+    four = arrays(tmp_path / "four/alone.npz")
+    np.testing.assert_allclose(four["distogram"], one["distogram"], rtol=1e-2, atol=1e-5)
+
+
 def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path, files, capsys):
     assert infer(run, files, "--out", tmp_path / "out") == 0
     out = capsys.readouterr().out

@@ -1,6 +1,11 @@
 """Metrics, floors, pictures and the objective of proteins, each against loops or somebody else's implementation."""
 
+import importlib
 import math
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +16,8 @@ from sklearn.metrics import mutual_info_score
 from test_parallel import averaged, same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
@@ -27,18 +34,20 @@ from zoo.protein.metrics import (
     plain_mutual_information,
     range_of_pairs,
 )
-from zoo.protein.objective import ProteinObjective, frequency_floor
+from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
+from zoo.training.protein import Predicted
+
+
+def every_protein():
+    return [data.protein(i) for data in map(EmbeddedProteins, ("train", "validation")) for i in range(len(data))]
 
 
 def real(name):
     """Position [r, 3], seen [r], residue_index [r], asym_id [r] of a structure that comes along."""
-    for data in (EmbeddedProteins("train"), EmbeddedProteins("validation")):
-        for i in range(len(data)):
-            if (protein := data.protein(i)).name == name:
-                arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
-                return tuple(torch.from_numpy(array) for array in arrays)
-    raise AssertionError(name)
+    (protein,) = (protein for protein in every_protein() if protein.name == name)
+    arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
+    return tuple(torch.from_numpy(array) for array in arrays)
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
@@ -108,6 +117,29 @@ def test_distance_lddt_against_biotite():
     theirs = structure.lddt(atoms, moved, aggregation="residue", exclude_same_residue=True).mean()
     ours = distance_lddt(distances(x, x), position, torch.ones(len(x), dtype=torch.bool))
     assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_lddt_of_calpha_atoms_against_biotite():
+    """Of a prediction that has all distances of contact atoms right: how far it can get is the geometry's."""
+    structure = pytest.importorskip("biotite.structure")
+    ceilings = []
+    for protein in every_protein():
+        (beta, seen), (alpha, found) = protein.contact_atoms(), protein.atoms("CA")
+        both = seen & found
+        distance = distances(*[torch.from_numpy(beta)] * 2)
+        measured = Predicted(protein, -distance, distance).measure()
+        assert measured["lDDT-Cβ"] == 1
+        ceilings.append(measured["lDDT-Cα"])
+        if (both == found).all():  # else a residue of which one atom alone was seen has distances from nowhere
+            atoms = structure.AtomArray(int(both.sum()))
+            atoms.coord, atoms.res_id = alpha[both], np.arange(both.sum())
+            moved = atoms.copy()
+            moved.coord = beta[both]
+            theirs = structure.lddt(atoms, moved, aggregation="residue", exclude_same_residue=True).mean()
+            assert measured["lDDT-Cα"] == pytest.approx(theirs, abs=1e-4)
+        exact = distances(*[torch.from_numpy(alpha)] * 2)
+        assert Predicted(protein, -exact, exact).measure()["lDDT-Cα"] == 1
+    assert sum(ceilings) / len(ceilings) == pytest.approx(0.683, abs=0.002)  # docs/proteins.md
 
 
 def test_mutual_information_against_sklearn():
@@ -223,24 +255,63 @@ def mean_of(terms):
     return sum(dsp.mean(*term) for term in terms.values())
 
 
-def parity(mesh: DeviceMesh, model: str, overrides: dict, residues: int, rows: int, extra: int) -> None:
+def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], fsdp: bool = False) -> None:
+    overrides = {"depth": 1} | ({"extra_depth": int(extra > 0)} if model == "evoformer" else {})
     single, parallel = build(model, **overrides), build(model, **overrides)
-    inputs = batch(residues=residues, rows=rows, extra=extra)
-    expect = mean_of(single(**inputs))
-    expect.backward()
+    inputs = batch(residues=11, rows=7, extra=extra)
     dsp.parallelize(parallel, mesh, gather_output=False)
-    got = mean_of(parallel(**inputs))
-    got.backward()
-    torch.testing.assert_close(got, expect)
-    same(averaged(parallel, mesh), {n: p.grad for n, p in single.named_parameters()})
+    if fsdp:  # as train.py does it
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        for stage in importlib.import_module("train").repeated_stages(parallel.model):
+            stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
+            fully_shard(stage, mesh=mesh)
+        fully_shard(parallel.model, mesh=mesh)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # as in train.py
+    for passes in recycles:
+        single.zero_grad(), parallel.zero_grad()
+        expect = mean_of(single(**inputs, recycles=passes))
+        expect.backward()
+        got = mean_of(parallel(**inputs, recycles=passes))
+        got.backward()
+        torch.testing.assert_close(got, expect)
+        grads = {name: p.grad for name, p in single.named_parameters()}
+        if fsdp:
+            wholes = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parallel.named_parameters()}
+            same({name: whole.full_tensor() for name, whole in wholes.items()}, grads)
+        else:
+            same(averaged(parallel, mesh), grads)
 
 
 @pytest.mark.parametrize("model", ["evoformer", "pairformer"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_objective_in_parallel(ranks, model, n):
-    extra = 5 if (model, n) == ("evoformer", 3) else 0
-    overrides = {"evoformer": {"extra_depth": int(extra > 0), "depth": 1}, "pairformer": {"depth": 1}}[model]
-    ranks(parity, n, model, overrides, 11, 7, extra)
+    ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (0,))
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["dsp", "dsp and fsdp"])
+@pytest.mark.parametrize(("model", "n"), [("evoformer", 2), ("evoformer", 3), ("pairformer", 3)])
+def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
+    ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0, 1), fsdp)
+
+
+def moved(mesh: DeviceMesh, model: str, recycles: int):
+    objective = build(model, **({"extra_depth": 0} if model == "evoformer" else {})).float()
+    inputs = batch(residues=16, rows=8) | {"recycles": recycles}
+    plan = dsp.plan(objective, kwargs=inputs, size=mesh.size())
+    dsp.parallelize(objective, mesh, gather_output=False)
+    with dsp.count_comm() as comm:
+        loss = objective(**inputs)
+        sent = sum(kind["bytes"] for kind in comm.by_collective()["forward"].values())
+        mean_of(loss).backward()
+    return plan.bytes["forward"], sent, sum(comm.by_collective()["recompute"].values(), 0), plan.bytes["backward"]
+
+
+@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
+def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model):
+    (once, *_, back), (twice, sent, again, back_again) = (ranks(moved, 2, model, recycles)[0] for recycles in (0, 1))
+    assert twice == sent > 1.8 * once
+    assert back_again == back  # only the last pass has a backward
+    assert again == 0
 
 
 def test_the_frequency_floor_against_loops():
@@ -259,11 +330,13 @@ def test_the_frequency_floor_against_loops():
         for i, j in np.ndindex(12, 12):
             bins[separation(sample, i, j), sample["bins"][i, j]] += float(sample["pair_weight"][i, j])
     letters /= letters.sum()
-    losses = []
+    floor = Frequencies(train)
     for sample in validation:
         of_letters, of_pairs = [], []
         for i, j in np.ndindex(7, 12):
-            if sample["msa_weight"][i, j]:
+            if sample["msa_weight"][i, j] and i == 0:
+                of_letters.append(0)  # the sequence tells it
+            elif sample["msa_weight"][i, j]:
                 column = [int(sample["msa_target"][k, j]) for k in range(7) if not sample["msa_weight"][k, j]]
                 a = int(sample["msa_target"][i, j])
                 of_letters.append(-math.log((column.count(a) + letters[a]) / (len(column) + 1)))
@@ -271,5 +344,9 @@ def test_the_frequency_floor_against_loops():
             if sample["pair_weight"][i, j]:
                 row = bins[separation(sample, i, j)]
                 of_pairs.append(-math.log(row[sample["bins"][i, j]] / row.sum()))
-        losses.append(2 * np.mean(of_letters) + 0.3 * np.mean(of_pairs))
-    assert frequency_floor(train, validation) == pytest.approx(np.mean(losses), rel=1e-5)
+        losses = floor.losses(sample)
+        assert losses["msa"] == pytest.approx(2 * np.mean(of_letters), rel=1e-5)
+        assert losses["distogram"] == pytest.approx(0.3 * np.mean(of_pairs), rel=1e-5)
+        guess = floor.distogram(sample["residue_index"], sample["asym_id"]).exp()
+        row = bins[separation(sample, 2, 9)]
+        torch.testing.assert_close(guess[2, 9].double(), torch.from_numpy(row / row.sum()), atol=1e-6, rtol=1e-5)

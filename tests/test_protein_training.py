@@ -57,10 +57,13 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     (judged,) = (record for record in records if "val_masked accuracy" in record)
     assert judged["step"] == 4
     assert 0 <= judged["val_short P@L/5"] <= 1
-    assert 0 < judged["val_distance lDDT"] < 1
+    assert 0 < judged["val_lDDT-Cβ"] < 1
+    assert 0 < judged["val_lDDT-Cα"] < 1
     floors = {key: value for record in records for key, value in record.items() if "floor" in key}
     assert 4 < floors["frequency_floor"] < 12
-    assert 0 <= floors["apc_floor short P@L/5"] <= 1
+    assert floors["frequency_floor loss_msa"] + floors["frequency_floor loss_distogram"] == floors["frequency_floor"]
+    for name in ("apc_floor short P@L/5", "frequency_floor short P@L/5", "frequency_floor lDDT-Cα"):
+        assert 0 <= floors[name] <= 1
     out = capsys.readouterr().out
     assert "step 4: val_short P@L " in out
     assert "frequencies of letters in a column, of distances by separation" in out
@@ -72,9 +75,13 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     assert resumed[-1]["step"] == 5
 
 
-def test_real_structures_and_an_extra_alignment(run):
+def test_real_structures_and_an_extra_alignment(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
-    assert not any("apc_floor" in key for record in records for key in record)  # one row tells nothing
+    values = {key: value for record in records for key, value in record.items()}
+    assert "alignments of one row: mutual information is not defined" in capsys.readouterr().out
+    assert not any("apc_floor" in key or "accuracy" in key for key in values)
+    assert values["frequency_floor loss_msa"] == 0  # the sequence tells the letters that are hidden in it
+    assert values["frequency_floor"] == values["frequency_floor loss_distogram"] > 0.5
     run("data.extra_rows=3", "model.overrides.extra_depth=1", "name=extra", "eval.floors=false")
     run("name=af3", "eval.floors=false", model="{name: pairformer, size: test, overrides: {bins: 64}}")
 
@@ -127,6 +134,9 @@ def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
     whole = task().batch(None, 3, 0, 1, 2)
     parts = [task(rank, 4).batch(None, 3, 0, 1, 2) for rank in range(4)]
     for name, value in whole.items():
+        if isinstance(value, int):
+            assert all(part[name] == value for part in parts)
+            continue
         if isinstance(value, torch.Tensor):
             assert all(torch.equal(part[name], value) for part in parts)
             continue
@@ -136,6 +146,9 @@ def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
     example = task().example(None)
     assert example.keys() == whole.keys()
     for name, value in whole.items():
+        if isinstance(value, int):
+            assert example[name] == value
+            continue
         local = getattr(value, "local", value)
         assert (example[name].shape, example[name].dtype) == (local.shape, local.dtype), name
 
@@ -159,7 +172,7 @@ def test_validation_is_the_same_for_any_number_of_groups():
 
 
 def test_two_ranks_train_as_one(run, tmp_path):
-    alone = run("name=alone")
+    alone = run("name=alone", objective="{recycles: 2}")
     command = [
         sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "train.py"),
         str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared",
@@ -167,12 +180,49 @@ def test_two_ranks_train_as_one(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
-    for key in ("loss", "val_loss", "val_distance lDDT", "frequency_floor"):
+    for key in ("loss", "val_loss", "val_lDDT-Cβ", "frequency_floor"):
         one, two = ([record[key] for record in records if key in record] for records in (alone, shared))
         assert two
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_the_demo_is_a_configuration():
-    config = cfg.load([str(ROOT / "configs" / "evoformer_demo.yaml")])
-    assert config.data.name == "protein_synthetic"
+def test_a_step_draws_its_recycled_passes():
+    def drawn(greatest, seed=0):
+        made = task()
+        made.config.objective.recycles, made.config.train.seed = greatest, seed
+        return made, [made.recycles(step) for step in range(1, 401)]
+
+    made, passes = drawn(3)
+    assert all(80 < passes.count(n) < 120 for n in range(4))
+    assert passes == drawn(3)[1] != drawn(3, seed=1)[1]
+    assert set(drawn(0)[1]) == {0}
+    made.config.train.accumulation = 2
+    batches = [made.batch(None, 7, micro, group, 2) for micro in range(2) for group in range(2)]
+    assert {batch["recycles"] for batch in batches} == {made.recycles(7)}  # no group waits for another
+    assert {part["recycles"] for *_, part in made.validation_batches(None, 0, 1)} == {3}
+    assert made.example(None)["recycles"] == 3
+
+
+def test_recycled_passes_train_and_resume(run, capsys):
+    every = run("objective.recycles=2", "eval.floors=false", "name=all")
+    losses = [record["loss"] for record in every if "loss" in record]
+    plain = [record["loss"] for record in run("eval.floors=false", "name=none") if "loss" in record]
+    assert losses != plain
+    run("objective.recycles=2", "eval.floors=false", "train.steps=4", "name=again", "sample.every=0")
+    more = run("objective.recycles=1", "eval.floors=false", "train.steps=5", "name=again", "resume=true")
+    assert more[-1]["step"] == 5
+    assert "with another objective.recycles" in capsys.readouterr().out
+    run("objective.recycles=-1", expect=2)
+    assert "objective.recycles=-1: must be at least 0" in capsys.readouterr().err
+
+
+def test_passes_without_gradient_keep_nothing(run, capsys):
+    def activations(*overrides):
+        run("dry_run=true", *overrides)
+        out = capsys.readouterr().out
+        return out, next(line.split()[1:3] for line in out.splitlines() if line.startswith("  activations"))
+
+    for stored in ("none", "stages", "blocks"):
+        out, few = activations("objective.recycles=1", f"train.checkpoint_activations={stored}")
+        assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
+        assert activations("objective.recycles=3", f"train.checkpoint_activations={stored}")[1] == few

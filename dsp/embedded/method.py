@@ -181,15 +181,15 @@ def plan(
 ) -> Plan:
     """`dsp.plan` with another method; its bytes count what is sent inside the stages.
 
-    recompute: every stage is recomputed in backward, as under train.py's activation checkpointing, and what it sends
-    inside is sent again, unless `save_exchanges` keeps it. The other arguments are those of `dsp.plan` and
+    recompute: every stage is recomputed in backward, not only those that are checkpoints as they are, and what it
+    sends inside is sent again, unless `save_exchanges` keeps it. The other arguments are those of `dsp.plan` and
     `parallelize`.
     """
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     stages, root = prepare(model, method, options)
-    again = recompute and not save_exchanges
-    return plan_stages(model, stages, root, args, kwargs, size, None, dtype, gather_output, hardware, again)
+    inside = recompute, save_exchanges
+    return plan_stages(model, stages, root, args, kwargs, size, None, dtype, gather_output, hardware, *inside)
 
 
 def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -94,11 +94,11 @@ class Linear:
             local = p.detach().index_select(dim, index.to(p.device))
             whole = DTensor.from_local(local, axis.mesh, [Shard(dim)], run_check=False)
             setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
-        module.forward = _Local(self, axis.size)  # type: ignore[method-assign]
+        module.forward = _Local(self, axis.size)  # type: ignore[method-assign, assignment]
 
 
 class _Local:
-    """A linear layer's forward on its part of the weights; by rows without the bias, which is added once, to the sum."""
+    """A linear layer's forward on its part of the weights; by rows without the bias, to be added to the sum, once."""
 
     def __init__(self, linear: Linear, n: int) -> None:
         self.linear, self.n = linear, n
@@ -170,7 +170,7 @@ class Region(Distributed):
     def axis_of(self, along: str) -> int:
         axis = self.pattern.axis_of(along)
         if len(self.pattern.axes[axis]) > 1:
-            raise NotationError(f"{self.label} along {along!r}: '{self.pattern}' has it in a fold; give it its own axis")
+            raise NotationError(f"{self.label} along {along!r}: '{self.pattern}' has it in a fold; it needs an axis")
         return axis
 
     def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def rank_order(model: nn.Module) -> dict[str, Tensor]:
     From a parameter's name to the indices with which ``own[indices]`` is what its DTensor holds over all ranks, and
     ``held[indices.argsort()]`` the model's own again; for what is saved whole.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Local) and forward.linear.columns and len(forward.linear.parts) > 1:

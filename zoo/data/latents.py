@@ -12,6 +12,7 @@ l tokens, e channels of the text.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -34,7 +35,10 @@ class LatentError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What encoded the clips of a folder. Latents are (z - shift) * scale, of about unit variance."""
+    """What encoded the clips of a folder. Latents are (z - shift) * scale, of about unit variance.
+
+    `shift` and `scale` are one number, or one a channel.
+    """
 
     vae: str  # the class of the autoencoder, as diffusers calls it
     vae_path: str  # where it was
@@ -42,8 +46,8 @@ class Manifest:
     channels: int  # c
     factor: tuple[int, int, int]  # pixels a latent cell, in t, h, w
     causal: bool  # the first frame has a cell of its own: t = 1 + (frames - 1) / factor
-    shift: float
-    scale: float
+    shift: float | tuple[float, ...]
+    scale: float | tuple[float, ...]
     text: str  # the class of the text encoder
     text_path: str
     text_hash: str
@@ -85,7 +89,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text())
         if found.pop("format") != FORMAT:
             raise LatentError(f"{path}: of another version of this package; encode the clips again")
-        return Manifest(**(found | {"factor": tuple(found["factor"])}))
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return Manifest(**values)
     except FileNotFoundError:
         raise LatentError(f"{folder} has no {MANIFEST}: it is not a folder that zoo.video.encode wrote") from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -148,10 +153,13 @@ class Latents:
         return load_file(self.folder / UNCONDITIONAL)["text"].float()
 
     def _shard(self, entry: Entry) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if entry.shard not in self._open:
-            self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
+            try:
+                self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
+            except (SafetensorError, OSError) as error:
+                raise LatentError(f"{self.folder / entry.shard}: gone or damaged since the start ({error})") from None
         return self._open[entry.shard]
 
 
@@ -166,26 +174,34 @@ class Writer:
         self._clips: list[Entry] = []
         self._tensors: dict[str, Tensor] = {}
 
-    def add(self, entry: Entry, latent: Tensor, text: Tensor) -> None:
-        """Latent [c, t, h, w] and text [l, e], kept in their own dtypes."""
+    def add(self, entry: Entry, latent: Tensor, text: Tensor) -> Path | None:
+        """Latent [c, t, h, w] and text [l, e], kept in their own dtypes. The shard's path, if this completed one."""
         i = len(self._clips)
         self._clips.append(entry)
-        self._tensors |= {f"{i}.latent": latent.contiguous().cpu(), f"{i}.text": text.contiguous().cpu()}
-        if sum(tensor.nbytes for tensor in self._tensors.values()) >= self.shard_bytes:
-            self.flush()
+        for what, tensor in (("latent", latent), ("text", text)):  # copies: clips may share a caption's embedding
+            self._tensors[f"{i}.{what}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return self.flush() if sum(x.nbytes for x in self._tensors.values()) >= self.shard_bytes else None
 
-    def flush(self) -> None:
-        """Write the shard that is begun, if one is."""
+    def flush(self) -> Path | None:
+        """Write the shard that is begun, if one is. A LatentError if the disk cannot hold it."""
         from safetensors.torch import save
 
         if not self._clips:
-            return
+            return None
+        needed, free = sum(x.nbytes for x in self._tensors.values()), shutil.disk_usage(self.folder).free
+        if free < needed * 1.05 + 2**20:
+            raise LatentError(
+                f"{self.folder}: the next shard takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free on this "
+                "disk; free some space and run the same command again: whole shards are not encoded anew"
+            )
         clips = [{k: v for k, v in asdict(clip).items() if k not in ("shard", "place")} for clip in self._clips]
         header = {"format": "pt", "clips": json.dumps(clips)}
         header |= {"vae_hash": self.manifest.vae_hash, "text_hash": self.manifest.text_hash}
         name = hashlib.sha256("\n".join(clip.name for clip in self._clips).encode()).hexdigest()[:16]
-        _write(self.folder / f"shard-{name}.safetensors", save(self._tensors, header))
+        path = self.folder / f"shard-{name}.safetensors"
+        _write(path, save(self._tensors, header))
         self._clips, self._tensors = [], {}
+        return path
 
     def __enter__(self) -> "Writer":
         return self
@@ -207,6 +223,11 @@ def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
                 f"{folder} was begun with another {getattr(there, what)} (at {getattr(there, path)}) than the "
                 f"{getattr(here, what)} at {getattr(here, path)}: its latents do not go together; take a new folder"
             )
+    if there.text_length != here.text_length:
+        raise LatentError(
+            f"{folder} was begun for captions of at most {there.text_length} tokens, not {here.text_length}: "
+            f"go on with --text-length {there.text_length}, or take a new folder"
+        )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -8,7 +8,7 @@ first frame, decodes up to its last one, and closes the file: nothing stays open
 import bisect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
-__all__ = ["SUFFIXES", "VideoError", "VideoFolder"]
+__all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "source_frame"]
 
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
@@ -32,12 +32,14 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class Video:
-    """What the scan keeps of a file: when its frames and its keyframes are shown."""
+    """What the scan keeps of a file: its size, and when its frames and its keyframes are shown."""
 
     path: Path
     times: list[int]  # in ticks, ascending, one a frame
     keyframes: list[int]  # in ticks, ascending; empty where a file is always decoded from its beginning
     tick: float  # seconds
+    height: int  # of the upright picture
+    width: int
     timed: bool = True  # False: the file has no timestamps and `times` counts its frames
 
 
@@ -93,12 +95,8 @@ class VideoFolder:
         if self.crop == "center":
             top = left = 0.5
         start = min(int(u * self._starts(video)), self._starts(video) - 1)
-        chosen = frame_range(frames, self.frames)
-        x = torch.empty(len(chosen), height, width, 3, dtype=torch.uint8)
-        ticks = [video.times[self._source_frame(video, start, i)] for i in chosen]
-        if ticks:
-            _decode(video, ticks, lambda i, frame: x[i].copy_(_pixels(frame, height, width, top, left)))
-        return {"x": x.permute(3, 0, 1, 2).float() / 127.5 - 1, "label": None}
+        chosen = [self._source_frame(video, start, i) for i in frame_range(frames, self.frames)]
+        return {"x": read(video, chosen, height, width, top=top, left=left), "label": None}
 
     def split(self, validation: float = 0.05) -> tuple["VideoFolder", "VideoFolder"]:
         """This folder in two, `(train, validation)`: that share of the videos, at least one, is held out.
@@ -121,21 +119,12 @@ class VideoFolder:
         return train, held_out
 
     def _scan(self, verify: bool) -> None:
-        if not self.root.is_dir():
-            raise VideoError(f"no such folder: {self.root}")
-        paths = sorted(
-            path
-            for path in self.root.rglob("*")
-            if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
-        )
-        if not paths:
-            raise VideoError(f"no videos under {self.root} (looked for {', '.join(SUFFIXES)})")
+        paths = files(self.root)
 
-        def probe(path: Path) -> Video | str:
-            try:
-                video = _probe(path, verify)
-            except Exception as error:
-                return f"broken: {error}"
+        def judge(path: Path) -> Video | str:
+            video = probe(path, verify)
+            if isinstance(video, str):
+                return video
             if self._starts(video) > 0:
                 return video
             length = f"{len(video.times)} frames"
@@ -145,7 +134,7 @@ class VideoFolder:
             return f"too short: {length} in {seconds:.2f} s, and {self.frames} at {self.fps:g} a second were asked for"
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for path, found in zip(paths, pool.map(probe, paths)):
+            for path, found in zip(paths, pool.map(judge, paths)):
                 if isinstance(found, Video):
                     self.videos.append(found)
                 else:
@@ -169,11 +158,77 @@ class VideoFolder:
         """The frame of the video that frame `i` of a clip shows, if the clip starts at frame `start`."""
         if self.fps is None:
             return start + i * self.stride
-        time = video.times[start] + (i / self.fps + _SLACK) / video.tick
-        return bisect.bisect_right(video.times, time) - 1
+        return source_frame(video, video.times[start], i / self.fps)
+
+
+def read_frames(path: Path, height: int, width: int, most: int | None = None) -> torch.Tensor:
+    """The frames [3, t, height, width] in [-1, 1] of a video, the first `most` of them, or the one of an image.
+
+    Scaled until they just cover the size, and cut out of the centre. A VideoError if the file cannot be read.
+    """
+    if not path.is_file():
+        raise VideoError(f"no such file: {path}")
+    pixels: list[torch.Tensor] = []
+    try:
+        container, stream = _open(path)
+        with container:
+            for frame in container.decode(stream):
+                pixels.append(_pixels(frame, height, width, 0.5, 0.5))
+                if len(pixels) == most:
+                    break
+    except (_av().error.FFmpegError, VideoError) as error:
+        raise VideoError(f"{path} is no image or video that can be read: {error}") from error
+    if not pixels:
+        raise VideoError(f"{path}: no frame of it can be decoded")
+    return torch.stack(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 _SLACK = 1e-6  # seconds; 1/fps is rounded, and a frame that is due now must not count as late
+
+
+def files(root: Path) -> list[Path]:
+    """The videos under a folder, sorted; a VideoError if there are none."""
+    if not root.is_dir():
+        raise VideoError(f"no such folder: {root}")
+    paths = sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    )
+    if not paths:
+        raise VideoError(f"no videos under {root} (looked for {', '.join(SUFFIXES)})")
+    return paths
+
+
+def probe(path: Path, verify: bool = False) -> Video | str:
+    """What there is to know of a file without decoding more than its first frame, or why it cannot be used.
+
+    `verify` decodes it to its end.
+    """
+    try:
+        return _probe(path, verify)
+    except Exception as error:
+        return f"broken: {error}"
+
+
+def source_frame(video: Video, tick: int, seconds: float) -> int:
+    """The number of the frame that is on show so many seconds after `tick`."""
+    return bisect.bisect_right(video.times, tick + (seconds + _SLACK) / video.tick) - 1
+
+
+def read(
+    video: Video, chosen: Sequence[int], height: int, width: int, *, top: float = 0.5, left: float = 0.5
+) -> torch.Tensor:
+    """The frames of these numbers (ascending), [3, n, height, width] in [-1, 1].
+
+    Scaled to cover height x width, and of what is too much `top` and `left` are the shares cut off there. A VideoError
+    names a file that breaks on the way.
+    """
+    x = torch.empty(len(chosen), height, width, 3, dtype=torch.uint8)
+    if chosen:
+        ticks = [video.times[i] for i in chosen]
+        _decode(video, ticks, lambda i, frame: x[i].copy_(_pixels(frame, height, width, top, left)))
+    return x.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def _av() -> Any:
@@ -197,7 +252,7 @@ def _probe(path: Path, verify: bool) -> Video:
     """Read the times of a video's frames from its packets, and decode its first frame (with `verify`, all of them)."""
     container, stream = _open(path)
     with container:
-        tick = float(stream.time_base)
+        tick, sizes = float(stream.time_base), (0, 0)
         times: list[int] = []
         keyframes: list[int] = []
         decoded: list[int] = []
@@ -210,18 +265,19 @@ def _probe(path: Path, verify: bool) -> Video:
                 for frame in packet.decode():
                     if verify and frame.is_corrupt:
                         raise VideoError(f"frame {len(decoded)} is damaged")
+                    sizes = sizes if decoded else _upright(frame)
                     decoded.append(frame.pts)
         rate, form = stream.average_rate, container.format.name  # not to be read once the container is closed
     if not decoded:
         raise VideoError("no frame of it can be decoded")
     if form == "avi" or any(time is None for time in times):  # AVI stores no times of showing: count the frames
         count = len(decoded) if verify else len(_probe(path, verify=True).times)
-        return Video(path, list(range(count)), [], 1 / float(rate or 25), timed=False)
+        return Video(path, list(range(count)), [], 1 / float(rate or 25), *sizes, timed=False)
     if verify:
         times = decoded
     if form == "gif":
         keyframes = []  # a GIF frame is drawn over the ones before it
-    return Video(path, sorted(set(times)), sorted(set(keyframes)), tick)
+    return Video(path, sorted(set(times)), sorted(set(keyframes)), tick, *sizes)
 
 
 def _decode(video: Video, ticks: list[int], take: Callable[[int, Any], Any]) -> None:
@@ -274,10 +330,18 @@ def _take_frames(
     raise VideoError(f"it ends {len(ticks) - taken} frames early")
 
 
+def _turns(frame: Any) -> int:
+    """Quarters, counterclockwise, that put it upright."""
+    return round(getattr(frame, "rotation", 0) / 90) % 4
+
+
+def _upright(frame: Any) -> tuple[int, int]:
+    return (frame.width, frame.height) if _turns(frame) % 2 else (frame.height, frame.width)
+
+
 def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> torch.Tensor:
     """The frame, upright, scaled to cover height x width, cut at shares `top`, `left` of the rest: uint8 [h, w, 3]."""
-    turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counterclockwise
-    sizes = (frame.width, frame.height) if turns % 2 else (frame.height, frame.width)
+    turns, sizes = _turns(frame), _upright(frame)
     scale = max(height / sizes[0], width / sizes[1])
     rows, columns = max(height, round(sizes[0] * scale)), max(width, round(sizes[1] * scale))
     stored = (columns, rows) if turns % 2 else (rows, columns)

@@ -155,8 +155,9 @@ class Evoformer(nn.Module):
         }
         if config.extra_depth:
             self.stages |= {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
-        stacks = ("blocks.*", "extra_blocks.*") if config.extra_depth else ("blocks.*",)
-        self.dap = self.stages | {name: text for stack in stacks for name, text in prefixed(f"{stack}.pair", DAP).items()}
+        self.dap = self.stages | prefixed("blocks.*.pair", DAP)
+        if config.extra_depth:
+            self.dap |= prefixed("extra_blocks.*.pair", DAP)
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)

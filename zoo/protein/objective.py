@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo.protein.distogram import BINS
 from zoo.protein.embedding import CLASSES
 
-__all__ = ["ProteinObjective", "frequency_floor"]
+__all__ = ["Frequencies", "ProteinObjective"]
 
 _REACH = 32
 MSA_WEIGHT, PAIR_WEIGHT = 2.0, 0.3  # AlphaFold 2, supplement, 1.9, equation 7
@@ -73,7 +73,8 @@ class ProteinObjective(nn.Module):
         """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
 
         `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
-        `pair_weight` for the pairs of which both residues were seen, else 0.
+        `pair_weight` for the pairs of which both residues were seen, else 0. `inputs` are the model's own, `recycles`
+        among them: earlier passes have no gradient and no loss.
         """
         letters, distances, *_ = self.model(**inputs)
         return {
@@ -82,37 +83,45 @@ class ProteinObjective(nn.Module):
         }
 
 
-def frequency_floor(train: Sequence[Mapping[str, Tensor]], validation: Sequence[Mapping[str, Tensor]]) -> float:
-    """The same loss of what needs no model, averaged over validation samples (without a batch dim).
+class Frequencies:
+    """What needs no model: frequencies in training samples (without a batch dim), as a prediction for others.
 
     A hidden letter is given the frequencies of what is left of its column and, as a prior of one row, of all training
-    data; a distance the frequencies of its bin in training data at the same separation along the chain (up to 32, and
-    in two chains), plus one for each bin.
+    data; those of the first row cost nothing, as models are given the sequence besides (AF2's are too). A distance is
+    given the frequencies of its bin in training data at the same separation along the chain (up to 32, and in two
+    chains), plus one for each bin.
     """
-    letters = torch.ones(CLASSES)
-    bins = torch.ones(_REACH + 2, BINS)
-    for sample in train:
-        letters += torch.bincount(sample["msa_target"][sample["msa_mask"]], minlength=CLASSES)
-        seen = sample["pair_weight"].bool()
-        bins.index_put_((_separation(sample)[seen], sample["bins"][seen]), torch.ones(()), accumulate=True)
-    letters, bins = letters / letters.sum(), bins / bins.sum(1, keepdim=True)
-    losses = []
-    for sample in validation:
+
+    def __init__(self, samples: Sequence[Mapping[str, Tensor]]):
+        letters, bins = torch.ones(CLASSES), torch.ones(_REACH + 2, BINS)
+        for sample in samples:
+            letters += torch.bincount(sample["msa_target"][sample["msa_mask"]], minlength=CLASSES)
+            seen, apart = sample["pair_weight"].bool(), separation(sample["residue_index"], sample["asym_id"])
+            bins.index_put_((apart[seen], sample["bins"][seen]), torch.ones(()), accumulate=True)
+        self.letters, self.bins = letters / letters.sum(), bins / bins.sum(1, keepdim=True)
+
+    def distogram(self, residue_index: Tensor, asym_id: Tensor) -> Tensor:
+        """Log-probabilities [i, j, 64] of the distances between residues [r]."""
+        return self.bins.log()[separation(residue_index, asym_id)]
+
+    def losses(self, sample: Mapping[str, Tensor]) -> dict[str, float]:
+        """Both terms of the objective on one sample."""
         shown = sample["msa_mask"] & ~sample["msa_weight"].bool()
         columns = F.one_hot(sample["msa_target"], CLASSES) * shown[..., None]
-        profile = columns.sum(0) + letters
+        profile = columns.sum(0) + self.letters
         profile = (profile / profile.sum(-1, keepdim=True)).log()
         of_letters = -profile.gather(1, sample["msa_target"].T).T
-        of_pairs = -bins[_separation(sample), sample["bins"]].log()
-        losses.append(
-            MSA_WEIGHT * (of_letters * sample["msa_weight"]).sum() / sample["msa_weight"].sum()
-            + PAIR_WEIGHT * (of_pairs * sample["pair_weight"]).sum() / sample["pair_weight"].sum()
-        )
-    return torch.stack(losses).mean().item()
+        of_letters[0] = 0
+        logits = self.distogram(sample["residue_index"], sample["asym_id"])
+        of_pairs = -logits.gather(-1, sample["bins"][..., None])[..., 0]
+        terms = {
+            "msa": MSA_WEIGHT * (of_letters * sample["msa_weight"]).sum() / sample["msa_weight"].sum(),
+            "distogram": PAIR_WEIGHT * (of_pairs * sample["pair_weight"]).sum() / sample["pair_weight"].sum(),
+        }
+        return {name: term.item() for name, term in terms.items()}
 
 
-def _separation(sample: Mapping[str, Tensor]) -> Tensor:
+def separation(residue_index: Tensor, asym_id: Tensor) -> Tensor:
     """How far apart i and j are along the chain [i, j], at most 32; 33 if they are of two chains."""
-    index, chain = sample["residue_index"], sample["asym_id"]
-    apart = (index[:, None] - index).abs().clamp(max=_REACH)
-    return apart.masked_fill(chain[:, None] != chain, _REACH + 1)
+    apart = (residue_index[:, None] - residue_index).abs().clamp(max=_REACH)
+    return apart.masked_fill(asym_id[:, None] != asym_id, _REACH + 1)

@@ -16,6 +16,7 @@ class Contacts(NamedTuple):
     letters: Tensor  # (b s r) the likeliest token at each place of the alignment
     probability: Tensor  # (b i j) that a pair is in contact
     distance: Tensor  # (b i j) Å, the mean
+    distogram: Tensor | None  # (b i j v) float16, the probability of every bin, if it was asked for
 
 
 class Likeliest(nn.Module):
@@ -30,13 +31,21 @@ class Distances(nn.Module):
         return contact_probability(logits), expected_distance(logits)
 
 
+class Probabilities(nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.float().softmax(-1).half()
+
+
 class Predictor(nn.Module):
-    """`model(**inputs)`, read: Contacts. No rank ever holds all logits of all pairs, r² x 64 of them."""
+    """`model(**inputs)`, read: Contacts. No rank ever holds all logits of all pairs, r² x 64 of them.
+
+    With `distogram` every rank receives the probabilities of all bins: 128 r² bytes.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.letters, self.distances = Likeliest(), Distances()
+        self.letters, self.distances, self.distogram = Likeliest(), Distances(), Probabilities()
 
     @property
     def stages(self) -> dict[str, str]:
@@ -44,12 +53,14 @@ class Predictor(nn.Module):
         stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
         inputs, _ = stages.pop("").split("->")
         return {
-            "": f"{inputs.strip()} -> b s r, b i j, b i j",
+            "": f"{inputs.strip()} -> b s r, b i j, b i j, b i j v",
             **{f"model.{name}": stage for name, stage in stages.items()},
             "letters": "b s r [v] -> b s r",
             "distances": "b i j [v] -> b i j, b i j",
+            "distogram": "b i j [v] -> b i j [v]",
         }
 
-    def forward(self, **inputs: Any) -> Contacts:
+    def forward(self, distogram: bool = False, **inputs: Any) -> Contacts:
         letters, bins, *_ = self.model(**inputs)
-        return Contacts(self.letters(letters), *self.distances(bins))
+        probability, distance = self.distances(bins)
+        return Contacts(self.letters(letters), probability, distance, self.distogram(bins) if distogram else None)

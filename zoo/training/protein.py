@@ -22,7 +22,8 @@ from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
-from zoo.protein.distogram import BINS, CONTACT, distances
+from zoo.data.sampling import generator
+from zoo.protein.distogram import BINS, CONTACT, contact_probability, distances, edges, expected_distance
 from zoo.protein.metrics import (
     average,
     contact_precision,
@@ -31,7 +32,7 @@ from zoo.protein.metrics import (
     mutual_information,
     range_of_pairs,
 )
-from zoo.protein.objective import ProteinObjective, frequency_floor
+from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import ContactMap, save_contact_maps
 from zoo.protein.prediction import Predictor
 from zoo.protein.table import write_contacts
@@ -85,13 +86,14 @@ DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Emb
 @dataclass
 class Objective:
     name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
+    recycles: int = option(0, "most further passes, each from what the last one made; a step draws 0 to all", least=0)
 
 
 @dataclass
 class Eval:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     proteins: int = option(16, "validation samples, the same at every validation", least=1)
-    floors: bool = option(False, "also report what needs no training: frequencies, and mutual information")
+    floors: bool = option(False, "also report what needs no model: frequencies, and mutual information")
 
 
 @dataclass
@@ -114,13 +116,21 @@ class Predicted:
     protein: Protein
     contact: Tensor  # [r, r] probability
     distance: Tensor  # [r, r] Å
-    accuracy: float | None = None  # of hidden letters
+    accuracy: float | None = None  # of hidden letters, but for those of the first row: the sequence tells them
+    distogram: Tensor | None = None  # [r, r, 64] float16, the probability of every bin
 
     def measure(self) -> dict[str, float]:
-        """Nothing if the structure is not known."""
+        """Nothing if the structure is not known.
+
+        The distances are those of the contact atoms. lDDT-Cβ compares them with what they are of, lDDT-Cα with those
+        of Cα atoms, as the field reports it: perfect by the first is 0.68 by the second.
+        """
         truth = _truth(self.protein)
-        found = contact_precision(self.contact, *truth) | _lddt(self.distance, *truth[:2])
-        return found | ({} if self.accuracy is None else {"masked accuracy": self.accuracy})
+        found: dict[str, float | None] = {**contact_precision(self.contact, *truth)}
+        for name, (position, seen) in (("Cβ", truth[:2]), ("Cα", map(torch.from_numpy, self.protein.atoms("CA")))):
+            found[f"lDDT-{name}"] = distance_lddt(self.distance, position, seen)
+        found["masked accuracy"] = self.accuracy
+        return {name: value for name, value in found.items() if value is not None}
 
     def contacts(self) -> int:
         """How many pairs are in contact in truth, of those that are measured."""
@@ -172,15 +182,16 @@ class Task(task.Task):
     def objective(self, model: nn.Module) -> nn.Module:
         return ProteinObjective(model)
 
-    def example(self, objective: Any) -> dict[str, Tensor]:
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
+        """With as many recycled passes as a step may draw."""
         b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
-        inputs = {
+        inputs: dict[str, Any] = {
             "msa": torch.zeros(b, s, r, dtype=torch.long), "deletions": torch.zeros(b, s, r),
             "msa_mask": torch.ones(b, s, r, dtype=torch.bool), "msa_target": torch.zeros(b, s, r, dtype=torch.long),
             "msa_weight": torch.ones(b, s, r), "bins": torch.zeros(b, r, r, dtype=torch.long),
             "pair_weight": torch.ones(b, r, r), "sequence": torch.zeros(b, r, dtype=torch.long),
             "residue_index": torch.zeros(b, r, dtype=torch.long), "asym_id": torch.zeros(b, r, dtype=torch.long),
-            "mask": torch.ones(b, r, dtype=torch.bool),
+            "mask": torch.ones(b, r, dtype=torch.bool), "recycles": self.config.objective.recycles,
         }  # fmt: skip
         if t:
             inputs |= {
@@ -193,13 +204,23 @@ class Task(task.Task):
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         seed, chosen = self.config.train.seed, self.drawn(step, micro, group, groups, len(self.train))
-        return self._inputs([self._draw(self.train, "train", seed, epoch, index) for epoch, index in chosen])
+        examples = [self._draw(self.train, "train", seed, epoch, index) for epoch, index in chosen]
+        return self._inputs(examples, self.recycles(step))
+
+    def recycles(self, step: int) -> int:
+        """How many recycled passes a training step has, the same for all groups so that none waits for another.
+
+        Uniform from 0 to all of them (AF2 supplement, 1.10), a pure function of the step. Every pass sees the same
+        rows and hidden letters, where AlphaFold draws them anew.
+        """
+        random = generator("recycles", self.config.train.seed, step)
+        return int(torch.randint(self.config.objective.recycles + 1, (), generator=random))
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         chosen = self._validation_examples(self.config.eval.proteins)[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             examples = [example() for example in chosen[start : start + self.config.train.batch]]
-            yield 0, len(examples), self._inputs(examples)
+            yield 0, len(examples), self._inputs(examples, self.config.objective.recycles)
 
     def _validation_examples(self, count: int) -> list[Callable[[], Example]]:
         """The first `count`, spread over the validation set; if it has too few proteins, several crops of each."""
@@ -217,7 +238,7 @@ class Task(task.Task):
             spatial=getattr(options, "crop", "") == "spatial",
         )  # fmt: skip
 
-    def _inputs(self, examples: Sequence[Example]) -> Inputs:
+    def _inputs(self, examples: Sequence[Example], recycles: int) -> Inputs:
         """What this rank holds of a batch."""
 
         def stacked(of: Callable[[Example], dict[str, Tensor]], length: int | None = None) -> Inputs:
@@ -237,6 +258,7 @@ class Task(task.Task):
             part = inputs[name]
             weight = part.local if isinstance(part, Part) else part
             weight /= sums[:, None, None]
+        inputs["recycles"] = recycles
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what is shown
@@ -249,7 +271,7 @@ class Task(task.Task):
         made, chosen = [], self._validation_examples(self.config.sample.proteins)
         for i, example in enumerate(chosen):
             drawn = example()
-            made.append(self._predict(model, drawn, device))
+            made.append(self._predict(model, drawn, device, recycles=self.config.objective.recycles))
             on_step(i + 1, len(chosen))
         return made
 
@@ -259,10 +281,12 @@ class Task(task.Task):
         with torch.no_grad():
             found = model(**inputs, **options)
         r, accuracy = len(example.protein), None
-        if example.chosen.any():
-            accuracy = masked_accuracy(found.letters[0].cpu(), given["msa_target"], given["msa_weight"])
+        if example.chosen[1:].any():
+            letters, target, chosen = found.letters[0].cpu(), given["msa_target"], given["msa_weight"]
+            accuracy = masked_accuracy(letters[1:], target[1:], chosen[1:])
         probability, distance = (x[0, :r, :r].cpu() for x in (found.probability, found.distance))
-        return Predicted(example.protein, probability, distance, accuracy)
+        bins = None if found.distogram is None else found.distogram[0, :r, :r].cpu()
+        return Predicted(example.protein, probability, distance, accuracy, bins)
 
     def show(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
         measured = [predicted.measure() for predicted in samples]
@@ -279,8 +303,15 @@ class Task(task.Task):
         parser.add_argument("--rows", type=int, default=data.rows, help="rows of the alignment")
         if data.extra_rows:
             parser.add_argument("--extra-rows", type=int, default=data.extra_rows, help="rows of the extra one")
-        parser.add_argument("--recycles", type=int, default=0, help="further passes, each from what the last one made")
+        parser.add_argument(
+            "--recycles", type=int, default=self.config.objective.recycles,
+            help="further passes, each from what the last one made; as many as in training, if not said",
+        )  # fmt: skip
         parser.add_argument("--least", type=float, default=0.1, help="least probability of the contacts in the table")
+        parser.add_argument(
+            "--distogram", action="store_true",
+            help="store the probabilities of all bins of distance too: 128 r² bytes on every rank for r residues",
+        )  # fmt: skip
         parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
 
     def infer(
@@ -303,7 +334,8 @@ class Task(task.Task):
             rows = min(options.rows, len(protein.msa))
             sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
             example = draw(protein, "inference", options.seed, **sizes, share=0)
-            predicted = self._predict(model, example, device, recycles=options.recycles)
+            asked = {"recycles": options.recycles, "distogram": options.distogram}
+            predicted = self._predict(model, example, device, **asked)
             files, found = on_first_rank(partial(_write, options.out, predicted, options.least))
             written += files
             measured.append(found)
@@ -318,8 +350,10 @@ class Task(task.Task):
         return written
 
     def describe(self) -> str:
-        extra = f" + {self.shape['extra']}" if self.shape["extra"] else ""
-        return f"{self.shape['rows']}{extra} rows of {self.shape['residues']} residues"
+        rows, extra, recycles = self.shape["rows"], self.shape["extra"], self.config.objective.recycles
+        words = f"{rows} + {extra} rows" if extra else f"{rows} row{'s' if rows > 1 else ''}"
+        passes = f", {recycles} recycled pass{'es' if recycles > 1 else ''} (a step draws 0 to {recycles})"
+        return f"{words} of {self.shape['residues']} residues{passes if recycles else ''}"
 
     def floors(self, objective: Any) -> list[Floor]:
         if not self.config.eval.floors:
@@ -327,17 +361,28 @@ class Task(task.Task):
         seed, n = self.config.train.seed, len(self.train)
         train = [self._draw(self.train, "train", seed, i // n, i % n) for i in range(_FLOOR_EXAMPLES)]
         validation = [example() for example in self._validation_examples(self.config.eval.proteins)]
-        loss = frequency_floor(
-            *([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
-        )
-        floors = [Floor("frequency_floor", "frequencies of letters in a column, of distances by separation", loss)]
-        measured = []
+        shown, told = ([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
+        frequencies = Frequencies(shown)
+        terms = average([frequencies.losses(sample) for sample in told])
+        words = "frequencies of letters in a column, of distances by separation"
+        floors = [Floor("frequency_floor", words, sum(terms.values()))]
+        by_frequency, by_information = [], []
         for example in self._validation_examples(self.config.sample.proteins):
             protein = example().protein
+            truth = _truth(protein)
+            logits = frequencies.distogram(*truth[2:])
+            guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
+            by_frequency.append(guess.measure())
             if len(protein.msa) > 1:
-                measured.append(contact_precision(mutual_information(torch.from_numpy(protein.msa)), *_truth(protein)))
-        for name, value in average(measured).items():
-            floors.append(Floor(f"apc_floor {name}", f"mutual information of the same rows, {name}", value))
+                by_information.append(contact_precision(mutual_information(torch.from_numpy(protein.msa)), *truth))
+        for key, words, found in (
+            ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
+            ("frequency_floor", "frequencies of distances", average(by_frequency)),
+            ("apc_floor", "mutual information of the same rows", average(by_information)),
+        ):
+            floors += [Floor(f"{key} {name}", f"{words}, {name}", value) for name, value in found.items()]
+        if not by_information:
+            say("alignments of one row: mutual information is not defined, and hidden letters stand in the sequence")
         return floors
 
 
@@ -351,12 +396,15 @@ def _write(directory: Path, predicted: Predicted, least: float) -> tuple[list[Pa
     directory.mkdir(parents=True, exist_ok=True)
     table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
     write_contacts(table, protein, predicted.contact, predicted.distance, least)
+    values = {
+        "contact": predicted.contact.numpy(), "distance": predicted.distance.numpy(),
+        "sequence": np.array(protein.sequence), "chain": np.array(protein.chains)[protein.asym_id],
+        "residue_index": protein.residue_index, "residue_id": np.array(protein.residue_ids),
+    }  # fmt: skip
+    if predicted.distogram is not None:
+        values |= {"distogram": predicted.distogram.numpy(), "edges": edges().numpy()}
     with arrays.open("wb") as file:
-        np.savez_compressed(
-            file, contact=predicted.contact.numpy(), distance=predicted.distance.numpy(),
-            sequence=np.array(protein.sequence), chain=np.array(protein.chains)[protein.asym_id],
-            residue_index=protein.residue_index, residue_id=np.array(protein.residue_ids),
-        )  # fmt: skip
+        np.savez_compressed(file, allow_pickle=False, **values)
     save_contact_maps(picture, [predicted.map(measured)])
     return [table, arrays, picture], measured
 
@@ -366,11 +414,6 @@ def _truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
     position, seen, residue_index, asym_id = (torch.from_numpy(array) for array in arrays)
     return position, seen, residue_index, asym_id
-
-
-def _lddt(distance: Tensor, position: Tensor, seen: Tensor) -> dict[str, float]:
-    value = distance_lddt(distance, position, seen)
-    return {} if value is None else {"distance lDDT": value}
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:

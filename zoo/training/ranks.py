@@ -27,8 +27,11 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone."""
+def process_group(patience: timedelta | None = None) -> Iterator[torch.device]:
+    """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone.
+
+    `patience` is how long ranks wait for each other; None for torch's default, half an hour or less.
+    """
     local = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -45,7 +48,7 @@ def process_group() -> Iterator[torch.device]:
     if borrowed:
         pass
     elif "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=patience)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     farewell = None if borrowed else dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -21,7 +21,7 @@ def due(every: int, step: int, steps: int) -> bool:
     return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
 
-def ahead(make: Callable[..., Any], wanted: Iterable[tuple[int, int]]) -> Any:
+def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]]) -> Any:
     """Yield `make(*args)` for every args wanted, each made in a thread while the one before it is used."""
     with ThreadPoolExecutor(1) as pool:
         pending: Future[Any] | None = None

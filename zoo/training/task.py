@@ -34,7 +34,7 @@ class Part:
     length: int
 
 
-Inputs = dict[str, Tensor | Part]
+Inputs = dict[str, Tensor | Part | int]  # a number is the same on all ranks
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Task(ABC):
     validation_samples: int  # of all data-parallel groups together
     levels: int = 1  # parts of the validation loss that are also reported one by one
     media: str = "png"  # what `show` writes
+    account: str = ""  # what `infer` has to say of the time it took, once it is done
 
     def __init__(self, config: Any, rank: int = 0, size: int = 1):
         self.config, self.rank, self.size = config, rank, size
@@ -84,8 +85,16 @@ class Task(ABC):
         return model
 
     @abstractmethod
-    def example(self, objective: Any) -> dict[str, Tensor]:
-        """The keyword arguments of the objective for one batch, on the default device."""
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
+        """The objective's arguments for one batch of a bucket, the most it is asked for, on the default device."""
+
+    def bucket(self, step: int, groups: int) -> int:
+        """Which bucket the batches of a step are of, if the shapes of samples differ; 0 has the largest batch."""
+        return 0
+
+    def batch_tokens(self, bucket: int = 0) -> int:
+        """Of one batch of a bucket, for the throughput."""
+        return self.tokens * self.config.train.batch
 
     @abstractmethod
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:

@@ -61,6 +61,10 @@ class Protein:
             deletions=self.deletions[:, residues],
         )
 
+    def atoms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Where the atom of that name in ATOMS is, [r, 3] Å, and whether it was seen [r]."""
+        return self.positions[:, ATOMS.index(name)], self.resolved[:, ATOMS.index(name)]
+
     def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the atom is that stands for a residue, Cβ or for glycine Cα: [r, 3] Å, and whether it was seen [r]."""
         ca, cb = ATOMS.index("CA"), ATOMS.index("CB")

@@ -1,0 +1,176 @@
+"""Which clips to encode: the videos of a folder with their captions, cut and assigned to the sizes asked for."""
+
+import csv
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+
+from zoo.data.video_folder import Video, files, probe, source_frame
+
+__all__ = ["Bucket", "ClipError", "Source", "captions", "choose", "cut", "sources"]
+
+NAMES, TEXTS = ("path", "file", "file_name", "video"), ("text", "caption", "prompt")  # columns of a table of captions
+
+
+class ClipError(ValueError):
+    """Clips, captions or sizes that cannot be used, with the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A size of clips in pixels; `fps` None takes a video's frames as they come."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Bucket":
+        """FRAMESxHEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH@FPS."""
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", text)
+        if not match or not min(int(match[1]), int(match[2]), int(match[3]), float(match[4] or 1)) > 0:
+            raise ClipError(
+                f"{text!r} is no size of clips: it is FRAMESxHEIGHTxWIDTH, as 17x256x256, or with @FPS, @24"
+            )
+        return cls(int(match[1]), int(match[2]), int(match[3]), float(match[4]) if match[4] else None)
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}" + (f"@{self.fps:g}" if self.fps else "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A clip to be: `name` is the file and the first frame, counted at the clip's rate; `chosen` the file's frames."""
+
+    name: str
+    video: Video
+    caption: str
+    bucket: Bucket
+    chosen: tuple[int, ...]
+    fps: float
+
+
+def sources(
+    root: Path, table: Path | None, buckets: Sequence[Bucket], most: int | None = None
+) -> tuple[list[Source], list[str]]:
+    """The clips of every video under `root` that has a caption, and what was skipped: a line a file, with the reason.
+
+    Captions as in `captions`; `most` clips of a video at most. ClipError: nothing is left.
+    """
+    paths = {path.relative_to(root).as_posix(): path for path in files(root)}
+    texts, skipped = captions(root, table, paths)
+    found: list[Source] = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for name, video in zip(texts, pool.map(probe, [paths[name] for name in texts])):
+            if isinstance(video, str):
+                skipped.append(f"{name}: {video}")
+            elif (bucket := choose(video, buckets)) is None:
+                wanted = " or ".join(str(bucket) for bucket in buckets)
+                skipped.append(f"{name}: too short: {len(video.times)} frames in {_seconds(video):.2f} s, for {wanted}")
+            else:
+                found += list(cut(name, video, texts[name], bucket))[:most]
+    if not found:
+        raise ClipError(f"no clip under {root} can be encoded: " + "; ".join(skipped[:5]))
+    return found, skipped
+
+
+def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
+    """The caption of each file in `paths` that has one, and a line for each that lacks one and each without a file.
+
+    From `table`, a CSV or JSONL with one of the columns path, file, file_name, video and one of text, caption, prompt;
+    without a table from NAME.txt beside NAME.mp4. Files are relative to `root`. ClipError: no file has a caption.
+    """
+    skipped = []
+    if table is None:
+        where = "NAME.txt beside each video"
+        sidecars = {name: path.with_suffix(".txt") for name, path in paths.items()}
+        texts = {name: _text(path).strip() for name, path in sidecars.items() if path.is_file()}
+        for path in sorted(set(root.rglob("*.txt")) - set(sidecars.values())):
+            skipped.append(f"{path.relative_to(root).as_posix()}: a caption without a video")
+    else:
+        where, texts = str(table), {}
+        for line, file, text in _rows(table):
+            name = os.path.relpath(root / file, root).replace(os.sep, "/")
+            if name in texts and texts[name] != text:
+                raise ClipError(f"{table}, line {line}: {name} has another caption already")
+            texts[name] = text
+        skipped += [f"{name}: a caption without a video under {root}" for name in texts if name not in paths]
+    skipped += [f"{name}: no caption" for name in paths if not texts.get(name)]
+    found = {name: texts[name] for name in paths if texts.get(name)}
+    if not found:
+        raise ClipError(
+            f"none of the {len(paths)} videos under {root} has a caption in {where}: name.txt beside name.mp4 is one, "
+            f"or --captions FILE, a .csv or .jsonl with the columns {NAMES[0]} and {TEXTS[0]}, paths relative to {root}"
+        )
+    return found, skipped
+
+
+def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
+    """The bucket of nearest aspect among those a video is long enough for; of equal ones the longest, then the largest
+    that enlarges least. None if it is too short for all."""
+
+    def rank(bucket: Bucket) -> tuple[float, ...]:
+        aspect = abs(log(video.width * bucket.height / (video.height * bucket.width)))
+        enlarged = max(1.0, bucket.height / video.height, bucket.width / video.width)
+        return (round(aspect, 3), -bucket.frames, enlarged, -bucket.height * bucket.width)
+
+    return min((b for b in buckets if _length(video, b.fps) >= b.frames), key=rank, default=None)
+
+
+def cut(name: str, video: Video, caption: str, bucket: Bucket) -> Iterator[Source]:
+    """Consecutive clips from the video's first frame on; what is left at its end is not used."""
+    own = (len(video.times) - 1) / _seconds(video) if len(video.times) > 1 else 1.0
+    fps = bucket.fps or round(own, 3)
+    for start in range(0, _length(video, bucket.fps) - bucket.frames + 1, bucket.frames):
+        shown = range(start, start + bucket.frames)
+        chosen = [source_frame(video, video.times[0], i / bucket.fps) for i in shown] if bucket.fps else shown
+        yield Source(f"{name}#{start}", video, caption, bucket, tuple(chosen), fps)
+
+
+def _seconds(video: Video) -> float:
+    return (video.times[-1] - video.times[0]) * video.tick
+
+
+def _length(video: Video, fps: float | None) -> int:
+    """Frames that it has, at `fps` if that is given."""
+    return len(video.times) if fps is None else int(_seconds(video) * fps + 1e-6) + 1
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ClipError(f"{path}: not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ClipError(f"{path}: {error.strerror}") from None
+
+
+def _rows(table: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, file, caption) of each row of a table."""
+    rows: list[tuple[int, dict[str, str]]]
+    lines = _text(table).splitlines(keepends=True)
+    if table.suffix == ".csv":
+        reader = csv.DictReader(lines)
+        rows = [(reader.line_num, row) for row in reader]
+    elif table.suffix == ".jsonl":
+        try:
+            rows = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
+        except ValueError as error:
+            raise ClipError(f"{table}: a line is no JSON: {error}") from None
+    else:
+        raise ClipError(f"{table}: captions are read from .csv and .jsonl files, not from {table.suffix or 'this'}")
+    for line, row in rows:
+        columns = row if isinstance(row, dict) else {}
+        name, text = (next((k for k in known if isinstance(columns.get(k), str)), None) for known in (NAMES, TEXTS))
+        if name is None or text is None:
+            raise ClipError(
+                f"{table}, line {line}: expected one of {', '.join(NAMES)} and one of {', '.join(TEXTS)}, "
+                f"got {', '.join(map(str, columns)) or 'no columns'}"
+            )
+        yield line, columns[name], columns[text].strip()

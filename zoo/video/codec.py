@@ -1,0 +1,307 @@
+"""Pixels to latents and back, and captions to embeddings: autoencoders of diffusers, text encoders of transformers.
+
+Both are read from a folder on this disk as those libraries save them, or from the `vae/`, `text_encoder/` and
+`tokenizer/` of a pipeline's folder: weights in safetensors alone, classes out of the lists below, nothing downloaded
+and no code run that a file names. Letters: c channels, t frames, h w height and width, l tokens, e channels of text.
+
+Latents are (z - shift) * scale, as the pipelines of diffusers hand them to a denoiser; z is the mode of the posterior,
+not a draw from it: an encoded clip is then a function of its pixels, on any number of ranks, and the noise left out is
+far below that of the first level of any diffusion.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zoo.video.pretrained import CodecError, configuration, from_pretrained, library, sha256, tokenizer, weights
+
+__all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "Autoencoder", "CodecError", "TextEncoder"]
+
+OnStep: TypeAlias = Callable[[int, int], Any]  # (steps done, of how many)
+Values: TypeAlias = float | tuple[float, ...]  # one for all channels, or one a channel
+
+# Of each class: latent channels, factors in t and in h w, and the k of the clips it takes whole, of 1 + n k frames
+AUTOENCODERS: dict[str, Callable[[Any], tuple[int, int, int, int]]] = {
+    "AutoencoderKL": lambda m: (m.config.latent_channels, 1, 2 ** (len(m.config.block_out_channels) - 1), 1),
+    # two latent frames at a time: of an even number the first would be decoded to as many frames as the others
+    "AutoencoderKLCogVideoX": lambda m: (
+        m.config.latent_channels,
+        int(m.config.temporal_compression_ratio),
+        2 ** (len(m.config.block_out_channels) - 1),
+        2 * int(m.config.temporal_compression_ratio),
+    ),
+    "AutoencoderKLWan": lambda m: (
+        m.config.z_dim,
+        2 ** sum(m.config.temperal_downsample),
+        2 ** (len(m.config.dim_mult) - 1) * (m.config.patch_size or 1),
+        2 ** sum(m.config.temperal_downsample),
+    ),
+    "AutoencoderKLHunyuanVideo": lambda m: _of_ratios(m),
+    "AutoencoderKLMochi": lambda m: _of_ratios(m),
+    "AutoencoderKLLTXVideo": lambda m: _of_ratios(m),
+}
+TEXT_ENCODERS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}  # by the model_type of config.json
+
+
+class Autoencoder:
+    """An image or video autoencoder: `Autoencoder.load(path)`.
+
+    `name` is its class in diffusers; `channels`, `factor` (pixels a latent cell, in t, h, w), `causal` (the first frame
+    has a cell of its own), `shift` and `scale` are those of a Manifest. An image autoencoder takes frames one by one.
+    """
+
+    def __init__(self, module: Any, path: Path, files: Sequence[Path]):
+        self.module, self.path, self.name = module, path, type(module).__name__
+        self.channels, frames, side, self.step = AUTOENCODERS[self.name](module)
+        self.factor, self.causal = (frames, side, side), self.name != "AutoencoderKL"
+        self.shift, self.scale = _normalisation(module, self.channels)
+        self._files = files
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Autoencoder":
+        """From a folder with config.json and diffusion_pytorch_model.safetensors, or a pipeline's folder with `vae/`.
+
+        CodecError: something is not there, is not safetensors, or is of a class that is not known here.
+        """
+        folder, config = configuration(Path(path), "vae")
+        name = config.get("_class_name")
+        if name not in AUTOENCODERS:
+            raise CodecError(f"{folder}: {name} is none of the autoencoders known here: {', '.join(AUTOENCODERS)}")
+        if config.get("timestep_conditioning") or any(config.get("decoder_inject_noise") or ()):
+            raise CodecError(f"{folder}: this {name} decodes with noise and a time step, which is not supported")
+        files = weights(folder, "diffusion_pytorch_model")
+        kind = getattr(library("diffusers"), name)
+        module = from_pretrained(kind, folder, torch_dtype=dtype, low_cpu_mem_usage=False)
+        return cls(module.to(device).eval().requires_grad_(False), folder, [folder / "config.json", *files])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of its configuration and its weights. Reads the files anew, once."""
+        return sha256(self._files)
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(c, t, h, w) of a clip of so many frames and pixels; CodecError, which names the next sizes, if none."""
+        problems = []
+        for n, what, first, step in (
+            (frames, "frames", 1, self.step),
+            (height, "rows", self.factor[1], self.factor[1]),
+            (width, "columns", self.factor[2], self.factor[2]),
+        ):
+            if n < first or (n - first) % step:
+                below = first + (n - first) // step * step
+                nearest = " or ".join(str(m) for m in (below, below + step) if m >= first)
+                problems.append(f"{n} {what} (take {nearest})")
+        if problems:
+            raise CodecError(f"{self.name} at {self.path} cannot encode {', '.join(problems)}")
+        c, (ft, fh, fw) = self.channels, self.factor
+        return c, 1 + (frames - 1) // ft, height // fh, width // fw
+
+    def pixel_shape(self, t: int, h: int, w: int) -> tuple[int, int, int]:
+        """(frames, height, width) of what a latent of so many cells decodes to."""
+        if (t - 1) * self.factor[0] % self.step:
+            below = 1 + (t - 1) * self.factor[0] // self.step * self.step // self.factor[0]
+            raise CodecError(
+                f"{self.name} at {self.path} cannot decode {t} latent frames "
+                f"(take {below} or {below + self.step // self.factor[0]})"
+            )
+        return 1 + (t - 1) * self.factor[0], h * self.factor[1], w * self.factor[2]
+
+    @torch.no_grad()
+    def encode(self, frames: Tensor, *, tile: int | None = None, on_step: OnStep | None = None) -> Tensor:
+        """The latent [c, t, h, w] of frames [3, t, h, w] in [-1, 1]: float32, on the CPU.
+
+        Whole frames at once; with `tile`, squares of so many pixels that overlap by a quarter and are blended, which
+        takes less memory and changes the latent a little.
+        """
+        if frames.ndim != 4 or frames.shape[0] != 3:
+            raise CodecError(f"expected frames [3, t, h, w], got {list(frames.shape)}")
+        shape = self.latent_shape(*frames.shape[1:])
+        z = self._in_tiles(lambda x: self.module.encode(x).latent_dist.mode(), frames, True, tile, on_step)
+        if z.shape != shape:
+            raise CodecError(f"{self.path}: config.json promises latents {list(shape)}, and {list(z.shape)} came out")
+        return (z - self._channel(self.shift)) * self._channel(self.scale)
+
+    @torch.no_grad()
+    def decode(self, latent: Tensor, *, tile: int | None = 512, on_step: OnStep | None = None) -> Tensor:
+        """The pixels [3, t, h, w] in [-1, 1] of a latent [c, t, h, w]: float32, on the CPU.
+
+        In squares of `tile` pixels that overlap by a quarter and are blended (None: whole frames at once), and of an
+        image autoencoder a few frames at a time. `on_step(done, of)` is called after each.
+        """
+        if latent.ndim != 4 or latent.shape[0] != self.channels:
+            raise CodecError(f"expected a latent [{self.channels}, t, h, w], got {list(latent.shape)}")
+        shape = self.pixel_shape(*latent.shape[1:])
+        z = latent.float().cpu() / self._channel(self.scale) + self._channel(self.shift)
+        pixels = self._in_tiles(lambda x: self.module.decode(x).sample, z, False, tile, on_step)
+        assert pixels.shape == (3, *shape), (pixels.shape, shape)
+        return pixels.clamp_(-1, 1)
+
+    def _in_tiles(
+        self, apply: Callable[[Tensor], Tensor], x: Tensor, encoding: bool, tile: int | None, on_step: OnStep | None
+    ) -> Tensor:
+        """`apply` on the tiles and frames of x, blended; on the CPU, but for the piece in hand."""
+        side = self.factor[1]
+        before, after = (side, 1) if encoding else (1, side)
+        cells = max(2, tile // side) if tile else max(x.shape[-2:])
+        overlap = cells // 4 if cells >= 4 else 1
+        rows, columns = (_spans(n // before, cells, overlap) for n in x.shape[-2:])
+        area = max(1, prod(min(cells, n // before) * side for n in x.shape[-2:]))
+        chunk = x.shape[1] if self.causal else max(1, PIXELS // area)
+        at = range(0, x.shape[1], chunk)
+        steps, done = len(rows) * len(columns) * len(at), 0
+        out: Tensor | None = None
+        weights = torch.zeros(1, 1, x.shape[-2] // before * after, x.shape[-1] // before * after)
+        for top, bottom in rows:
+            for left, right in columns:
+                pieces = []
+                for start in at:
+                    piece = x[:, start : start + chunk, top * before : bottom * before, left * before : right * before]
+                    pieces.append(self._apply(apply, piece))
+                    done += 1
+                    if on_step:
+                        on_step(done, steps)
+                y = torch.cat(pieces, 1)
+                if len(rows) == len(columns) == 1:
+                    return y
+                if out is None:
+                    out = torch.zeros(*y.shape[:2], *weights.shape[2:])
+                here = (..., slice(top * after, bottom * after), slice(left * after, right * after))
+                weight = _ramp(rows, top, bottom, after)[:, None] * _ramp(columns, left, right, after)
+                out[here] += y * weight
+                weights[here] += weight
+        assert out is not None
+        return out.div_(weights)
+
+    def _apply(self, apply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """One piece [c, t, h, w] through the module: as one video, or as a batch of images."""
+        x = x.to(self.module.device, self.module.dtype)
+        y = apply(x[None])[0] if self.causal else apply(x.transpose(0, 1)).transpose(0, 1)
+        return y.float().cpu()
+
+    def _channel(self, values: Values) -> Tensor:
+        return torch.tensor(values).view(-1, 1, 1, 1)
+
+
+class TextEncoder:
+    """A T5 encoder and its tokenizer: `TextEncoder.load(path)`. A caption has `length` tokens at most, with its end."""
+
+    def __init__(self, module: Any, tokens: Callable[[str], list[int]], path: Path, files: Sequence[Path], length: int):
+        self.module, self.path, self.name, self.length = module, path, type(module).__name__, length
+        self.channels: int = module.config.d_model
+        self._tokens, self._files = tokens, files
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        length: int = 300,
+    ) -> "TextEncoder":
+        """From a folder with config.json and model.safetensors, or a pipeline's folder with `text_encoder/`.
+
+        The tokenizer, tokenizer.json or spiece.model, lies there too, in its `tokenizer/`, or in the pipeline's.
+        """
+        folder, config = configuration(Path(path), "text_encoder")
+        name = TEXT_ENCODERS.get(config.get("model_type", ""))
+        if name is None:
+            known = ", ".join(TEXT_ENCODERS)
+            raise CodecError(f"{folder}: a text encoder of type {config.get('model_type')!r}; known here: {known}")
+        files = weights(folder, "model")
+        tokens, vocabulary, file = tokenizer([folder, folder / "tokenizer", folder.parent / "tokenizer"])
+        module = from_pretrained(getattr(library("transformers"), name), folder, dtype=dtype)
+        if vocabulary > module.config.vocab_size:
+            raise CodecError(
+                f"{file} has {vocabulary} tokens and the {name} at {folder} knows {module.config.vocab_size}: "
+                "this is not its tokenizer"
+            )
+        module = module.to(device).eval().requires_grad_(False)
+        return cls(module, tokens, folder, [folder / "config.json", *files, file], length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of its configuration, its weights and its tokenizer. Reads the files anew, once."""
+        return sha256(self._files)
+
+    def count(self, caption: str) -> int:
+        """How many tokens a caption has, its end counted."""
+        return len(self._tokens(caption))
+
+    def tokens(self, caption: str) -> list[int]:
+        """The numbers of its tokens; CodecError if there are more than `length`."""
+        found = self._tokens(caption)
+        if len(found) > self.length:
+            raise CodecError(
+                f"a caption of {len(found)} tokens, and {self.length} are allowed: {caption[:60]!r}...; "
+                "shorten it, or allow more"
+            )
+        return found
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> list[Tensor]:
+        """The embedding [l, e] of every caption, its own tokens alone: float32, on the CPU. That of "" is [1, e].
+
+        Each is encoded by itself, so that it does not depend, not even in its last bit, on those beside it.
+        """
+        numbers = [torch.tensor([self.tokens(caption)], device=self.module.device) for caption in captions]
+        return [self.module(input_ids=ids).last_hidden_state[0].float().cpu() for ids in numbers]
+
+
+# ----------------------------------------------------------------------------------------------------------- tiles
+
+PIXELS = 2**20  # of the frames that an image autoencoder is given at once
+
+
+def _spans(n: int, size: int, overlap: int) -> list[tuple[int, int]]:
+    """Begin and end of the fewest pieces of `size` that cover 0..n and overlap by `overlap` or more."""
+    if n <= size:
+        return [(0, n)]
+    return [(min(at, n - size), min(at, n - size) + size) for at in range(0, n - overlap, size - overlap)]
+
+
+def _ramp(spans: Sequence[tuple[int, int]], begin: int, end: int, scale: int) -> Tensor:
+    """The weight of a piece along one dim, `scale` values a cell: rises and falls linearly where it meets others."""
+    weight = torch.ones((end - begin) * scale)
+    place = spans.index((begin, end))
+    for flip, shared in (
+        (False, spans[place - 1][1] - begin if place else 0),
+        (True, end - spans[place + 1][0] if place + 1 < len(spans) else 0),
+    ):
+        n = shared * scale
+        ramp = torch.ones_like(weight)
+        ramp[:n] = (torch.arange(n) + 0.5) / max(n, 1)
+        weight = weight * (ramp.flip(0) if flip else ramp)
+    return weight
+
+
+# -------------------------------------------------------------------------------------------------------- classes
+
+
+def _of_ratios(module: Any) -> tuple[int, int, int, int]:
+    frames = module.temporal_compression_ratio
+    return module.config.latent_channels, frames, module.spatial_compression_ratio, frames
+
+
+def _normalisation(module: Any, channels: int) -> tuple[Values, Values]:
+    """(shift, scale) of (z - shift) * scale, from whichever of its names a class gives them."""
+    config = module.config
+    scaling = config.get("scaling_factor") or 1.0
+    known = dict(config) | dict(module.named_buffers(recurse=False))  # LTX has the two among its weights
+    mean, std = known.get("latents_mean"), known.get("latents_std")
+    shift = [config.get("shift_factor") or 0.0] * channels if mean is None else [float(v) for v in mean]
+    scale = [scaling] * channels if std is None else [scaling / float(v) for v in std]
+    if not len(shift) == len(scale) == channels:
+        raise CodecError(f"latents_mean and latents_std of config.json must have {channels} values, one a channel")
+    return _shortest(shift), _shortest(scale)
+
+
+def _shortest(values: list[float]) -> Values:
+    return values[0] if len(set(values)) == 1 else tuple(values)

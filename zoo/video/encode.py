@@ -1,0 +1,250 @@
+"""Encode a folder of captioned videos to the latents and text embeddings that `train.py` reads.
+
+    python -m zoo.video.encode CLIPS --out DIR --vae VAE --text T5 --bucket 17x256x256 17x256x144
+    torchrun --nproc-per-node 8 -m zoo.video.encode ...       # every rank encodes its share
+
+A video goes to the bucket nearest to its own aspect, is cut into consecutive clips of so many frames, scaled to cover
+the bucket and cropped at the centre. Captions are in NAME.txt beside NAME.mp4, or in --captions FILE (.csv or .jsonl,
+columns path and text). What is encoded stays: the same command goes on after any stop, on any number of ranks.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
+from zoo.data.video_folder import VideoError, read
+from zoo.training import UserError, ranks
+from zoo.training.schedule import ahead
+from zoo.training.task import user_error
+from zoo.training.tracking import duration
+from zoo.video.clips import Bucket, ClipError, Source, sources
+from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+
+PATIENCE = timedelta(days=30)  # the first rank scans a large folder, and shares of clips end at different times
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser("python -m zoo.video.encode", description=__doc__, formatter_class=shape)
+    p.add_argument("clips", type=Path, help="a folder of mp4, webm, gif, ... and of folders of them")
+    p.add_argument("--out", type=Path, required=True, help="the folder to write, or to go on with")
+    p.add_argument("--vae", type=Path, required=True, help="folder of an autoencoder of diffusers, or of a pipeline")
+    p.add_argument("--text", type=Path, required=True, help="folder of a T5 encoder and tokenizer, or of a pipeline")
+    p.add_argument("--bucket", nargs="+", required=True, metavar="TxHxW[@FPS]", help="sizes of clips, in pixels")
+    p.add_argument(
+        "--captions", type=Path, metavar="FILE", help=".csv or .jsonl; without it NAME.txt beside each video"
+    )
+    p.add_argument("--clips-per-video", type=int, metavar="N", help="at most so many clips of a video (default: all)")
+    p.add_argument("--text-length", type=int, default=300, metavar="L", help="tokens a caption may have (default 300)")
+    p.add_argument("--dtype", choices=DTYPES, help="to compute and store in (default: bfloat16 on a GPU, else float32)")
+    p.add_argument("--tile", type=int, metavar="P", help="encode in tiles of so many pixels, where memory is short")
+    p.add_argument("--shard-mib", type=float, default=256, metavar="MIB", help="size of each file (default 256)")
+    p.add_argument("--strict", action="store_true", help="what would be skipped is an error")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        with ranks.process_group(PATIENCE) as device:
+            return run(options, device)
+    except UserError as error:
+        ranks.complain(error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(options: argparse.Namespace, device: torch.device) -> int:
+    """Encode this rank's share of the clips; the exit status."""
+    began = time.perf_counter()
+    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    vae = user_error(Autoencoder.load, options.vae, device, dtype)
+    text = user_error(TextEncoder.load, options.text, device, dtype, length=options.text_length)
+    todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text))
+    mine = todo[dist.get_rank() :: dist.get_world_size()]
+    broken: list[str] = []
+    with ranks.StopSignal() as stop:
+        try:
+            encode_all(mine, vae, text, options, dtype, broken, stop)
+        except (ValueError, OSError) as cause:  # a full disk, a file that broke: of this rank
+            error = UserError(str(cause))
+            error.alone = True
+            raise error from cause
+        if stop.requested:
+            ranks.say(f"stopped by {stop.name}; the same command goes on")
+            return 130
+        try:
+            clips, lost = ranks.total(len(mine) - len(broken), len(broken))
+        except RuntimeError as cause:
+            error = UserError("another rank left before its clips were done; the same command goes on")
+            error.alone = True
+            raise error from cause
+    if dist.get_rank() == 0:
+        summary(options.out, int(clips), len(skipped) + int(lost), time.perf_counter() - began)
+    return 0
+
+
+def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) -> tuple[list[Source], list[str]]:
+    """The clips that are not in the folder yet, and what was skipped; the folder is begun. A ValueError for anything
+    that is wrong, before a clip is encoded."""
+    for name in ("text_length", "shard_mib", "clips_per_video", "tile"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise ClipError(f"--{name.replace('_', '-')} {value}: it must be more than 0")
+    buckets = [Bucket.parse(text) for text in options.bucket]
+    for bucket in buckets:
+        try:
+            vae.latent_shape(bucket.frames, bucket.height, bucket.width)
+        except CodecError as error:
+            raise ClipError(f"--bucket {bucket}: {error}") from None
+    wanted, skipped = sources(options.clips, options.captions, buckets, options.clips_per_video)
+    for line in skipped:
+        print(f"skipped {line}", flush=True)
+    if skipped and options.strict:
+        raise ClipError(f"{len(skipped)} skipped under --strict; the first is {skipped[0]}")
+    if long := too_long(wanted, text):
+        raise ClipError(
+            f"{len(long)} captions are longer than --text-length {options.text_length} tokens: {'; '.join(long[:5])}"
+        )
+    write_manifest(
+        options.out,
+        Manifest(
+            vae=vae.name,
+            vae_path=str(options.vae),
+            vae_hash=vae.fingerprint,
+            channels=vae.channels,
+            factor=vae.factor,
+            causal=vae.causal,
+            shift=vae.shift,
+            scale=vae.scale,
+            text=text.name,
+            text_path=str(options.text),
+            text_hash=text.fingerprint,
+            text_channels=text.channels,
+            text_length=text.length,
+        ),
+        text.encode([""])[0],
+    )
+    there = {entry.name: entry for entry in encoded(options.out)}
+    refuse_changed(options.out, wanted, there)
+    todo = [source for source in wanted if source.name not in there]
+    print(f"{len(todo)} clips to encode, {len(wanted) - len(todo)} are in {options.out} already", flush=True)
+    return todo, skipped
+
+
+def too_long(wanted: Sequence[Source], text: TextEncoder) -> list[str]:
+    """The files whose captions have too many tokens, and how many."""
+    found = {}
+    for source in wanted:
+        file = source.name.rpartition("#")[0]
+        if file not in found:
+            count = text.count(source.caption)
+            found[file] = f"{file} has {count}" if count > text.length else ""
+    return [line for line in found.values() if line]
+
+
+def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entry]) -> None:
+    """A ClipError if clips of these names were encoded with other captions or sizes."""
+    changes = {}
+    for source in wanted:
+        if entry := there.get(source.name):
+            size = Bucket(entry.frames, entry.height, entry.width, source.bucket.fps)
+            if entry.caption != source.caption:
+                changes[source.name] = f"caption {entry.caption!r} there, {source.caption!r} now"
+            elif (size, entry.fps) != (source.bucket, source.fps):
+                changes[source.name] = f"{size} at {entry.fps:g} a second there, {source.bucket} at {source.fps:g} now"
+    if changes:
+        name, change = next(iter(changes.items()))
+        shards = sorted({there[name].shard for name in changes})
+        raise ClipError(
+            f"{len(changes)} clips are in {folder} with other captions or sizes than now; the first is {name}: {change}"
+            f". Delete {' '.join(shards)} there to encode what they hold again, or take a new folder"
+        )
+
+
+def encode_all(
+    mine: Sequence[Source],
+    vae: Autoencoder,
+    text: TextEncoder,
+    options: argparse.Namespace,
+    dtype: torch.dtype,
+    broken: list[str],
+    stop: ranks.StopSignal,
+) -> None:
+    """Encode clips and write them shard by shard, until done or asked to stop; files that break go to `broken`."""
+
+    def pixels(source: Source) -> Tensor | str:
+        try:
+            return read(source.video, source.chosen, source.bucket.height, source.bucket.width)
+        except VideoError as error:
+            return str(error)
+
+    terminal, began = sys.stderr.isatty() and dist.get_rank() == 0, time.perf_counter()
+    caption, embedding = None, torch.empty(0)
+    with Writer(options.out, int(options.shard_mib * 2**20)) as writer:
+        for done, (source, frames) in enumerate(zip(mine, ahead(pixels, ((source,) for source in mine))), 1):
+            if isinstance(frames, str):
+                broken.append(source.name)
+                print(f"skipped {source.name}: {frames}", flush=True)
+                if options.strict:
+                    raise ClipError(f"{source.name}: {frames}")
+                continue
+            if source.caption != caption:
+                caption, embedding = source.caption, text.encode([source.caption])[0].to(dtype)
+            latent = latent_of(vae, frames, options.tile).to(dtype)
+            c, t, h, w = latent.shape
+            size = source.bucket
+            entry = Entry(
+                source.name,
+                source.caption,
+                size.frames,
+                size.height,
+                size.width,
+                source.fps,
+                (c, t, h, w),
+                len(embedding),
+            )
+            shard = writer.add(entry, latent, embedding)
+            left = duration((time.perf_counter() - began) / done * (len(mine) - done))
+            if terminal:
+                end = "\n" if done == len(mine) else ""
+                print(f"\r{done}/{len(mine)} clips  {left} left ", end=end, file=sys.stderr, flush=True)
+            elif shard:
+                print(f"rank {dist.get_rank()}: {done}/{len(mine)} clips, {left} left: {shard.name}", flush=True)
+            if stop.requested:
+                return
+
+
+def latent_of(vae: Autoencoder, frames: Tensor, tile: int | None) -> Tensor:
+    try:
+        return vae.encode(frames, tile=tile)
+    except torch.OutOfMemoryError:
+        size = "x".join(map(str, frames.shape[1:]))
+        advice = f"--tile {tile // 2}" if tile else "--tile 256"
+        raise ClipError(f"the GPU has no memory to encode {size} pixels at once; add {advice}") from None
+
+
+def summary(out: Path, clips: int, skipped: int, seconds: float) -> None:
+    entries = encoded(out)
+    cells = sum(t * h * w for _, t, h, w in (entry.shape for entry in entries))
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 2**20
+    print(f"{clips} clips encoded, {skipped} skipped, in {seconds:.1f} s")
+    print(
+        f"{out} holds {len(entries)} clips: {cells} latent cells, {sum(e.tokens for e in entries)} text tokens, "
+        f"{size:.1f} MiB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Tiny encoders with random weights, to try the whole way from clips to samples on a laptop, and for the tests.
+
+    python -m zoo.video.tiny_encoders DIR [--fit CLIPS]
+
+writes `vae/`, `text_encoder/` and `tokenizer/`, each as diffusers and transformers would. They know nothing: the text
+encoder tells captions apart and no more, and a random autoencoder decodes to noise. `--fit CLIPS` trains the
+autoencoder on the frames of your videos, about two minutes on two cores, until they are recognisable. For pictures
+worth looking at take pretrained ones.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.sampling import generator
+from zoo.data.video_folder import VideoError, VideoFolder
+from zoo.video.pretrained import CodecError, library
+
+__all__ = ["AUTOENCODERS", "fit", "save_autoencoder", "save_text_encoder"]
+
+# The smallest of each class; the video ones with the factors of those that are published
+AUTOENCODERS: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "block_out_channels": [16, 32, 32],
+        "latent_channels": 4,
+        "norm_num_groups": 8,
+        "mid_block_add_attention": False,
+    },
+    "AutoencoderKLCogVideoX": {
+        "block_out_channels": [8, 8, 8, 8],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 2,
+    },
+    "AutoencoderKLWan": {
+        "base_dim": 3,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.1, -0.2, 0.3, -0.4],
+        "latents_std": [0.5, 0.6, 0.7, 0.8],
+    },
+    "AutoencoderKLHunyuanVideo": {
+        "block_out_channels": [8, 8, 8, 8],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+    },
+    "AutoencoderKLMochi": {
+        "encoder_block_out_channels": [32] * 4,
+        "decoder_block_out_channels": [32] * 4,
+        "layers_per_block": [1] * 5,
+        "latent_channels": 4,
+        "latents_mean": [0.1, -0.2, 0.3, -0.4],
+        "latents_std": [0.5, 0.6, 0.7, 0.8],
+    },
+    "AutoencoderKLLTXVideo": {
+        "block_out_channels": [8] * 4,
+        "decoder_block_out_channels": [8] * 4,
+        "layers_per_block": [1] * 5,
+        "decoder_layers_per_block": [1] * 5,
+        "latent_channels": 4,
+    },
+}
+
+
+def save_autoencoder(folder: Path, name: str = "AutoencoderKL", *, seed: int = 0) -> None:
+    """Write a random autoencoder of class `name` to `folder`."""
+    module = _random(lambda: getattr(library("diffusers"), name)(**AUTOENCODERS[name]), seed)
+    module.save_pretrained(folder)
+
+
+def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: str = "T5") -> None:
+    """Write a random T5 or UMT5 to `folder`/text_encoder, and to `folder`/tokenizer a tokenizer of bytes."""
+    transformers, tokenizers = library("transformers"), library("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
+    tokens = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>"))
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = tokenizers.decoders.ByteLevel()
+    tokens.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder / "tokenizer")
+    sizes = {"vocab_size": len(words), "d_model": channels, "d_ff": 2 * channels, "d_kv": channels // 4, "num_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_layers=2, feed_forward_proj="gated-gelu")
+    module = _random(lambda: getattr(transformers, f"{kind}EncoderModel")(config), seed)
+    module.save_pretrained(folder / "text_encoder")
+
+
+def fit(
+    folder: Path, clips: Path, *, steps: int = 600, side: int = 64, batch: int = 8, report: Callable[[str], Any] = print
+) -> float:
+    """Train the AutoencoderKL at `folder` on frames of the videos under `clips`; the mean absolute error at the end.
+
+    Squares of `side` pixels; L1 loss and a little KL divergence. Then its shift_factor and scaling_factor are set so
+    that latents have mean 0 and variance 1.
+    """
+    module = library("diffusers").AutoencoderKL.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+    pixels = _squares(clips, side)
+    optimizer = torch.optim.AdamW(module.parameters(), 2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    draw = generator("tiny encoders")
+    error = 0.0
+    for step in range(1, steps + 1):
+        x = pixels[torch.randint(len(pixels), (batch,), generator=draw)].float() / 127.5 - 1
+        posterior = module.encode(x).latent_dist
+        y = module.decode(posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=draw)).sample
+        loss = (y - x).abs().mean() + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        error = 0.95 * error + 0.05 * (y - x).abs().mean().item() if step > 1 else (y - x).abs().mean().item()
+        if step % 100 == 0 or step == steps:
+            report(f"step {step}/{steps}: mean absolute error {error:.3f} of a range of 2")
+    with torch.no_grad():
+        z = torch.cat([module.encode(x.float() / 127.5 - 1).latent_dist.mode() for x in pixels[:64].split(batch)])
+    module.register_to_config(shift_factor=z.mean().item(), scaling_factor=1 / z.std().item())
+    module.save_pretrained(folder)
+    return error
+
+
+def _squares(clips: Path, side: int) -> Tensor:
+    """Squares [n, 3, side, side], uint8, out of frames all along the videos."""
+    data = VideoFolder(clips, frames=1, height=side, width=side)
+    count = max(16, 1024 // len(data))
+    frames = [data.clip(i, epoch)["x"][:, 0] for i in range(len(data)) for epoch in range(count)]
+    return (
+        ((torch.stack(frames) + 1) * 127.5)
+        .round()
+        .to(torch.uint8)[torch.randperm(len(frames), generator=generator("squares"))]
+    )
+
+
+def _random(build: Callable[[], Any], seed: int) -> Any:
+    """A module with weights of this seed; the global generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+def main(arguments: Sequence[str]) -> int:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m zoo.video.tiny_encoders", description=__doc__, formatter_class=shape)
+    parser.add_argument("dir", type=Path, help="the folder to write")
+    parser.add_argument("--fit", type=Path, metavar="CLIPS", help="train the autoencoder on the videos of this folder")
+    parser.add_argument("--steps", type=int, default=600, help="of that training (default 600)")
+    options = parser.parse_args(arguments)
+    try:
+        save_autoencoder(options.dir / "vae")
+        save_text_encoder(options.dir)
+        if options.fit:
+            fit(options.dir / "vae", options.fit, steps=options.steps)
+    except (CodecError, VideoError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.dir}/vae, {options.dir}/text_encoder and {options.dir}/tokenizer: tiny, not pretrained")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
