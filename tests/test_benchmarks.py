@@ -164,6 +164,9 @@ def test_hosts_leave_nothing_behind(script) -> None:
     assert process.wait(30) == 128 + signal.SIGTERM
     process.stdout.close()
     assert name not in namespaces()
+    subprocess.run(["ip", "netns", "add", "dsp-999999999-0"], check=True)  # of a program that was killed
+    hosts.sweep()
+    assert "dsp-999999999-0" not in namespaces()
 
 
 def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
