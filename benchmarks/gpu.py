@@ -45,7 +45,7 @@ def build(shape: Shape, device: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model in bf16, its stages recomputed and compiled, and its inputs."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
+        model: Any = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
         inputs = model.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
     model = model.bfloat16()
     torch.nn.init.normal_(model.final.linear.weight, std=0.02)  # which starts as zero, and its gradients with it
@@ -97,7 +97,7 @@ def training(shape: Shape, device: str, times: int, peak: float | None) -> dict[
         optimizer.zero_grad()
 
     with torch.device("meta"):
-        bare = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
+        bare: Any = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
         example = bare.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
     flops = dsp.plan(bare, kwargs=example, size=1, dtype=torch.bfloat16).flops
     took = seconds(step, device, times)

@@ -151,9 +151,11 @@ class Ranks:
             words = [sys.executable, self.script, "serve"]
             if self.hosts:
                 words = ["ip", "netns", "exec", self.hosts.names[rank], *words]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            # Ctrl-C is for the program that gives the orders
-            self.processes.append(subprocess.Popen(words, env=environment, start_new_session=True, **pipes))
+            process = subprocess.Popen(
+                words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                start_new_session=True,  # Ctrl-C is for the program that gives the orders
+            )  # fmt: skip
+            self.processes.append(process)
         return self
 
     def __exit__(self, error: object, *_: object) -> None:

@@ -11,6 +11,7 @@ back. Under each ribbon is what a rank sends, by the plan.
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,7 +39,7 @@ RING = "↻"
 
 def plan(method: str, ranks: int = RANKS, layers: int = LAYERS) -> dsp.Plan:
     with torch.device("meta"):
-        model = zoo.create("transformer2d", "720m", depth=layers)
+        model: Any = zoo.create("transformer2d", "720m", depth=layers)
         inputs = model.example_inputs(1, **LENGTHS)
     return dsp.embedded.plan(model, kwargs=inputs, size=ranks, method=method, dtype=torch.bfloat16)
 
