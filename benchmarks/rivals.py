@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,17 @@ class Shape:
         return {"x": x, "timestep": torch.full((self.batch,), 500.0)}
 
 
+@cache
+def all_ranks() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
+
+
 class Step:
     """A training step of a model by a method, on this rank of all."""
 
     def __init__(self, method: str, shape: Shape, recompute: str = "no") -> None:
         self.size = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (self.size,), mesh_dim_names=("sp",))
+        mesh = all_ranks()
         self.model = shape.model()
         dsp.embedded.parallelize(self.model, mesh, method, gather_output=False)
         again: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if recompute == "saved" else {}

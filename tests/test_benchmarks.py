@@ -109,11 +109,11 @@ def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
 
 
 def test_memory(script, tmp_path: Path) -> None:
-    options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "16"]
+    options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "4"]
     assert script("memory").main([*options, "--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]) == 0
     one, two = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert 0 < two["peak"] < one["peak"]
-    assert 0 < one["longest"] <= two["longest"] <= 16
+    assert 0 < one["longest"] <= two["longest"] <= 4
     ElementTree.parse(tmp_path / "m.svg")
 
 
@@ -164,6 +164,9 @@ def test_hosts_leave_nothing_behind(script) -> None:
     assert process.wait(30) == 128 + signal.SIGTERM
     process.stdout.close()
     assert name not in namespaces()
+    subprocess.run(["ip", "netns", "add", "dsp-999999999-0"], check=True)  # of a program that was killed
+    hosts.sweep()
+    assert "dsp-999999999-0" not in namespaces()
 
 
 def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
