@@ -268,7 +268,7 @@ def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:  # 
     agree()
     with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
-    again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=true"]
+    again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=both"]
     for mesh in (again, None):
         shutil.rmtree(cut / "checkpoints/step-00000004")
         if mesh:
