@@ -5,7 +5,8 @@
 Starts the ranks, kills one of them with SIGKILL once step `--kill-at` is recorded, waits until the others have noticed,
 starts all of them again with resume=true, and compares what metrics.jsonl held when they were killed with what it holds
 at the end. Every step has to be there once; those that were trained again after the checkpoint, and those before it,
-have to be the same to the last bit. The two offline records of wandb are read back and have to hold the same curve.
+have to be the same to the last bit. The two offline parts of wandb are read back: the last has to hold the same curve,
+and the first, whose end a kill may cut off, nothing else.
 Writes OUT.json and OUT.svg.
 """
 
@@ -99,12 +100,14 @@ def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], s
 
 
 def wandb_curve(directory: Path) -> tuple[dict[int, float], int]:
-    """{step: loss} of the offline records of a run, and how many there are; all have to be of one run and agree."""
+    """{step: loss} of the last offline part of a run, and how many parts there are: of one run, which agree."""
     logs = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
     if len({log.name for log in logs}) != 1:
         raise SystemExit(f"expected offline records of one wandb run, found {[str(log) for log in logs]}")
-    curve: dict[int, float] = {}
+    curve: dict[int, float] = {}  # of all parts: the first may have been cut short, and what it has must be the same
+    last: dict[int, float] = {}
     for log in logs:
+        last = {}
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for line in out.splitlines():
@@ -113,7 +116,8 @@ def wandb_curve(directory: Path) -> tuple[dict[int, float], int]:
                 step, loss = item["train/step"], item["train/loss"]
                 if curve.setdefault(step, loss) != loss:
                     raise SystemExit(f"wandb has two losses of step {step}: {curve[step]!r} and {loss!r}")
-    return curve, len(logs)
+                last[step] = loss
+    return last, len(logs)
 
 
 STYLE = """
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{config.train.steps} steps of {task.tokens:,} tokens over {options.ranks} ranks, both starts in "
         f"{duration(took)}; resumed from step {saved}\n"
         f"every step is recorded once; {len(again)} were trained twice, equal bit for bit: {again}\n"
-        f"wandb: {parts} offline parts of one run, the same curve\n"
+        f"wandb: {parts} offline parts of one run; the last holds the same curve\n"
         f"loss {every[0]['loss']:.4g} -> {every[-1]['loss']:.4g}; validation {judged or 'none'}\n"
         f"wrote {options.out}.json and {options.out}.svg"
     )

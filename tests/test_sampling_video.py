@@ -169,10 +169,10 @@ def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, fresh_r
             movie, rate, codec, _ = played(tmp_path / where / f"seed-4-{i}.mp4")
             assert (movie.shape, rate, codec) == ((5, 64, 96, 3), 12, "h264")
             movies[where, i] = movie.int()
-    # a last bit may move a level, and H.264 and a palette of 256 colours make a little more of it, here and there
+    # a last bit may move a level, and H.264 makes more of it, in noise above all; another clip is further off by far
     for i in range(2):
-        assert (movies["one", i] - movies["four", i]).abs().float().mean() < 1
-    assert (movies["one", 0] - movies["one", 1]).abs().float().mean() > 5
+        assert (movies["one", i] - movies["four", i]).abs().float().mean() < 4
+    assert (movies["one", 0] - movies["one", 1]).abs().float().mean() > 20
     for a, b in zip(frames(tmp_path / "one/seed-4.gif"), frames(tmp_path / "four/seed-4.gif")):
         assert np.abs(np.asarray(a).astype(int) - np.asarray(b)).mean() < 1
 

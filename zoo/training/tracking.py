@@ -78,6 +78,10 @@ class Tracker:
         if config.wandb.mode != "disabled":
             self.run = _start_wandb(directory, config, wandb_id)
             self._wandb({"plan": _table(plan)} if plan else {}, step)
+        if config.wandb.mode == "offline":
+            # wandb writes some seconds late, and a killed run has none: the part of the last start holds everything
+            for record in self.records:
+                self._wandb(_series(record), record["step"])
 
     @property
     def wandb_id(self) -> str | None:
@@ -89,10 +93,7 @@ class Tracker:
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        self._wandb(
-            {key.replace("val_", "val/") if "val_" in key else f"train/{key}": numbers[key] for key in numbers}, step
-        )
+        self._wandb(_series(values), step)
 
     def picture(self, step: int, path: Path) -> None:
         """Show a GIF or a PNG that was written to the run's directory."""
@@ -135,6 +136,12 @@ def _start_wandb(directory: Path, config: Config, run_id: str | None) -> Any:
     run.define_metric("train/step")
     run.define_metric("*", step_metric="train/step")
     return run
+
+
+def _series(record: Mapping[str, Any]) -> dict[str, int | float]:
+    """The numbers of a record by the names that they have in wandb."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+    return {key.replace("val_", "val/") if "val_" in key else f"train/{key}": numbers[key] for key in numbers}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
