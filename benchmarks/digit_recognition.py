@@ -95,8 +95,9 @@ def sampled_clips(path: Path, options: argparse.Namespace) -> tuple[cfg.Config, 
         model = infer.load_model(task, directory, step, device)
         if task.num_classes is None:
             raise UserError(f"{run}: its model is not told which digit to draw")
-        clips = task.sample(model, device, infer.progress())
-        return (config, clips) if dist.get_rank() == 0 else None
+        task.open()
+        samples = task.sample(model, device, infer.progress()).samples
+        return (config, samples / 127.5 - 1) if samples is not None else None
 
 
 def judge(config: Any, clips: Tensor) -> dict[str, Any]:
