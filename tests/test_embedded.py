@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.embedded import blocks, ring_attention, ulysses_attention
+from dsp.layout import Axis
 from dsp.planner import chunk_sizes
 from zoo.attention import attend
 from zoo.video.diffusion import IDDPM, RectifiedFlow
@@ -369,7 +370,7 @@ def reentrant(mesh: DeviceMesh) -> None:
         dsp.mean(out * out).backward()
     other = dsp.embedded.core.Distributed("core", spatial.attention.core)
     with pytest.raises(ValueError, match="already run by ulysses"):
-        other.install()
+        other.install(Axis.of(mesh))
 
 
 def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
