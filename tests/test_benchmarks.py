@@ -86,6 +86,7 @@ def test_the_largest_that_fits(script) -> None:
 # ------------------------------------------------------------------------------------------------------- tiny measures
 
 
+@pytest.mark.measurement
 def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
     """Over the loopback, which others use too: at least those bytes, and not twice as many."""
     out = str(tmp_path / "wire")
@@ -108,6 +109,7 @@ def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "wire.svg")
 
 
+@pytest.mark.measurement
 def test_memory(script, tmp_path: Path) -> None:
     options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "4"]
     assert script("memory").main([*options, "--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]) == 0
@@ -124,6 +126,7 @@ def test_cluster_needs_root(script, monkeypatch, capsys, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.measurement
 @pytest.mark.usefixtures("root_only")
 def test_cluster(script, tmp_path: Path) -> None:
     before = namespaces()
@@ -179,6 +182,7 @@ def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> No
     assert time.monotonic() - began < 120
 
 
+@pytest.mark.measurement
 def test_gpu_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
     said = run("gpu.py", "--tiny", "--steps", "1", "--peak", "1", "--out", str(tmp_path / "gpu"))
     assert "tokens/s" in said
