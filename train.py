@@ -30,14 +30,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
+from dsp import twins
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
 from zoo.training.ema import MovingAverage
-from zoo.training.estimate import Activations, advice, memory_table, saved_for_backward
+from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
+
+STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     directory: Path
-    plan: dsp.Plan
+    plans: dict[int, dsp.Plan]  # of the buckets met so far
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
 
@@ -76,6 +79,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     with torch.device("meta"):
         model = task.model()
         objective = task.objective(model)
+    stages = compile_and_recompute(config, model)  # before the plan, which counts what is sent again
+    with torch.device("meta"):
         plan = make_plan(config, task, objective, sp)
     directory = ranks.on_first_rank(lambda: open_run(config))
 
@@ -83,15 +88,6 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     predictor = task.predictor(model)
     user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
     user_error(dsp.parallelize, predictor, mesh["sp"])
-
-    # compile and recompute the inside of a stage, so that neither sees a switch
-    stages = repeated_stages(model)
-    for stage in stages:
-        if config.train.compile:
-            torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
-            stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
-        if config.train.checkpoint_activations:
-            stage.forward = partial(recompute, stage.forward, use_reentrant=False)  # type: ignore[method-assign]
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient
     weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
@@ -113,7 +109,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
-    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, plan)
+    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, {0: plan})
 
 
 def resume(run: Run) -> None:
@@ -133,33 +129,34 @@ def resume(run: Run) -> None:
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
-        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plan))
+        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plans[0]))
 
 
-def loop(run: Run) -> None:
+def loop(run: Run) -> bool:
+    """Train to the last step. False if a signal ended it before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
-    tokens = run.task.tokens * config.train.batch * config.train.accumulation * groups
     wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
     batches = ahead(batch, wanted)
     step = saved = run.start
-    began, busy, logged = time.perf_counter(), 0.0, run.start
+    began, busy, tokens = time.perf_counter(), 0.0, 0
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            clock = time.perf_counter()
+            clock, bucket = time.perf_counter(), run.task.bucket(step - 1, groups)
             values, stopping = train_step(run, step, batches)
             busy += time.perf_counter() - clock
+            tokens += run.task.batch_tokens(bucket) * config.train.accumulation * groups
             if step % config.log.every == 0 or step in (run.start + 1, steps):
-                values["tokens_per_s"] = tokens * (step - logged) / busy
+                values["tokens_per_s"] = tokens / busy
                 values["memory_bytes"] = int(ranks.greatest(ranks.peak_memory(run.device)))
-                values["comm_bytes"] = step_bytes(config, run.plan)
+                values["comm_bytes"] = step_bytes(config, plan_of(run, bucket))
                 eta = (time.perf_counter() - began) / (step - run.start) * (steps - step)
                 ranks.say(log_line(step, steps, values, eta))
                 if run.tracker:
                     run.tracker.log(step, **values)
-                busy, logged = 0.0, step
+                busy, tokens = 0.0, 0
             if stopping or due(config.checkpoint.every, step, steps) or step == steps:
                 save(run, step)
                 saved = step
@@ -170,10 +167,11 @@ def loop(run: Run) -> None:
         if saved != step:
             save(run, step)
         ranks.say(f"stopped by a signal after step {step}; resume=true continues")
-        return
+        return False
     finally:
         batches.close()
     summarize(run, time.perf_counter() - began)
+    return True
 
 
 def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str, float], bool]:
@@ -289,39 +287,45 @@ def dry_run(config: cfg.Config) -> None:
     task = cfg.create_task(config)
     with torch.device("meta"):
         model = task.model()
-        plan = make_plan(config, task, task.objective(model), sp)
+        objective = task.objective(model)
+        compile_and_recompute(config, model)
+        plan = make_plan(config, task, objective, sp)
     activations, table = estimate(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
-    again = ", stages recomputed" if config.train.checkpoint_activations else ""
-    print(f"\nmemory a rank in training: weights over {shard * sp} ranks{again} (the plan's peak is without either)")
+    print(
+        f"\nmemory a rank in training: weights over {shard * sp} ranks (in the plan's peak they are whole), "
+        f"train.checkpoint_activations={config.train.checkpoint_activations}"
+    )
     for what, held, note in table(sp):
         print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
     print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
     for held, what in activations.largest(5):
         print(f"  {size(held):>10}  {what}")
-    print(f"\n{advise(config, table, sp)}")
+    print(f"\n{advise(config, model, table, sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
 
 
-def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[[int], Any]]:
-    """What a forward keeps, and the table of memory a rank for any sp."""
-    dtype = compute_dtype(config)
-    activations = saved_for_backward(
+def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[..., Any]]:
+    """What a forward keeps, and the table of memory a rank for any sp, and for any way to recompute."""
+    dtype, stages, way = compute_dtype(config), repeated_stages(model), config.train.checkpoint_activations
+    kept = saved_for_backward(
         lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
-        dtype=dtype, checkpointed=config.train.checkpoint_activations,
+        lambda objective: recomputed_modules(objective.model), dtype=dtype,
+        once=lambda modules, *told: twins.once(twins.alike(modules), *told),
     )  # fmt: skip
-    return activations, lambda sp: memory_table(
-        model, repeated_stages(model), shards=config.parallel.dp_shard * sp, ema=config.train.ema > 0,
+    return kept[way], lambda sp, way=way: memory_table(
+        model, stages, shards=config.parallel.dp_shard * sp, ema=config.train.ema > 0,
         accumulation=config.train.accumulation, width=dtype.itemsize,
-        activations=-(-activations.bytes // sp),
+        activations=-(-kept[way].bytes // sp),
     )  # fmt: skip
 
 
-def advise(config: cfg.Config, table: Callable[[int], Any], sp: int) -> str:
+def advise(config: cfg.Config, model: nn.Module, table: Callable[..., Any], sp: int) -> str:
     memory = int((config.parallel.memory or 80) * 2**30)
-    return advice(lambda n: table(n)[-1][1], memory, sp, config.train.checkpoint_activations)
+    needs = {way: lambda n, way=way: table(n, way)[-1][1] for way in recomputed_modules(model)}
+    return fitting(needs, config.train.checkpoint_activations, memory, sp)
 
 
 def out_of_memory(config: cfg.Config) -> UserError:
@@ -332,7 +336,8 @@ def out_of_memory(config: cfg.Config) -> UserError:
         model = task.model()
     activations, table = estimate(config, task, model)
     largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
-    error = UserError(f"out of memory: {advise(config, table, sp)}\n  largest activations, over {sp} ranks: {largest}")
+    advice = advise(config, model, table, sp)
+    error = UserError(f"out of memory: {advice}\n  largest activations, over {sp} ranks: {largest}")
     error.alone = True  # the other ranks may have had enough
     return error
 
@@ -340,8 +345,20 @@ def out_of_memory(config: cfg.Config) -> UserError:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int) -> dsp.Plan:
-    return user_error(dsp.plan, objective, kwargs=task.example(objective), size=sp, dtype=compute_dtype(config))
+def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
+    example = task.example(objective, bucket)
+    return user_error(dsp.plan, objective, kwargs=example, size=sp, dtype=compute_dtype(config))
+
+
+def plan_of(run: Run, bucket: int) -> dsp.Plan:
+    """The plan for batches of a bucket, made when it is first asked for."""
+    if bucket not in run.plans:
+        with torch.device("meta"):
+            model = run.task.model()
+            objective = run.task.objective(model)
+            compile_and_recompute(run.config, model)
+            run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
+    return run.plans[bucket]
 
 
 def mean_losses(output: Any) -> dict[str, Tensor]:
@@ -356,10 +373,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step, at most: a step may draw fewer recycled passes than the plan has.
-
-    The recomputation of stages is inside the hooks and sends nothing.
-    """
+    """What sequence parallelism sends in a step, in forward, backward and where blocks are recomputed."""
     return sum(plan.bytes.values()) * config.train.accumulation
 
 
@@ -374,9 +388,38 @@ def compute_dtype(config: cfg.Config) -> torch.dtype:
 
 
 def repeated_stages(model: Any) -> list[nn.Module]:
-    """The blocks of a model: the stages whose pattern has a `*`, which stands for one component of a path."""
-    patterns = [re.escape(pattern).replace(r"\*", r"[^.]+") for pattern in model.stages if "*" in pattern]
-    return [module for name, module in model.named_modules() if any(re.fullmatch(p, name) for p in patterns)]
+    """The stages whose pattern has a `*`, which stands for one component of a path."""
+    return matching(model, [pattern for pattern in model.stages if "*" in pattern])
+
+
+def repeated_blocks(model: Any) -> list[nn.Module]:
+    """What the first `*` of these patterns stands for: one layer with all its stages, or a stage that is one."""
+    return matching(model, [pattern.partition("*")[0] + "*" for pattern in model.stages if "*" in pattern])
+
+
+def matching(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    found = [re.escape(pattern).replace(r"\*", r"[^.]+") for pattern in patterns]
+    return [module for name, module in model.named_modules() if any(re.fullmatch(p, name) for p in found)]
+
+
+def recomputed_modules(model: Any) -> dict[str, list[nn.Module]]:
+    """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less."""
+    stages, blocks = repeated_stages(model), repeated_blocks(model)
+    return {"none": [], "stages": stages, "blocks": blocks, "both": list(dict.fromkeys([*blocks, *stages]))}
+
+
+def compile_and_recompute(config: cfg.Config, model: nn.Module) -> list[nn.Module]:
+    """Compile and recompute the inside of stages, where no switch is; returns the stages.
+
+    Blocks are recomputed with the switches between their stages: a plan made after this counts them.
+    """
+    stages = repeated_stages(model)
+    for stage in stages if config.train.compile else []:
+        torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
+        stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
+    for module in recomputed_modules(model)[config.train.checkpoint_activations]:
+        module.forward = partial(recompute, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return stages
 
 
 def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
@@ -438,7 +481,7 @@ def main(arguments: list[str]) -> int:
             run = setup(config, device, stop)
             try:
                 resume(run)
-                loop(run)
+                finished = loop(run)
             except RuntimeError as error:
                 if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
                     raise
@@ -446,7 +489,9 @@ def main(arguments: list[str]) -> int:
             finally:
                 if run.tracker:
                     run.tracker.finish()
-        return 0
+            if not finished:
+                ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
+        return 0 if finished else STOPPED
     except UserError as error:
         ranks.complain(error)
         return 2

@@ -1,11 +1,13 @@
 """Memory a rank of one training step of a small Evoformer on a long protein, on 1, 2 and 4 ranks.
 
     python benchmarks/fold_memory.py [--residues 512] [--rows 64] [--out FILE]
+    python benchmarks/fold_memory.py --ways [--residues 160] [--rows 32] [--depth 8]
 
 Every number is of processes of their own: resident memory at its highest during the step, above what the process held
 just before it (after a step at a small size, which loads what is loaded once). The model, its loss and its batch are
 the trainer's, every stage recomputed in backward. `openfold3` is the same step on one process with OpenFold3's stack of
 blocks in place of ours, of the same sizes, with its chunks and its checkpoints. Writes a table, FILE.json and FILE.svg.
+`--ways` compares the values of train.checkpoint_activations on two ranks instead, and writes a table.
 """
 
 # ruff: noqa: E402 (the repository is put on the path first)
@@ -18,7 +20,6 @@ import sys
 import tempfile
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import dsp
 import train
@@ -99,12 +99,15 @@ def resident(field: str = "VmRSS") -> int:
     return int(line.split()[1]) * 1024
 
 
-def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Path | None) -> None:
+def one_step(
+    kind: str, residues: int, rows: int, dtype: torch.dtype, report: Path | None, way: str, depth: int
+) -> None:
     """Forward, backward and update of a fresh model on this rank; what it took goes to `report`."""
     torch.set_default_dtype(dtype)
     shape = [f"data.residues={residues}", f"data.rows={rows}", "data.extra_rows=0", "data.path=/", "dry_run=true"]
     shape.append("objective.recycles=0")  # what further passes take is time: they keep nothing
-    overrides = [f"model.overrides.{key}={value}" for key, value in MODEL.items()]
+    overrides = [f"model.overrides.{key}={value}" for key, value in (MODEL | {"depth": depth}).items()]
+    shape.append(f"train.checkpoint_activations={way}")
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
     task: Any = cfg.create_task(config, dist.get_rank(), dist.get_world_size())
     task.train = OneProtein(residues, rows)
@@ -118,24 +121,28 @@ def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Pa
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
     objective = task.objective(model)
     if kind == "dsp":
+        train.compile_and_recompute(config, model)
         dsp.parallelize(objective, mesh, gather_output=False)
-        for stage in train.repeated_stages(model):
-            stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before, began = resident(), time.perf_counter()
+    before, began, used = resident(), time.perf_counter(), time.process_time()
     batch = train.place(task.batch(objective, 1, 0, 0, 1), mesh, torch.device("cpu"))
     batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
-    terms = train.mean_losses(objective(**batch))
-    loss = torch.stack(list(terms.values())).sum()
-    loss.backward()
+    with dsp.count_comm() as comm:
+        terms = train.mean_losses(objective(**batch))
+        loss = torch.stack(list(terms.values())).sum()
+        loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for gradient in gradients.values():
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
     optimizer.step()
-    took = {"bytes": resident("VmHWM") - before, "seconds": time.perf_counter() - began, "loss": loss.item()}
+    took = {
+        "bytes": resident("VmHWM") - before, "seconds": time.perf_counter() - began, "loss": loss.item(),
+        "cpu": time.process_time() - used,
+        "sent": sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute)),
+    }  # fmt: skip
     if report:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, took)
@@ -143,14 +150,16 @@ def one_step(kind: str, residues: int, rows: int, dtype: torch.dtype, report: Pa
             torch.save({"ranks": gathered, "gradients": gradients}, report)
 
 
-def worker(kind: str, residues: int, rows: int, dtype: str, report: str) -> None:
+def worker(kind: str, residues: int, rows: int, dtype: str, report: str, way: str, depth: int) -> None:
     dist.init_process_group("gloo")
-    one_step(kind, 24, 8, getattr(torch, dtype), None)
-    one_step(kind, residues, rows, getattr(torch, dtype), Path(report))
+    one_step(kind, 24, 8, getattr(torch, dtype), None, way, depth)
+    one_step(kind, residues, rows, getattr(torch, dtype), Path(report), way, depth)
     dist.destroy_process_group()
 
 
-def measure(kind: str, ranks: int, residues: int, rows: int, dtype: str = "float32") -> dict[str, Any]:
+def measure(
+    kind: str, ranks: int, residues: int, rows: int, dtype: str = "float32", way: str = "stages", depth: int = 1
+) -> dict[str, Any]:
     """{"ranks": what every rank took, "gradients": those of rank 0, averaged}, of fresh processes."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as directory:
         probe.bind(("127.0.0.1", 0))
@@ -164,6 +173,7 @@ def measure(kind: str, ranks: int, residues: int, rows: int, dtype: str = "float
                 "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
             }  # fmt: skip
             command = [sys.executable, __file__, "worker", kind, str(residues), str(rows), dtype, report]
+            command += [way, str(depth)]
             processes.append(subprocess.Popen(command, env=environment))
         if any(process.wait() for process in processes):
             raise SystemExit(f"{kind} on {ranks} ranks failed")
@@ -216,12 +226,32 @@ def picture(rows: list[dict[str, Any]], title: str) -> str:
     )
 
 
+def compare_ways(residues: int, rows: int, depth: int) -> None:
+    """What each way to recompute activations takes on two ranks."""
+    print("| train.checkpoint_activations | MiB a rank | MiB sent | seconds of CPU | loss | gradients differ by |")
+    print("|---|---|---|---|---|---|")
+    found: dict[str, Any] = {}
+    for way in ("none", "stages", "blocks", "both"):
+        found[way] = result = measure("dsp", 2, residues, rows, way=way, depth=depth)
+        most = {key: max(rank[key] for rank in result["ranks"]) for key in ("bytes", "sent", "cpu")}
+        off, loss = furthest(result["gradients"], found["none"]["gradients"]), result["ranks"][0]["loss"]
+        held, sent = most["bytes"] / 2**20, most["sent"] / 2**20
+        print(f"| {way} | {held:.0f} | {sent:.0f} | {most['cpu']:.1f} | {loss:.6f} | {off:.0e} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--residues", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--ways", action="store_true")
+    parser.add_argument("--residues", type=int)
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/fold-memory")
     options = parser.parse_args()
+    options.residues = options.residues or (160 if options.ways else 512)
+    options.rows = options.rows or (32 if options.ways else 64)
+    if options.ways:
+        compare_ways(options.residues, options.rows, options.depth)
+        return
     rows, found = [], {}
     print("| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |")
     print("|---|---|---|---|---|---|---|")
@@ -244,6 +274,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+        kind, residues, rows, dtype, report, way, depth = sys.argv[2:]
+        worker(kind, int(residues), int(rows), dtype, report, way, int(depth))
     else:
         main()

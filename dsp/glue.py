@@ -84,6 +84,7 @@ class Run:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
         self.sizes_key = tuple(root_sizes.items())
         self.stage_index = self.glue_index = 0
+        self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
         self.in_stage: Any = None
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
@@ -321,6 +322,8 @@ class Glue(TorchFunctionMode):
         if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
             return self.metadata(name, func, args, kwargs)
         run = self.run
+        if run.aside:
+            return self.operate(-1, func, name, args, kwargs)
         run.note_checkpoint()
         index = run.glue_index
         run.glue_index += 1

@@ -24,7 +24,7 @@ from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
 from dsp.stages import Option, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
-from dsp.trace import Recorder, Trace, trace
+from dsp.trace import Recorder, Trace, _foreign, trace
 
 log = logging.getLogger("dsp")
 
@@ -87,6 +87,8 @@ class Runtime:
             post = stage.module.register_forward_hook(_PostHook(self, stage), with_kwargs=True, always_call=True)
             self.hooks.append((stage.module, pre.id, post.id))
         self.model.forward = self.call  # type: ignore[method-assign]
+        inside = {id(m) for stage in self.stages for m in stage.module.modules()}
+        self.between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
 
     def settle_hooks(self) -> None:
         # hooks that came later (fully_shard's) must see local tensors: ours go first in and last out
@@ -95,6 +97,12 @@ class Runtime:
                 module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
             if next(reversed(module._forward_hooks)) != post:
                 module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
+        # between stages no plan counted what they do
+        for module in self.between:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    if not isinstance(hook, _Aside) and _foreign(hook):
+                        hooks[key] = _Aside(hook)
 
     # --- the model ---
 
@@ -382,6 +390,24 @@ class _PostHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return self.runtime.leave_stage(self.stage, output)
+
+
+class _Aside:
+    """A hook of a distributed run, such as fully_shard's, on a module between stages: it is no glue of the model."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        current = ACTIVE.get()
+        if current is None:
+            return self.hook(*args)
+        run = current[1]
+        before, run.aside = run.aside, True
+        try:
+            return self.hook(*args)
+        finally:
+            run.aside = before
 
 
 def _moved(option: Option, shells: list[Shell | None]) -> int:

@@ -7,14 +7,16 @@ through glue. What comes out is a `Trace`: the planner's problem, and where each
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dsp.layout import Cut
@@ -53,7 +56,7 @@ from dsp.stages import (
     sizes_of_root,
     tensors_in,
 )  # fmt: skip
-from dsp.twins import Recipe, alike, call_key, fingerprint, recipe
+from dsp.twins import alike, fingerprint, once
 
 METADATA = frozenset(
     """
@@ -110,6 +113,7 @@ class Event:
     source: list[Cut | None] = field(default_factory=list)  # per choice, for a source
     sizes: dict[str, int] = field(default_factory=dict)
     region: int | None = None  # the activation checkpoint it runs in
+    own: bool = False  # whether the stage is a checkpoint itself
     grad: bool = False  # whether its outputs take part in backward
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
@@ -138,33 +142,42 @@ class Trace:
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
 
     def flops(self, event: Event) -> int:
-        """Of a step, at full size: backward costs twice the forward, activation checkpointing one forward more."""
-        again = event.region is not None or (self.recompute and event.kind == "stage")
+        """Of a step, at full size: backward costs twice the forward, every activation checkpoint one forward more."""
+        region = event.region is not None
+        again = region + (event.own or (self.recompute and event.kind == "stage" and not region))
         return event.flops * (1 + (2 + again) * event.grad)
 
 
 def skeleton(
-    module: nn.Module, fake: Callable[[Tensor], Tensor], memo: dict[int, nn.Module], twins: Mapping[int, nn.Module]
+    module: nn.Module,
+    fake: Callable[[Tensor], Tensor],
+    memo: dict[int, nn.Module],
+    twins: Mapping[int, nn.Module],
+    staged: Collection[int],
 ) -> nn.Module:
-    """The same module tree on fake parameters: without the hooks, compiled or checkpointed forwards of a set-up run.
+    """The same module tree on fake parameters: without the hooks and compiled forwards of a set-up run.
 
+    A checkpoint round a forward stays, but for the ids of modules `staged`, which are stages or inside of them.
     `twins`: for the id of a module an earlier one like it, whose insides will do for both.
     """
     if id(module) in memo:
         return memo[id(module)]
     inner = module._modules.get("_orig_mod")
     if inner is not None:
-        memo[id(module)] = skeleton(inner, fake, memo, twins)
+        memo[id(module)] = skeleton(inner, fake, memo, twins, staged)
         return memo[id(module)]
     clone = object.__new__(type(module))
     if id(module) in twins:
-        clone.__dict__.update(skeleton(twins[id(module)], fake, memo, twins).__dict__)
+        clone.__dict__.update(skeleton(twins[id(module)], fake, memo, twins, staged).__dict__)
         clone.__dict__.update({k: OrderedDict() for k in ("_forward_hooks", "_forward_pre_hooks")})
         memo[id(module)] = clone
         return clone
     memo[id(module)] = clone
     state = dict(module.__dict__)
-    state.pop("forward", None)
+    forward = state.pop("forward", None)
+    if checkpointed(forward) and id(module) not in staged:
+        plain = MethodType(type(module).forward, clone)
+        state["forward"] = functools.partial(forward.func, plain, **forward.keywords)
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         kept = OrderedDict((k, h) for k, h in state[name].items() if not _foreign(h))
         state[name] = kept
@@ -174,9 +187,14 @@ def skeleton(
     state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
     clone.__dict__.update(state)
     clone.__dict__["_modules"] = {
-        k: None if m is None else skeleton(m, fake, memo, twins) for k, m in module._modules.items()
+        k: None if m is None else skeleton(m, fake, memo, twins, staged) for k, m in module._modules.items()
     }
     return clone
+
+
+def checkpointed(forward: Any) -> bool:
+    """Whether a module's forward was wrapped: ``module.forward = partial(checkpoint, module.forward, ...)``."""
+    return isinstance(forward, functools.partial) and forward.func is checkpoint
 
 
 def _foreign(hook: Any) -> bool:
@@ -699,8 +717,7 @@ class Tracer(Recorder, TorchFunctionMode):
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False) -> None:
         super().__init__(n, root_sizes)
         self.recompute = recompute
-        self.known: dict[Any, Recipe] = {}
-        self.now: Recipe | None = None  # of the stage that runs
+        self.now: dict[str, Any] = {}  # measured of the stage that runs
         self.whole_flops = 0
         self.in_stage = False
         self.depth = 0
@@ -735,22 +752,13 @@ class Tracer(Recorder, TorchFunctionMode):
     def is_view(self, out: Tensor, x: Tensor) -> bool:
         return memory(out) == memory(x)
 
-    def once(self, forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
-        """A stage's forward that runs once for all calls alike, on any of its twins."""
+    def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+        """A stage ran; what is measured of it will do for its twins."""
+        self.now = {}
+        return self.now
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            called, kept = call_key(args, kwargs)
-            inputs = tensors_in((args, kwargs))
-            self.now = self.known.get((twin, called))
-            if self.now is not None:
-                return self.now.make(inputs)
-            output = forward(*args, **kwargs)
-            self.now = recipe(output, inputs, kept)
-            if self.now is not None:
-                self.known[twin, called] = self.now
-            return output
-
-        return run
+    def again(self, measured: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        self.now = measured
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         self.depth += 1
@@ -758,7 +766,7 @@ class Tracer(Recorder, TorchFunctionMode):
             return  # called by another stage: part of it
         self.enter_stage(stage, args, kwargs)
         self.in_stage = True
-        self.now = None
+        self.now = {}
         self.keeps = False
         self.watch.restart()
         self.saved: dict[int, torch.UntypedStorage] = {}  # alive, or another would get its address
@@ -784,8 +792,9 @@ class Tracer(Recorder, TorchFunctionMode):
             return
         self.saved_hooks.__exit__(None, None, None)
         self.in_stage = False
-        region = self.region()
-        again = self.recompute or region is not None
+        region, stage = self.region(), self.pending[0]
+        own = checkpointed(stage.module.__dict__.get("forward"))
+        again = own or self.recompute or region is not None
         first = region is None or all(event.region != region for event in self.events)
         measured: dict[str, Any] = {
             "work": self.watch.peak,
@@ -794,14 +803,16 @@ class Tracer(Recorder, TorchFunctionMode):
             "random": self.watch.random,
             "keeps": self.keeps,
         }
-        if self.now is not None:
-            measured = self.now.measured = self.now.measured or measured
-        measured = {**measured}
-        if measured.pop("keeps") and region is not None:
+        if not self.now:
+            self.now.update(measured)
+        measured = {**self.now}
+        if (measured.pop("keeps") or (own and torch.is_grad_enabled())) and region is not None:
             self.saves[region] = len(self.events)
         if again:
             measured["saved"] = 0
+        first |= own
         self.leave_stage(output, **measured, keeps_inputs=again and first and torch.is_grad_enabled())
+        self.events[-1].own = own
 
 
 @contextmanager
@@ -853,7 +864,8 @@ def trace(
     twins = twins and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     groups = alike([stage.module for stage in stages], _foreign) if twins else []
     first = {id(other): group[0] for group in groups for other in group[1:]}
-    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo, first)
+    staged = {id(m) for stage in stages for m in stage.module.modules()}
+    clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo, first, staged)
     resident = 0
     for t in {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}.values():
         kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
@@ -869,9 +881,7 @@ def trace(
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
     before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
-    for twin, group in enumerate(groups):
-        for module in (memo[id(m)] for m in group):
-            module.forward = tracer.once(module.forward, twin)  # type: ignore[method-assign]
+    once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
         with fake_mode, tracer.watch, tracer, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the model has to say it says when it runs

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.stages import tensors_in
+
 VALUES = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -81,13 +83,15 @@ class _Reader:
         return type(module), tuple(own), tuple(tensors), tuple(children)
 
 
-def fingerprint(module: nn.Module, foreign: Callable[[Any], bool]) -> Hashable:
+def fingerprint(module: nn.Module, foreign: Callable[[Any], bool] = lambda hook: False) -> Hashable:
     """What a module's forward depends on, its numbers apart. `foreign` hooks do not count."""
     # a tensor that is no buffer keeps its data in a trace
     return _Reader(lambda _, t: ("tensor", id(t))).module(module, foreign)
 
 
-def alike(modules: Iterable[nn.Module], foreign: Callable[[Any], bool]) -> list[list[nn.Module]]:
+def alike(
+    modules: Iterable[nn.Module], foreign: Callable[[Any], bool] = lambda hook: False
+) -> list[list[nn.Module]]:
     """The modules in groups of one fingerprint."""
     groups: dict[Hashable, list[nn.Module]] = {}
     for module in modules:
@@ -140,7 +144,6 @@ class Recipe:
     kept: list[Any]
     shape: Any  # the output with every tensor replaced by ("input", i) or ("made", i)
     made: list[_Meta]
-    measured: Any = None  # what the tracer found of the stage as it ran
 
     def make(self, inputs: list[Tensor]) -> Any:
         """The output of a call with these inputs."""
@@ -206,4 +209,37 @@ def _filled(value: Any, inputs: list[Tensor], fresh: tuple[Tensor, ...]) -> Any:
     return visit(value)
 
 
-__all__ = ["Recipe", "alike", "call_key", "fingerprint", "recipe", "unwrapped"]
+def once(
+    groups: Iterable[Iterable[nn.Module]],
+    first: Callable[[list[Tensor], list[Tensor]], Any],
+    again: Callable[[Any, list[Tensor], list[Tensor]], None],
+) -> None:
+    """Let the modules of a group run once for all calls alike; in place, for modules on fake tensors.
+
+    `first(inputs, outputs)` is told of a call that ran and returns what to note of it; `again(note, inputs, outputs)`
+    of one that did not run, and whose outputs were made to look the same.
+    """
+    known: dict[Hashable, tuple[Recipe, Any]] = {}
+
+    def wrapped(forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called, kept = call_key(args, kwargs)
+            inputs = tensors_in((args, kwargs))
+            if (found := known.get((twin, called))) is not None:
+                output = found[0].make(inputs)
+                again(found[1], inputs, tensors_in(output))
+                return output
+            output = forward(*args, **kwargs)
+            note, how = first(inputs, tensors_in(output)), recipe(output, inputs, kept)
+            if how is not None:
+                known[twin, called] = how, note
+            return output
+
+        return run
+
+    for twin, group in enumerate(groups):
+        for module in group:
+            module.forward = wrapped(module.forward, twin)  # type: ignore[method-assign]
+
+
+__all__ = ["alike", "call_key", "fingerprint", "once", "recipe", "unwrapped"]

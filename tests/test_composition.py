@@ -52,6 +52,40 @@ def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool) -> None:
         assert comm.recompute.calls["switch"] == 0
 
 
+class Distance(nn.Module):
+    """A model inside another one, and glue after it that has to switch its output back to where the input is."""
+
+    stages = {"": "x=b t s c -> b t s o", "model.0": "b [t] s c", "model.1": "b [t] s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model = nn.Sequential(toys.Along(1), toys.Along(1), nn.Linear(toys.C, toys.C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).narrow(-1, 0, 1).sin() - x.narrow(-1, 0, 1)  # either is cheapest switched once it is narrow
+
+
+def inner_fsdp(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7, 5, toys.C, generator=torch.Generator().manual_seed(3))
+    single, model = Distance(), Distance()
+    loss = single(x).square().mean()
+    loss.backward()
+    dsp.parallelize(model, mesh, gather_output=False)
+    fully_shard(model.model, mesh=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        got = dsp.mean(model(dsp.split(x, mesh, 1)).square())
+        got.backward()
+        torch.testing.assert_close(got, loss)
+        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+
+
+def test_hooks_of_fsdp_between_stages_are_no_glue(ranks) -> None:
+    """What fully_shard does before the inner model's forward has no place in the plan, which switches after it."""
+    ranks(inner_fsdp, 3)
+
+
 @pytest.mark.parametrize("ckpt", [False, True])
 @pytest.mark.parametrize("root_only", [False, True])
 def test_fsdp(ranks, root_only: bool, ckpt: bool) -> None:

@@ -53,7 +53,7 @@ def test_a_demo(trainer, tmp_path, fresh_ranks, monkeypatch, path):  # noqa: F81
     assert list(metrics(plain, "loss")) == [1, 2, 3]
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 2)
-        run("name=again")
+        run("name=again", expect=trainer.STOPPED)
     again = run("name=again", "resume=true")
     same(plain, again, tolerance=0)  # bitwise
     fresh_ranks(_run_here, 4, run.arguments("name=shared", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 
+from dsp import twins
 from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
@@ -156,9 +158,10 @@ def test_accumulation_recompute_and_bf16(run, reference):
     """Two batches of 2 are a batch of 4; recomputing changes no bit; bf16 is near."""
     whole = metrics(reference, "loss", "grad_norm", "lr")
     parts = metrics(run("train.accumulation=2", "name=parts"), "loss", "grad_norm", "lr")
-    again = metrics(run("train.batch=4", "train.checkpoint_activations=true", "name=again"), "loss", "grad_norm", "lr")
     half = metrics(run("train.batch=4", "train.precision=bf16", "name=half"), "loss", "grad_norm", "lr")
-    assert again == whole
+    for way in ("stages", "blocks", "both"):
+        again = run("train.batch=4", f"train.checkpoint_activations={way}", f"name={way}")
+        assert metrics(again, "loss", "grad_norm", "lr") == whole
     for step, values in whole.items():
         assert parts[step] == pytest.approx(values, rel=1e-5)
         assert half[step] == pytest.approx(values, rel=2e-2)
@@ -170,7 +173,7 @@ def test_compile(run, monkeypatch):
     plain = metrics(run("name=plain", "train.steps=2", "eval.every=0", "sample.every=0"), "loss")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     options = ["train.steps=2", "eval.every=0", "sample.every=0", "train.compile=true"]
-    compiled = metrics(run("name=compiled", "train.checkpoint_activations=true", *options), "loss")
+    compiled = metrics(run("name=compiled", "train.checkpoint_activations=both", *options), "loss")
     for step, loss in plain.items():
         assert compiled[step] == pytest.approx(loss, rel=1e-5)
 
@@ -208,12 +211,12 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
     whole = run("name=whole", "checkpoint.every=0")
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run("name=half", "checkpoint.every=0")
+        half = run("name=half", "checkpoint.every=0", "train.checkpoint_activations=blocks", expect=trainer.STOPPED)
     assert "stopped by a signal after step 3; resume=true continues" in capsys.readouterr().out
     assert list(metrics(half, *keys)) == [1, 2, 3]
     with (half / "metrics.jsonl").open("a") as file:  # a run that went on past its checkpoint, and was cut off
         file.write('{"step": 4, "loss": 7.0, "grad_norm": 7.0, "lr": 7.0}\n{"step": 5, "lo')
-    run("name=half", "checkpoint.every=0", "resume=true")
+    run("name=half", "checkpoint.every=0", "resume=true", "train.checkpoint_activations=blocks")
     assert "resumed from step 3" in capsys.readouterr().out
     assert metrics(half, *keys) == metrics(whole, *keys)
     assert metrics(half, "val_losses") == metrics(whole, "val_losses")
@@ -225,7 +228,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
 def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 1, where="evaluate")
-        directory = run()
+        directory = run(expect=trainer.STOPPED)
     assert "stopped by a signal after step 2" in capsys.readouterr().out
     assert metrics(directory, "val_loss") == {}
     run("resume=true")
@@ -268,6 +271,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     reached(killed, [second])
     second.terminate()
     out, err = second.communicate(timeout=180)
+    assert second.returncode != 0  # so that whatever started it knows that it has not finished
     assert re.search(r"resumed from step \d+", out)
     stopped = int(re.search(r"stopped by a signal after step (\d+); resume=true continues", out)[1])
     assert not re.search("[A-Za-z]Warning|error: ", err), err
@@ -275,7 +279,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     def finish(*arguments):
         with monkeypatch.context() as patch:
             stop_at(trainer, patch, stopped + 3)
-            return run(*long, *arguments)
+            return run(*long, *arguments, expect=trainer.STOPPED)
 
     resumed, alone = finish("resume=true"), finish("name=alone")
     curve, reference = (metrics(d, "loss", "grad_norm") for d in (resumed, alone))
@@ -284,6 +288,21 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
         assert curve[step] == pytest.approx(values, rel=1e-5), step
     comm = metrics(resumed, "comm_bytes")
     assert comm[1] == comm[stopped] > (0,) == comm[stopped + 3]
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
+    """Whatever started them can tell a run that was stopped from one that has finished."""
+    processes = run.bare(2, "train.steps=100000", "eval.every=0", "sample.every=0", "log.every=100000")
+    metrics_file, deadline = run.directory / "runs/tiny/metrics.jsonl", time.time() + 240
+    while not metrics_file.exists() or not metrics_file.read_text():  # the first step is recorded
+        assert time.time() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    processes[1].terminate()
+    out = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [trainer.STOPPED] * 2, out
+    assert "stopped by a signal" in out[0][0]
+    assert not out[0][1] + out[1][1]
 
 
 def test_under_torchrun_an_error_is_printed_once(run):
@@ -341,7 +360,7 @@ def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
 
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run(*ema, "name=half")
+        half = run(*ema, "name=half", expect=trainer.STOPPED)
     run(*ema, "name=half", "resume=true")
     for keys in (("loss", "grad_norm"), ("val_loss",)):
         assert metrics(half, *keys) == metrics(whole, *keys)
@@ -385,12 +404,13 @@ def _run_here(mesh, arguments):
     "options",
     [
         ["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"],
-        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=true"],
+        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=stages"],
         ["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"],
         ["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"],
-        ["parallel={sp: 4}", "train.batch=4", "train.precision=bf16"],
+        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"],
+        ["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"],
     ],
-    ids=["replicate", "shard", "no-sp", "sp", "bf16"],
+    ids=["replicate", "shard", "no-sp", "sp", "blocks", "both-bf16"],
 )
 def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
     """Four samples a step on every mesh of four ranks: one curve, one validation loss, the same pictures."""
@@ -407,11 +427,12 @@ def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
 
     # recorded are the bytes that the busiest rank of each switch sends: no rank sends more, but for a few scalars, and
-    # with these uneven lengths not much less. Recomputing sends nothing.
+    # with these uneven lengths not much less. Recomputing a stage sends nothing, recomputing a block what it sent.
     (recorded,) = {comm for (comm,) in metrics(mesh, "comm_bytes").values()}
     busiest = max(sum(steps[1]) for steps in sent)
     assert 0.85 * recorded <= busiest <= recorded + 400
-    assert all(recompute == 0 for steps in sent for _, _, recompute in steps)
+    blocks = any(option.endswith(("=blocks", "=both")) for option in options)
+    assert any(recompute for steps in sent for _, _, recompute in steps) == blocks
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -512,37 +533,53 @@ def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, ca
     error = capsys.readouterr().err
     assert error.startswith("error: out of memory: the smallest sp that fits 1.02 MiB a device is ")
     assert "; sp=1 needs " in error
-    assert "train.checkpoint_activations=true keeps less" in error
+    assert re.search(r"; train.checkpoint_activations=both needs \d.* [KM]iB$", error.split("\n")[0])
     assert "x [2, 5, 9, 48] float32 in model.blocks" in error
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_estimate_of_activations_is_what_is_kept(run, trainer, checkpointed):
-    """Count, in a real forward, the storages that autograd keeps."""
-    config = cfg.load(run.arguments(f"train.checkpoint_activations={checkpointed}"))
+def test_the_estimate_of_activations_is_what_is_kept(run, trainer):
+    """Count, in a real forward, the storages that autograd keeps; stages alike may run once."""
+    config = cfg.load(run.arguments())
     task = cfg.create_task(config)
-    stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
     build = lambda: task.objective(task.model())  # noqa: E731
-    estimate = saved_for_backward(build, task.example, stages, dtype=torch.float32, checkpointed=checkpointed).bytes
+    stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
+    ways = lambda objective: trainer.recomputed_modules(objective.model)  # noqa: E731
+    once = lambda modules, *told: twins.once(twins.alike(modules), *told)  # noqa: E731
+    estimates = saved_for_backward(build, task.example, stages, ways, dtype=torch.float32, once=once)
+    every = saved_for_backward(build, task.example, stages, ways, dtype=torch.float32)
+    for way, estimate in estimates.items():
+        assert estimate.bytes == every[way].bytes
+        assert estimate.largest(9) == every[way].largest(9)
 
     objective = build()
     weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
-    kept, alive = {}, []
 
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
+    def kept(way):
+        """Bytes that a forward keeps, in a real one."""
+        for module in trainer.recomputed_modules(objective.model)[way]:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        found, alive = {}, []
 
-    inputs = {k: torch.zeros_like(v) for k, v in task.example(objective).items()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        objective(**inputs)
-    if checkpointed:  # four stages keep their input alone, and one is open
-        assert 0.25 < estimate / sum(kept.values()) < 0.6
-    else:
-        assert estimate == pytest.approx(sum(kept.values()), rel=0.02)
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                found[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)
+            return tensor
+
+        inputs = {k: torch.zeros_like(v) for k, v in task.example(objective).items()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            objective(**inputs)
+        for module in objective.modules():
+            module.__dict__.pop("forward", None)
+        return sum(found.values())
+
+    for way, estimate in estimates.items():
+        always = sum(saved.bytes for saved in estimate.always)
+        assert always == pytest.approx(kept(way), rel=0.02)
+    none, by_stage, by_block, both = (estimate.bytes for estimate in estimates.values())
+    assert both < by_stage < none
+    assert both < by_block < none
 
 
 def test_wandb_offline_holds_the_same(run):

@@ -153,10 +153,13 @@ class Latents:
         return load_file(self.folder / UNCONDITIONAL)["text"].float()
 
     def _shard(self, entry: Entry) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if entry.shard not in self._open:
-            self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
+            try:
+                self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
+            except (SafetensorError, OSError) as error:
+                raise LatentError(f"{self.folder / entry.shard}: gone or damaged since the start ({error})") from None
         return self._open[entry.shard]
 
 

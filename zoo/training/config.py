@@ -71,7 +71,9 @@ class Train:
     clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
     ema: float = option(0.0, "decay of the averaged weights that are judged and shown; 0 for none", least=0, most=1)
     seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
-    checkpoint_activations: bool = option(False, "recompute a stage in backward instead of keeping its inside")
+    checkpoint_activations: str = option(
+        "none", "what backward recomputes instead of keeping its inside", choices=("none", "stages", "blocks", "both")
+    )
     compile: bool = option(False, "torch.compile the inside of every stage")
 
 
@@ -96,6 +98,7 @@ class Wandb:
 TASKS = {  # data.name -> the task that trains on it
     "digit_images": "zoo.training.image",
     "digits": "zoo.training.video",
+    "latent_folder": "zoo.training.latents",
     "video_folder": "zoo.training.video",
     "protein_synthetic": "zoo.training.protein",
     "protein_embedded": "zoo.training.protein",
@@ -141,8 +144,11 @@ def create_task(config: Config, rank: int = 0, size: int = 1) -> Task:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def load(arguments: Sequence[str]) -> Config:
-    """The configuration that a command line asks for; a UserError names the layer, the key and what would be right."""
+def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
+    """The configuration that a command line asks for; a UserError names the layer, the key and what would be right.
+
+    `shown`: it is only looked at, so what has no default may be missing.
+    """
     overrides = [a for a in arguments if "=" in a]
     files = [a for a in arguments if "=" not in a]
     if len(files) != 1:
@@ -161,6 +167,8 @@ def load(arguments: Sequence[str]) -> Config:
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     _check_values(config)
+    if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
+        raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
     config.name = config.name or Path(files[0]).stem
     if Path(config.name).name != config.name:
         raise UserError(f"name={config.name!r} must be a plain folder name, without slashes")
@@ -247,8 +255,6 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas={config.optim.betas}: expected numbers in [0, 1)")
-    if getattr(config.data, "path", "") is None and not config.dry_run:
-        raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
 
 
 def _suggest(wrong: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
@@ -312,7 +318,7 @@ def help_text(arguments: Sequence[str]) -> str:
     """Every key with its comment and its value, as YAML; the defaults if no file is named."""
     rest = [a for a in arguments if not wants_help([a])]
     data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
-    config = load(rest) if any("=" not in a for a in rest) or data not in TASKS else defaults(data)
+    config = load(rest, shown=True) if any("=" not in a for a in rest) or data not in TASKS else defaults(data)
     usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
     return f"{usage}\n{to_yaml(config, comments=True)}"
 

@@ -91,7 +91,7 @@ class Task(task.Task):
     def objective(self, model: nn.Module) -> nn.Module:
         return {"bits_per_dim": BitsPerDim}[self.config.objective.name](model)
 
-    def example(self, objective: Any) -> dict[str, Tensor]:
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
         inputs = {"image": torch.empty(b, *self.shape, dtype=torch.long)}
         return inputs | ({"label": torch.empty(b, dtype=torch.long)} if self.conditional else {})

@@ -84,8 +84,16 @@ class Task(ABC):
         return model
 
     @abstractmethod
-    def example(self, objective: Any) -> dict[str, Any]:
-        """The keyword arguments of the objective for one batch, the most it is asked for, on the default device."""
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
+        """The objective's arguments for one batch of a bucket, on the default device."""
+
+    def bucket(self, step: int, groups: int) -> int:
+        """Which bucket the batches of a step are of, if what a step computes differs; 0 takes the most."""
+        return 0
+
+    def batch_tokens(self, bucket: int = 0) -> int:
+        """Of one batch of a bucket, for the throughput."""
+        return self.tokens * self.config.train.batch
 
     @abstractmethod
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:

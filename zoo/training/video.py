@@ -22,6 +22,7 @@ from zoo.training import UserError, task
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Floor, Inputs, Part, share, user_error
+from zoo.video.clean_frames import noised_frames
 from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform
 from zoo.video.gif import save_gif
 from zoo.video.linear_denoiser import linear_denoiser_loss
@@ -67,7 +68,11 @@ DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
 @dataclass
 class Objective:
     name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
-    label_dropout: float = option(0.1, "share of samples trained without their class, for guidance", least=0, most=1)
+    label_dropout: float = option(
+        0.1, "share of samples trained without their class or caption, for guidance", least=0, most=1
+    )
+    first_frame: float = option(0.0, "share of samples whose first frame is given clean (stdit 2, 3)", least=0, most=1)
+    random_frames: float = option(0.0, "share of samples of which any frames but one are given clean", least=0, most=1)
 
 
 @dataclass
@@ -95,11 +100,38 @@ class Task(task.Task):
 
     def __init__(self, config: Any, rank: int = 0, size: int = 1):
         super().__init__(config, rank, size)
-        data = config.data
         self.levels, self.validation_samples = config.eval.levels, config.eval.clips
-        self.frames, self.height, self.width = data.frames, data.height, data.width
-        self.shape = (data.channels, data.height, data.width)
-        self.here = share(data.frames, rank, size)
+
+    @property
+    def clip(self) -> tuple[int, int, int]:
+        """Frames, height and width of a clip; of the largest, if they differ."""
+        return self.config.data.frames, self.config.data.height, self.config.data.width
+
+    @property
+    def masked(self) -> bool:
+        """Whether samples are trained with clean frames among the noised ones."""
+        return self.config.objective.first_frame + self.config.objective.random_frames > 0
+
+    @property
+    def channels(self) -> int:
+        return self.config.data.channels
+
+    @property
+    def frames(self) -> int:
+        return self.clip[0]
+
+    @property
+    def height(self) -> int:
+        return self.clip[1]
+
+    @property
+    def width(self) -> int:
+        return self.clip[2]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a frame."""
+        return self.channels, self.height, self.width
 
     def open(self) -> None:
         flow, size = self.config.objective.name == "rectified_flow", prod(self.shape) * self.frames
@@ -115,64 +147,125 @@ class Task(task.Task):
     def model(self) -> nn.Module:
         model = self.create()
         inputs = _on_meta(model.example_inputs, 1, frames=1, height=self.height, width=self.width)
-        data, self.takes = self.config.data, inputs.keys()
-        channels, classes = data.channels, data.classes
+        self.takes = inputs.keys()
+        channels, classes, caption_channels = self.offers(inputs)
         if inputs["x"].shape[1] != channels:
             raise UserError(
                 f"the data has {channels} channels and the model takes {inputs['x'].shape[1]}: "
                 f"set model.overrides.in_channels={channels}"
             )
-        known = {"x", "timestep", "label"} | (_CAPTIONED if data.caption_channels else set())
+        known = {"x", "timestep", "label"} | (_CAPTIONED if caption_channels else set())
         if unknown := sorted(inputs.keys() - known):
             raise UserError(f"model {self.config.model.name} needs {', '.join(unknown)}, which this data does not have")
-        if "context" in inputs and inputs["context"].shape[-1] != data.caption_channels:
+        if "context" in inputs and inputs["context"].shape[-1] != caption_channels:
             raise UserError(
-                f"the data's captions have {data.caption_channels} channels and the model takes "
-                f"{inputs['context'].shape[-1]}: set model.overrides.caption_channels={data.caption_channels}"
+                f"the data's captions have {caption_channels} channels and the model takes "
+                f"{inputs['context'].shape[-1]}: set model.overrides.caption_channels={caption_channels}"
             )
         self.num_classes = getattr(model.config, "num_classes", None) if "label" in inputs else None
         if self.num_classes is not None and self.num_classes != classes:
             raise UserError(f"the data has {classes or 'no'} classes and the model {self.num_classes}")
         if "context" in inputs:
             self.num_classes = classes
-        if self.config.sample.guidance != 1 and self.num_classes is None:
-            raise UserError(f"sample.guidance={self.config.sample.guidance} needs a model that is told the class")
-        patch = getattr(model.config, "patch", (1, 1, 1))
-        self.tokens = prod(ceil(n / p) for n, p in zip((self.frames, self.height, self.width), patch))
+        if self.config.sample.guidance != 1 and self.num_classes is None and "context" not in inputs:
+            raise UserError(
+                f"sample.guidance={self.config.sample.guidance} needs a model that is told the class or a caption"
+            )
+        self._check_clean_frames()
+        self.patch = getattr(model.config, "patch", (1, 1, 1))
+        self.tokens = self._tokens(self.clip)
         return model
+
+    def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
+        """What the model, which takes `inputs`, has to fit: channels, classes and channels of captions (0: none)."""
+        data = self.config.data
+        return data.channels, data.classes, data.caption_channels
+
+    def here(self, frames: int) -> range:
+        """The frames of a clip that this rank holds. A single one is not there to be divided: every rank has it."""
+        return share(frames, self.rank, self.size) if frames > 1 else range(frames)
+
+    @staticmethod
+    def _part(local: Tensor, dim: int, frames: int) -> Part | Tensor:
+        return Part(local, dim, frames) if frames > 1 else local
+
+    def _tokens(self, clip: tuple[int, int, int]) -> int:
+        return prod(ceil(n / p) for n, p in zip(clip, self.patch))
+
+    def _check_clean_frames(self) -> None:
+        first, some = self.config.objective.first_frame, self.config.objective.random_frames
+        if first + some > 1:
+            raise UserError(f"objective.first_frame={first} and objective.random_frames={some}: together at most 1")
+        if self.masked and "x_mask" not in self.takes:
+            raise UserError(
+                f"objective.first_frame={first} and objective.random_frames={some} need a model that takes clean "
+                "frames (stdit with version v2 or v3): set both to 0"
+            )
 
     def objective(self, model: nn.Module) -> nn.Module:
         return {"rectified_flow": RectifiedFlow, "iddpm": IDDPM}[self.config.objective.name](model)
 
-    def example(self, objective: Any) -> dict[str, Tensor]:
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
-        shape = (b, self.shape[0], self.frames, *self.shape[1:])
-        inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(b)}
+        told = self._told(torch.zeros(b, dtype=torch.long), self.frames, self.height, self.width)
+        return self._example(b, self.clip) | told
+
+    def _example(self, batch: int, clip: tuple[int, int, int]) -> dict[str, Tensor]:
+        """What the objective takes of `batch` clips beside what its model is told."""
+        shape = (batch, self.channels, *clip)
+        inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(batch)}
         if self.config.objective.name == "iddpm":
-            inputs["timestep"] = torch.empty(b, dtype=torch.long)
-        return inputs | self._told(torch.zeros(b, dtype=torch.long), self.frames, self.height, self.width)
+            inputs["timestep"] = torch.empty(batch, dtype=torch.long)
+        if self.masked:
+            inputs |= {"x_mask": torch.ones(batch, clip[0], dtype=torch.bool), "weight": torch.ones(batch)}
+        return inputs
 
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        seed, n = self.config.train.seed, len(self.train)
+        n, here = len(self.train), self.here(self.frames)
         chosen = self.drawn(step, micro, group, groups, n)
         ids = [epoch * n + index for epoch, index in chosen]
-        clips = [self.train.clip(index, epoch, self.here) for epoch, index in chosen]
-        drop = seeded_uniform(seed, step, ids, name="label") < self.config.objective.label_dropout
-        inputs = self._inputs(clips, seeded_noise(seed, step, ids, self.here, self.shape), drop)
-        return inputs | {"timestep": objective.sample_timestep(seeded_uniform(seed, step, ids))}
+        clips = [self.train.clip(index, epoch, here) for epoch, index in chosen]
+        return self._inputs(clips, self._dropped(step, ids)) | self._random(objective, step, ids, self.clip)
+
+    def _dropped(self, step: int, ids: Sequence[int]) -> Tensor:
+        """Which samples are trained without their class or caption [b]."""
+        seed, share_dropped = self.config.train.seed, self.config.objective.label_dropout
+        return seeded_uniform(seed, step, ids, name="label") < share_dropped
+
+    def _random(self, objective: Any, step: int, ids: Sequence[int], clip: tuple[int, int, int]) -> Inputs:
+        """What is drawn for training samples of one shape: noise, its level, which frames have none."""
+        (frames, *size), options = clip, self.config.objective
+        seed, here = self.config.train.seed, self.here(frames)
+        inputs: Inputs = {
+            "noise": self._part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
+            "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids)),
+        }
+        if self.masked:
+            mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
+            inputs["x_mask"] = self._part(mask[:, here.start : here.stop], 1, frames)
+            inputs["weight"] = frames / mask.sum(1)  # a sample counts as much as any, however few frames are judged
+        return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        levels = objective.validation_levels(self.config.eval.levels)
+        levels, here = objective.validation_levels(self.config.eval.levels), self.here(self.frames)
         chosen = self._validation_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             batch = chosen[start : start + self.config.train.batch]
             ids = [epoch * len(self.validation) + index for index, epoch in batch]
-            clips = [self.validation.clip(index, epoch, self.here) for index, epoch in batch]
-            for i in range(len(levels)):
-                inputs = self._inputs(clips, seeded_noise(_VALIDATION, i, ids, self.here, self.shape))
-                yield i, len(ids), inputs | {"timestep": levels[i].repeat(len(ids))}
+            inputs = self._inputs([self.validation.clip(index, epoch, here) for index, epoch in batch])
+            yield from self._judged(inputs, levels, ids, self.clip)
+
+    def _judged(
+        self, inputs: Inputs, levels: Tensor, ids: Sequence[int], clip: tuple[int, int, int], count: int | None = None
+    ) -> Iterator[tuple[int, int, Inputs]]:
+        """The same samples at every level, each with noise of its own; `count` of them are new, or else all."""
+        (frames, *size), here = clip, self.here(clip[0])
+        for i in range(len(levels)):
+            noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
+            drawn: Inputs = {"noise": self._part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
+            yield i, len(ids) if count is None else count, inputs | drawn
 
     def _validation_clips(self) -> list[tuple[int, int]]:
         """The (index, epoch) of every validation clip; if there are too few samples, several clips of each."""
@@ -180,13 +273,12 @@ class Task(task.Task):
         places = order(0, 0, n).tolist()
         return [(places[i % n], i // n) for i in range(self.config.eval.clips)]
 
-    def _inputs(self, clips: Sequence[Any], noise: Tensor, drop: Tensor | None = None) -> dict[str, Any]:
+    def _inputs(self, clips: Sequence[Any], drop: Tensor | None = None) -> Inputs:
         x = torch.stack([clip["x"] for clip in clips])
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        told = self._told(labels, self.frames, self.height, self.width)
-        return {"x": Part(x, 2, self.frames), "noise": Part(noise, 2, self.frames), **told}
+        return {"x": self._part(x, 2, self.frames), **self._told(labels, self.frames, self.height, self.width)}
 
     def _told(self, labels: Tensor, frames: int, height: int, width: int) -> dict[str, Tensor]:
         """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""

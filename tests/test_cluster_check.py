@@ -1,0 +1,117 @@
+"""The first check of a cluster, on four gloo ranks that take themselves for one host or for two."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("cluster_check")
+    finally:
+        sys.path.pop(0)
+
+
+def run_here(mesh, arguments, hosts, fault=False):
+    """The check as a rank of the pool runs it; `fault`: with weights of its own and another plan."""
+    import torch
+    import torch.distributed as dist
+
+    check, rank = script(), dist.get_rank()
+    plain = check.socket.gethostname, check.small_model, check.dsp.plan
+    check.socket.gethostname = lambda: hosts[rank]
+
+    def uneven_weights(device):
+        model = plain[1](device)
+        with torch.no_grad():
+            next(model.parameters()).add_(rank)
+        return model
+
+    class Planned:
+        bytes = {"forward": 1, "backward": 1}
+
+    if fault:
+        check.small_model = uneven_weights
+        check.dsp.plan = lambda *args, **kwargs: Planned
+    try:
+        return check.main(["--megabytes", "0.1", "--rounds", "1", *arguments])
+    finally:
+        check.socket.gethostname, check.small_model, check.dsp.plan = plain
+
+
+def found(path):
+    report = json.loads(path.read_text())
+    return report, {state: [f for f in report["findings"] if f["state"] == state] for state in ("warning", "FAILED")}
+
+
+def test_one_host(fresh_ranks, tmp_path):
+    out = tmp_path / "check.json"
+    assert fresh_ranks(run_here, 4, ["--out", str(out)], ["a"] * 4) == [0] * 4
+    report, bad = found(out)
+    assert bad == {"warning": [], "FAILED": []}
+    assert (report["sp"], report["hosts"], report["backend"]) == (4, {"a": 4}, "gloo")
+    assert list(report["links"]) == ["sp=4"]
+    (row,) = report["links"]["sp=4"]["sizes"]
+    assert row["raw"] > 0
+    assert row["switch"] > 0
+    assert any("as planned" in finding["found"] for finding in report["findings"])
+
+
+def test_two_hosts(fresh_ranks, tmp_path):
+    within, across = tmp_path / "within.json", tmp_path / "across.json"
+    hosts = ["a", "a", "b", "b"]
+    assert fresh_ranks(run_here, 4, ["--out", str(within)], hosts) == [0] * 4
+    report, bad = found(within)
+    assert report["sp"] == 2
+    assert list(report["links"]) == ["sp=2", "between hosts"]
+    assert not bad["warning"]
+    assert fresh_ranks(run_here, 4, ["--sp", "4", "--out", str(across)], hosts) == [0] * 4
+    report, bad = found(across)
+    assert list(report["links"]) == ["sp=4", "within a host", "between hosts"]
+    assert [finding["what"] for finding in bad["warning"]] == ["hosts"]
+    assert "sp=4 crosses hosts in 1 of 1 groups (ranks 0 to 3 first)" in bad["warning"][0]["found"]
+    assert "sp=2 would stay within a host" in bad["warning"][0]["found"]
+
+
+def test_what_is_wrong_is_found(fresh_ranks, tmp_path):
+    out = tmp_path / "check.json"
+    assert fresh_ranks(run_here, 4, ["--out", str(out)], ["a"] * 4, True) == [1] * 4
+    _, bad = found(out)
+    assert [finding["what"] for finding in bad["FAILED"]] == ["exactness", "exactness", "bytes"]
+    assert "NOT OK" in bad["FAILED"][0]["found"]
+    assert "planned were 1 and 1" in bad["FAILED"][2]["found"]
+
+
+def test_versions_are_the_same_everywhere():
+    check = script()
+    one = {"python": "3.11.7", "torch": "2.13.0", "nccl": "none"}
+    assert str(check.same_versions([one, one])).split(maxsplit=2) == ["ok", "versions", "python 3.11.7, torch 2.13.0"]
+    mixed = check.same_versions([one, one | {"torch": "2.12.1"}])
+    assert (mixed.state, mixed.found) == ("FAILED", "not the same on every rank: torch 2.12.1 and 2.13.0")
+
+
+def test_layouts_on_paper():
+    check = script()
+    sp, findings = check.layout(["a"] * 8 + ["b"] * 8, None)
+    assert sp == 8
+    assert [finding.state for finding in findings] == ["ok", "ok"]
+    sp, findings = check.layout(["a"] * 3 + ["b"] * 5, 2)
+    assert "3 to 5 ranks each" in findings[0].found
+    assert "crosses hosts in 1 of 4 groups (ranks 2 to 3 first)" in findings[1].found
+    assert "sp=1 would stay" in findings[1].found
+    _, findings = check.layout(["a", "b"] * 2, 2)
+    assert any("not consecutive" in finding.found for finding in findings)
+    with pytest.raises(ValueError, match="--sp 3 does not divide 4 ranks"):
+        check.layout(["a"] * 4, 3)
+    assert check.groupings(["a", "b"], 1) == {"between hosts": [[0, 1]]}
+    assert check.groupings(["a"], 1) == {}
+    assert check.groupings(["a"] * 2 + ["b"] * 2, 2) == {
+        "sp=2": [[0, 1], [2, 3]],
+        "between hosts": [[0, 2], [1, 3]],
+    }

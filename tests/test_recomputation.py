@@ -1,0 +1,113 @@
+"""train.checkpoint_activations: blocks and stages computed again in backward, with the bytes that a plan says."""
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_evoformer_parallel import CASES, build, inputs, scalar
+from test_parallel import averaged, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+import zoo
+
+WAYS = ("stages", "blocks", "both")
+
+
+def recomputed(model, way):
+    """As the trainer does it, before a plan is made."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    modules = importlib.import_module("train").recomputed_modules(model)[way]
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return model
+
+
+def make(name):
+    if name in CASES:
+        return build(name)
+    torch.manual_seed(0)
+    model = zoo.create(name, "test").double()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    return model
+
+
+def given_to(model, name, uneven):
+    if name in CASES:
+        return inputs(model, 1, *((5, 7) if uneven else (4, 8)))
+    torch.manual_seed(1)
+    return {
+        k: torch.randn_like(x, dtype=torch.float64) if x.is_floating_point() else x
+        for k, x in model.example_inputs(1, **({} if uneven else {"frames": 4, "height": 4, "width": 4})).items()
+    }
+
+
+def total(out):
+    return scalar(out if isinstance(out, tuple) else (out,))
+
+
+def step(mesh, name, way, uneven):
+    """Loss and gradients beside one process that keeps everything; what was sent, and what was planned."""
+    single, model = make(name), recomputed(make(name), way)
+    given = given_to(single, name, uneven)
+    expected = total(single(**given))
+    expected.backward()
+    plan = dsp.plan(model, kwargs=given, size=mesh.size())
+    dsp.parallelize(model, mesh, gather_output=False)
+    for _ in range(2):
+        model.zero_grad()
+        with dsp.count_comm() as comm:
+            loss = total(model(**given))
+            loss.backward()
+        torch.testing.assert_close(loss, expected)
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    phases = {"forward": comm.forward, "backward": comm.backward, "recompute": comm.recompute}
+    sent = {k: sum(v for name, v in phase.bytes.items() if name != "all_reduce") for k, phase in phases.items()}
+    return sent, plan.bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["evoformer", "pairformer", "latte"])
+def test_loss_gradients_and_bytes(ranks, name, way):
+    for n in (2, 4):
+        for sent, planned in ranks(step, n, name, way, False):
+            assert sent == planned
+            assert (planned["recompute"] > 0) == (way != "stages")
+    for n in (2, 3):
+        results = ranks(step, n, name, way, True)
+        for phase in ("forward", "backward", "recompute"):
+            # the plan adds up the busiest rank of each move, which need not be the same one
+            busiest = max(sent[phase] for sent, _ in results)
+            assert 0.7 * results[0][1][phase] <= busiest <= results[0][1][phase]
+
+
+def dropping(mesh, name, way):
+    """The gradients of a step that drops out, on this rank."""
+    drop = {"dropout": 0.4} if name == "axial_image" else {"msa_dropout": 0.4, "pair_dropout": 0.4}
+    torch.manual_seed(0)
+    model = recomputed(zoo.create(name, "test", **drop).double().train(), way)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    given = model.example_inputs(1)
+    dsp.parallelize(model, mesh, gather_output=False)
+    torch.manual_seed(1 + mesh.get_local_rank())
+    loss = total(model(**given))
+    loss.backward()
+    return loss.detach(), averaged(model, mesh)
+
+
+@pytest.mark.parametrize("name", ["evoformer", "axial_image"])
+def test_what_was_dropped_is_dropped_again(ranks, name):
+    """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
+    expected = [ranks(dropping, n, name, "none") for n in (1, 2, 3)]
+    assert expected[1][0][0] != expected[0][0][0]
+    for way in WAYS:
+        for n, before in zip((1, 2, 3), expected):
+            for (loss, gradients), (loss_before, gradients_before) in zip(ranks(dropping, n, name, way), before):
+                assert torch.equal(loss, loss_before)
+                same(gradients, gradients_before)

@@ -1,0 +1,112 @@
+"""Clips to train on from a folder of latents (zoo/data/latents.py), in buckets of one shape each.
+
+Letters: c channels, t frames, h w height and width in latent cells, l tokens, e channels of the text.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zoo.data.buckets import Bucket
+from zoo.data.latents import Entry, LatentError, Latents
+from zoo.data.sampling import hash_seed
+
+__all__ = ["LatentFolder", "largest_first"]
+
+log = logging.getLogger(__name__)
+
+
+class LatentFolder:
+    """The clips of a folder that fit into `buckets`, or all of them: a bucket then is every shape there is.
+
+    `buckets` are there from the one with most cells to the one with fewest, and `clips` are those of each, by name. A
+    clip that fits a bucket of its frame rate and one of any rate is in the first. LatentError: the folder cannot be
+    used, a bucket fits no clip, or a clip is not what the manifest says.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], buckets: Sequence[Bucket] = ()):
+        self.latents = Latents(root)
+        self.manifest, entries = self.latents.manifest, self.latents.entries
+        if not entries:
+            raise LatentError(f"no clips in {root}: it holds a manifest and no shard; encode some videos into it")
+        for entry in entries:
+            if entry.shape[0] != self.manifest.channels or entry.tokens > self.manifest.text_length:
+                raise LatentError(
+                    f"{root}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and {entry.tokens} tokens, "
+                    f"where the manifest says {self.manifest.channels} and at most {self.manifest.text_length}"
+                )
+        if repeated := sorted({str(bucket) for bucket in buckets if list(buckets).count(bucket) > 1}):
+            raise LatentError(f"{', '.join(repeated)}: named twice among the buckets")
+        found = sorted({Bucket(*entry.shape[1:]) for entry in entries}, key=largest_first)
+        self.buckets = sorted(buckets, key=largest_first) if buckets else found
+        self.clips: list[list[Entry]] = [[] for _ in self.buckets]
+        for entry in entries:
+            if places := [i for i, bucket in enumerate(self.buckets) if bucket.holds(*entry.shape[1:], entry.fps)]:
+                self.clips[places[0]].append(entry)
+        for bucket, clips in zip(self.buckets, self.clips):
+            if not clips:
+                rates = {Bucket(*e.shape[1:], e.fps) for e in entries if bucket.fps and e.shape[1:] == bucket.shape}
+                there = ", ".join(map(str, sorted(rates, key=largest_first) or found))
+                raise LatentError(f"no clip of {root} fits the bucket {bucket}; there are {there}")
+        if left := len(entries) - len(self):
+            log.info("%d of %d clips in %s fit none of the buckets and are left out", left, len(entries), root)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.clips))
+
+    def split(self, validation: float) -> tuple["LatentFolder", "LatentFolder"]:
+        """This folder in two, `(train, validation)`: that share of the clips, at least one, is held out.
+
+        Which are depends on their names alone, and on that a bucket is left one clip to train on. Where nothing can be
+        held out, validation uses the clips of training.
+        """
+        if not 0 < validation < 1:
+            raise LatentError(f"the share of clips held out for validation must be between 0 and 1, got {validation}")
+        ranked = sorted((hash_seed(e.name), i, e) for i, clips in enumerate(self.clips) for e in clips)
+        wanted, room = max(1, round(validation * len(self))), [len(clips) - 1 for clips in self.clips]
+        chosen: set[str] = set()
+        for _, i, entry in ranked:
+            if len(chosen) < wanted and room[i]:
+                room[i] -= 1
+                chosen.add(entry.name)
+        train, held_out = copy(self), copy(self)
+        if not chosen:
+            log.warning("%s holds a single clip of a shape: validation uses it too", self.latents.folder)
+            return train, held_out
+        train.clips = [[e for e in clips if e.name not in chosen] for clips in self.clips]
+        held_out.clips = [[e for e in clips if e.name in chosen] for clips in self.clips]
+        return train, held_out
+
+    def latent(self, entry: Entry, frames: range | None = None) -> Tensor:
+        """The latent [c, frames asked for, h, w], float32; no other frames are read."""
+        x, (channels, length, *size) = self.latents.latent(entry, frames), entry.shape
+        if x.shape != (channels, length if frames is None else len(frames), *size):
+            raise LatentError(f"{self.latents.folder / entry.shard}: {entry.name} is not what the header says of it")
+        return x
+
+    def caption(self, entry: Entry | None) -> tuple[Tensor, Tensor]:
+        """The caption's embedding [text_length, e] float32, zero behind its tokens, and where these are [text_length].
+
+        Of the empty caption, which stands for none, if there is no entry. One length for all keeps one plan for all.
+        """
+        text = self.latents.unconditional() if entry is None else self.latents.text(entry)
+        length, channels = self.manifest.text_length, self.manifest.text_channels
+        expected = len(text) if entry is None else entry.tokens
+        if tuple(text.shape) != (expected, channels) or expected > length:
+            whose = "the empty caption" if entry is None else f"{entry.name} in {entry.shard}"
+            raise LatentError(
+                f"{self.latents.folder}: the text of {whose} has the shape {list(text.shape)}, where "
+                f"[{expected if expected <= length else f'up to {length}'}, {channels}] is expected"
+            )
+        return pad(text, (0, 0, 0, length - expected)), torch.arange(length) < expected
+
+
+def largest_first(bucket: Bucket) -> tuple[int, int, int, int, float]:
+    """A bucket of one rate comes before that of any rate."""
+    rate = float("inf") if bucket.fps is None else bucket.fps
+    return -bucket.cells, bucket.frames, bucket.height, bucket.width, rate

@@ -1,0 +1,207 @@
+"""The video task on latents: clips of several shapes with their captions, encoded before.
+
+Beside what zoo/training/video.py says: a step is of one bucket, clips of one shape, and captions come as embeddings.
+Letters: b samples, c channels, t frames, h w height and width in latent cells.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
+from zoo.data.latent_folder import LatentFolder, largest_first
+from zoo.data.latents import Entry, Manifest, read_manifest
+from zoo.data.sampling import hash_seed, order
+from zoo.training import UserError, video
+from zoo.training.config import option
+from zoo.training.ranks import on_first_rank
+from zoo.training.task import Floor, Inputs, user_error
+from zoo.training.video import Objective, Sample
+
+__all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
+
+_TOKENS = 300  # of captions where no folder says so, for the dry run: those of Open-Sora 1.2
+_IMAGE_FPS = 120.0  # what stands for an image, in Open-Sora
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Latents:
+    classes: ClassVar[int | None] = None
+    name: str = option("latent_folder", "latents and text embeddings under one folder, which zoo.video.encode made")
+    path: str | None = option(None, "the folder; required")
+    buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; none for all there are")
+    balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
+    validation: float = option(0.05, "share of the clips held out for validation", least=0, most=1)
+
+
+DATA: dict[str, type] = {"latent_folder": Latents}
+
+
+@dataclass
+class Eval:
+    every: int = option(500, "steps between validations; 0 for none", least=0)
+    clips: int = option(16, "validation samples, the same at every validation", least=1)
+    levels: int = option(8, "fixed noise levels each is judged at", least=1)
+
+
+class Task(video.Task):
+    """Diffusion on latents in buckets, the largest first: `rank` of `size` reads its frames of each clip alone."""
+
+    def __init__(self, config: Any, rank: int = 0, size: int = 1):
+        super().__init__(config, rank, size)
+        self.wanted = [user_error(parse_bucket, text, prefix="data.buckets: ") for text in config.data.buckets]
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """What the folder is of; None without one, in a dry run."""
+        path = self.config.data.path
+        return None if path is None else user_error(read_manifest, Path(path), prefix="data: ")
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        if not self.wanted and self.config.data.path is None:
+            raise UserError("data.path is not set, so data.buckets has to say what the clips are: [16x32x32]")
+        return sorted(self.wanted, key=largest_first) if self.wanted else self._read().buckets
+
+    @cached_property
+    def batches(self) -> list[int]:
+        """Samples a batch of each bucket."""
+        return bucket_batches(self.config.train.batch, self.buckets, self.config.data.balance)
+
+    @property
+    def clip(self) -> tuple[int, int, int]:
+        return self.buckets[0].shape
+
+    @property
+    def channels(self) -> int:
+        return self.manifest.channels if self.manifest else self.model_channels
+
+    def _read(self) -> LatentFolder:
+        return user_error(LatentFolder, self.config.data.path, self.wanted, prefix="data: ")
+
+    def open(self) -> None:
+        if self.config.sample.every:
+            raise UserError(f"sample.every={self.config.sample.every}: no latents are sampled in training; set it to 0")
+        share_held_out = self.config.data.validation
+        self.train, self.validation = on_first_rank(
+            lambda: user_error(lambda: self._read().split(share_held_out), prefix="data: ")
+        )
+        self.buckets = self.train.buckets
+        shapes = ", ".join(f"{len(clips)} of {b}" for b, clips in zip(self.buckets, self.train.clips))
+        log.info("%d clips to train on (%s), %d to validate with", len(self.train), shapes, len(self.validation))
+
+    # ------------------------------------------------------------------------------------------------ model, objective
+
+    def model(self) -> nn.Module:
+        again = hasattr(self, "takes")
+        model = super().model()
+        if self.manifest is not None:
+            known = ("vae_hash", "text_hash") if "context" in self.takes else ("vae_hash",)
+            self.identity["latents"] = {name: getattr(self.manifest, name) for name in known}
+        if "context" not in self.takes and not again:
+            log.info("model %s takes no text: the captions are not used", self.config.model.name)
+        return model
+
+    def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
+        if self.manifest is None:  # a dry run: whatever the model was made for
+            self.model_channels = inputs["x"].shape[1]
+            self.caption = (_TOKENS, inputs["context"].shape[-1] if "context" in inputs else 0)
+        else:
+            self.caption = (self.manifest.text_length, self.manifest.text_channels)
+        return self.channels, None, self.caption[1]
+
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
+        b = self.batches[bucket]
+        told = {name: torch.ones(b) for name in ("num_frames", "height", "width", "ar", "fps")}
+        told |= {"context": torch.empty(b, *self.caption), "context_mask": torch.ones(b, self.caption[0]).bool()}
+        return self._example(b, self.buckets[bucket].shape) | {k: v for k, v in told.items() if k in self.takes}
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    def bucket(self, step: int, groups: int) -> int:
+        return self._step(step, groups)[0]
+
+    def batch_tokens(self, bucket: int = 0) -> int:
+        return self._tokens(self.buckets[bucket].shape) * self.batches[bucket]
+
+    def _step(self, step: int, groups: int) -> tuple[int, list[int], list[int]]:
+        options, counts = self.config.train, [len(clips) for clips in self.train.clips]
+        return bucket_step(options.seed, step, counts, [b * options.accumulation * groups for b in self.batches])
+
+    def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
+        bucket, epochs, indices = self._step(step, groups)
+        size = self.batches[bucket]
+        mine = slice((micro * groups + group) * size, (micro * groups + group + 1) * size)
+        entries = [self.train.clips[bucket][index] for index in indices[mine]]
+        ids = _sample_ids(entries, epochs[mine])
+        inputs = self._read_clips(self.train, entries, self._dropped(step, ids).tolist())
+        return inputs | self._random(objective, step, ids, self.buckets[bucket].shape)
+
+    def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
+        """A bucket at a time, for all groups at once. What the last batches of a bucket lack is made up by samples
+        that count 0: every group takes as many turns, which sharded weights need."""
+        levels = objective.validation_levels(self.config.eval.levels)
+        for bucket, chosen in enumerate(self._judged_clips()):
+            size = self.batches[bucket]
+            for first in range(0, len(chosen), size * groups):
+                mine = chosen[first + group * size : first + (group + 1) * size]
+                entries, epochs = zip(*(mine or chosen[:1]))
+                inputs = self._read_clips(self.validation, entries, [False] * len(entries))
+                ids = _sample_ids(entries, epochs)
+                yield from self._judged(inputs, levels, ids, self.buckets[bucket].shape, len(mine))
+
+    def _judged_clips(self) -> list[list[tuple[Entry, int]]]:
+        """The validation samples of each bucket as (clip, epoch), as often as it comes up among all held-out clips."""
+        clips = [(bucket, entry) for bucket, entries in enumerate(self.validation.clips) for entry in entries]
+        places = order(0, 0, len(clips)).tolist()
+        chosen: list[list[tuple[Entry, int]]] = [[] for _ in self.buckets]
+        for i in range(self.config.eval.clips):
+            bucket, entry = clips[places[i % len(clips)]]
+            chosen[bucket].append((entry, i // len(clips)))
+        return chosen
+
+    def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
+        frames = entries[0].shape[1]
+        x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
+        return {"x": self._part(x, 2, frames), **self.tell(folder, entries, drop)}
+
+    def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
+        """What the model takes beside these clips: their captions, the empty one where `drop`, and their sizes (b)."""
+        told: dict[str, Tensor] = {}
+        if "context" in self.takes:
+            captions = [folder.caption(None if dropped else entry) for entry, dropped in zip(entries, drop)]
+            context, mask = zip(*captions)
+            told |= {"context": torch.stack(context), "context_mask": torch.stack(mask)}
+        sizes = [
+            {
+                "num_frames": entry.frames, "height": entry.height, "width": entry.width,
+                "ar": entry.height / entry.width, "fps": entry.fps if entry.frames > 1 else _IMAGE_FPS,
+            }
+            for entry in entries
+        ]  # fmt: skip
+        told |= {name: torch.tensor([float(size[name]) for size in sizes]) for name in sizes[0]}
+        return {name: value for name, value in told.items() if name in self.takes}
+
+    # ------------------------------------------------------------------------------------------------- what is shown
+
+    def describe(self) -> str:
+        frames, height, width = self.clip
+        largest = f"{frames} frames of {height} x {width} latent cells"
+        return largest + (f", the largest of {len(self.buckets)} shapes" if len(self.buckets) > 1 else "")
+
+    def floors(self, objective: Any) -> list[Floor]:
+        return []
+
+
+def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
+    """What the noise of a sample is drawn from: its clip's name, so that it stays when other clips are added."""
+    return [hash_seed("clip", entry.name, epoch) for entry, epoch in zip(entries, epochs)]
