@@ -1,6 +1,7 @@
 """Use a trained model: sample from it or predict with it, on any number of ranks.
 
     python infer.py runs/demo --label 3 --frames 16
+    python infer.py runs/video --prompt "a boat on a lake" --format mp4
     torchrun --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
     torchrun --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py runs/demo --help
@@ -9,10 +10,12 @@ All ranks share each sample (sp = all of them), and the result does not depend o
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,16 +44,39 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
     return run, run / "checkpoints", step
 
 
-def load_model(task: Task, directory: Path, step: int | None, device: torch.device) -> nn.Module:
+class Parser(argparse.ArgumentParser):
+    """Every rank reads the same command line: rank 0 speaks for all."""
+
+    def error(self, message: str) -> NoReturn:
+        error = UserError(f"{message}; infer.py RUN --help explains every option")
+        error.told = not first_rank()
+        raise error
+
+    def print_help(self, file: Any = None) -> None:
+        if first_rank():
+            super().print_help(file)
+
+
+def first_rank() -> bool:
+    """Also before there is a process group."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def load_model(
+    task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True
+) -> nn.Module:
     """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
     with torch.device("meta"):
         model = task.model()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
     model.to_empty(device=device)
-    state = checkpoint.load(directory, model, identity=task.identity, step=step, report=ranks.say)
+    state = checkpoint.load(
+        directory, model, identity=task.identity, step=step, averaged=averaged, report=ranks.say
+    )
     if state is None:
         raise UserError(f"{directory} holds no checkpoint")
-    ranks.say(f"weights of step {state['step']} from {directory}")
+    which = "averaged weights" if state["averaged"] else "weights"
+    ranks.say(f"{which} of step {state['step']} from {directory}")
     predictor = task.predictor(model)
     user_error(dsp.parallelize, predictor, mesh["sp"])
     return predictor.eval()
@@ -72,22 +98,28 @@ def main(arguments: Sequence[str]) -> int:
     usage = "infer.py RUN [options]   (RUN: the directory of a run, or of one of its checkpoints)"
     try:
         if not arguments or arguments[0].startswith("-"):
-            print(f"usage: {usage}\n\n{(__doc__ or '').partition(chr(10))[2].strip(chr(10))}")
+            if first_rank():
+                print(f"usage: {usage}\n\n{(__doc__ or '').partition(chr(10))[2].strip(chr(10))}")
             return 0 if "--help" in arguments or "-h" in arguments else 2
         run, directory, step = locate(Path(arguments[0]))
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter
-        parser = argparse.ArgumentParser(prog="infer.py RUN", formatter_class=shape)
+        parser = Parser(prog="infer.py RUN", formatter_class=shape)
         parser.add_argument("--out", type=Path, default=run / "inference", help="directory for the results")
+        parser.add_argument(
+            "--weights", choices=("averaged", "last"), default="averaged",
+            help="the moving average of the weights, if the run kept one (train.ema), or the last ones",
+        )  # fmt: skip
         cfg.create_task(config).arguments(parser)
         options = parser.parse_args(arguments[1:])
         with ranks.process_group() as device:
             task = cfg.create_task(config, rank=dist.get_rank(), size=dist.get_world_size())
-            model = load_model(task, directory, step, device)
+            model = load_model(task, directory, step, device, options.weights == "averaged")
             began = time.perf_counter()
             with torch.no_grad():
                 written = user_error(task.infer, model, options, device, progress())
-            ranks.say(f"took {time.perf_counter() - began:.2f} s on {dist.get_world_size()} rank(s)")
+            account = f": {task.account}" if task.account else ""
+            ranks.say(f"took {time.perf_counter() - began:.2f} s on {dist.get_world_size()} rank(s){account}")
             for path in written:
                 ranks.say(f"wrote {path}")
         return 0

@@ -12,10 +12,10 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +86,27 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
-    user_error(dsp.parallelize, objective, mesh["sp"], gather_output=False)
-    user_error(dsp.parallelize, predictor, mesh["sp"])
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], config.parallel.method, gather_output=False)
+    cut: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor)}  # over sp, in sampling, too
+    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], config.parallel.method if cut else "dsp")
 
-    # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient
+    # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
+    # that a method has cut over sp are none of its business
     weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
     policy = MixedPrecisionPolicy(compute_dtype(config), torch.float32, cast_forward_inputs=False)
     for stage in stages:
-        fully_shard(stage, mesh=weights_over, mp_policy=replace(policy, cast_forward_inputs=True))
-    fully_shard(model, mesh=weights_over, mp_policy=policy)
+        fully_shard(stage, mesh=weights_over, mp_policy=replace(policy, cast_forward_inputs=True), ignored_params=cut)
+    fully_shard(model, mesh=weights_over, mp_policy=policy, ignored_params=cut)
     # it warns of outputs that are views, which only in-place operations on them would break: nothing here has any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     initialize(model, task, device)
 
     # optimizer: vectors (biases, scales) are not decayed
     options = config.optim
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = []
+    for parameters in by_mesh(model.parameters()):
+        vectors = [p for p in parameters if p.ndim <= 1]
+        groups += [{"params": [p for p in parameters if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
     betas = (options.betas[0], options.betas[1])
     optimizer = torch.optim.AdamW(groups, options.lr, betas, options.eps, options.weight_decay)
 
@@ -117,8 +120,9 @@ def resume(run: Run) -> None:
     config, directory, wandb_id = run.config, run.directory / "checkpoints", None
     if config.resume:
         state = checkpoint.load(
-            directory, run.model, run.optimizer, run.average, identity=run.task.identity, report=ranks.say
-        )
+            directory, run.model, run.optimizer, run.average,
+            identity=run.task.identity, orders=dsp.embedded.rank_order(run.model), report=ranks.say,
+        )  # fmt: skip
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
@@ -189,8 +193,8 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         torch.stack(list(terms.values())).sum().div(accumulation).backward()
         for name, term in terms.items():
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
-    norm: Any = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf)
-    norm = norm.full_tensor().item()
+    average_cut(run)
+    norm = clip_gradients(run.model, options.clip or math.inf)
     *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
     losses = dict(zip(losses, means))
     loss = sum(means)
@@ -255,7 +259,8 @@ def save(run: Run, step: int) -> None:
     wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
     path = checkpoint.save(
         run.directory / "checkpoints", step, run.model, run.optimizer, run.average,
-        identity=run.task.identity, extra={"wandb_id": wandb_id}, keep=run.config.checkpoint.keep,
+        identity=run.task.identity, orders=dsp.embedded.rank_order(run.model),
+        extra={"wandb_id": wandb_id}, keep=run.config.checkpoint.keep,
     )  # fmt: skip
     ranks.say(f"step {step}: checkpoint {path}")
 
@@ -346,8 +351,10 @@ def out_of_memory(config: cfg.Config) -> UserError:
 
 
 def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
-    example = task.example(objective, bucket)
-    return user_error(dsp.plan, objective, kwargs=example, size=sp, dtype=compute_dtype(config))
+    return user_error(
+        dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
+        method=config.parallel.method, save_exchanges=config.parallel.save_exchanges,
+    )  # fmt: skip
 
 
 def plan_of(run: Run, bucket: int) -> dsp.Plan:
@@ -373,7 +380,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step, in forward, backward and where blocks are recomputed."""
+    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed."""
     return sum(plan.bytes.values()) * config.train.accumulation
 
 
@@ -417,8 +424,12 @@ def compile_and_recompute(config: cfg.Config, model: nn.Module) -> list[nn.Modul
     for stage in stages if config.train.compile else []:
         torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
         stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
-    for module in recomputed_modules(model)[config.train.checkpoint_activations]:
-        module.forward = partial(recompute, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
+    if kept and mode in ("blocks", "both"):
+        raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
+    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
+    for module in recomputed_modules(model)[mode]:
+        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
     return stages
 
 
@@ -428,11 +439,43 @@ def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
     torch.manual_seed(task.config.train.seed)
     source = task.model() if dist.get_rank() == 0 else None
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, source.state_dict() if source else {}, options=everywhere)
+    state = source.state_dict() if source else {}
+    for name, order in dsp.embedded.rank_order(model).items() if source else ():
+        state[name] = state[name][order]
+    set_model_state_dict(model, state, options=everywhere)
     for name, buffer in model.named_buffers():  # those that a state dict leaves out too
         if source:
             buffer.copy_(source.get_buffer(name))
         dist.broadcast(buffer, src=0)
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that one operation can take together: a method's cut weights are on the sp axis, others on FSDP's."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(found.values())
+
+
+def average_cut(run: Run) -> None:
+    """Average over data-parallel groups the gradients of weights that FSDP does not know."""
+    for axis in ("dp_replicate", "dp_shard"):
+        mesh = run.mesh[axis]
+        for p in run.model.parameters() if mesh.size() > 1 else ():
+            if isinstance(p.grad, DTensor) and p.grad.device_mesh == run.mesh["sp"]:
+                grad = p.grad.to_local()
+                dist.all_reduce(grad, group=mesh.get_group())
+                grad /= mesh.size()
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm that it was."""
+    groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+    norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    norm = reduce(torch.hypot, (n.full_tensor() for n in norms))
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    return norm.item()
 
 
 def data_parallel(run: Run) -> tuple[int, int]:

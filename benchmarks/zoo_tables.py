@@ -14,7 +14,7 @@ bytes of residual over N ranks; each number is what one rank sends:
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,9 @@ def stages_list() -> Iterator[str]:
 TABLES = {"video": video_table, "pair": pair_table, "stages": stages_list}
 
 
-def fill(page: str) -> str:
+def fill(page: str, tables: Mapping[str, Callable[[], Iterator[str]]] = TABLES) -> str:
     """The page with every table between its marks, `<!-- table: name -->` and `<!-- end -->`, made anew."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         before, mark, rest = page.partition(f"<!-- table: {name} -->\n")
         if mark:
             page = before + mark + "\n".join(table()) + "\n" + rest[rest.index("<!-- end -->") :]

@@ -1,5 +1,6 @@
 """Dynamic Sequence Parallelism: shard a multi-dimensional model along the dims a stage does not compute over."""
 
+from dsp import embedded
 from dsp.check import Report, check
 from dsp.choose import Sizing, choose
 from dsp.count import count_comm
@@ -24,6 +25,7 @@ __all__ = [
     "choose",
     "count_comm",
     "discover",
+    "embedded",
     "gather",
     "hand_over",
     "mean",

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsp.collectives import chunk_sizes, ranks
+from dsp.embedded.ring import ring_bytes
 
 
 class Traffic:
@@ -82,12 +83,16 @@ COLLECTIVES = {
     "reduce_scatter_tensor": "reduce_scatter_tensor",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
+    "ring_attention": "ring",
+    "ring_attention_backward": "ring",
 }
-OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce)|SplitInput|WholeInput|_Launch|_Await")
+OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce|ring_attention)|SplitInput|WholeInput|_Launch|_Await")
 
 
 def sent(name: str, x: Any, *args: Any) -> int:
     """Bytes this rank sends to others in one collective."""
+    if name.startswith("ring_attention"):
+        return ring_bytes(name, x, *args)
     if name == "switch_many":
         return sum(sent("switch", *one, args[-1]) for one in zip(x, *args[:-1]))
     n, rank = ranks(args[-1])

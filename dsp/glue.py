@@ -270,6 +270,24 @@ class Run:
         frame.recompute_fn = recompute
 
 
+class Place(NamedTuple):
+    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), `own` rows of `size`."""
+
+    axis: Axis
+    dim: str | None
+    size: int
+    own: int  # 0: the stage sees one dummy row
+
+
+def current_place() -> Place | None:
+    """Of the stage call that runs now; None outside of one."""
+    current = ACTIVE.get()
+    if current is None or current[1].in_stage is None:
+        return None
+    _, option, _, own, *_ = current[1].in_stage
+    return Place(current[1].axis, option.name, option.size, own)
+
+
 ACTIVE: ContextVar[tuple[Any, Run] | None] = ContextVar("dsp_active", default=None)
 
 
@@ -296,6 +314,7 @@ class Glue(TorchFunctionMode):
         super().__init__()
         self.run = run
         self.asleep = self.popped = False
+        self.uncounted = False  # while hooks run that the trace did not: theirs is no operation of the plan
 
     def suspend(self) -> None:
         """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
@@ -325,6 +344,8 @@ class Glue(TorchFunctionMode):
         if run.aside:
             return self.operate(-1, func, name, args, kwargs)
         run.note_checkpoint()
+        if self.uncounted:
+            return self.operate(-1, func, name, args, kwargs)
         index = run.glue_index
         run.glue_index += 1
         out = self.operate(index, func, name, args, kwargs)

@@ -8,12 +8,14 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -76,6 +78,7 @@ class Runtime:
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
+        self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
 
     def install(self) -> None:
         if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
@@ -104,6 +107,16 @@ class Runtime:
                     if not isinstance(hook, _Aside) and _foreign(hook):
                         hooks[key] = _Aside(hook)
 
+    def leave_out_hooks(self) -> None:
+        """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the
+        borders of a module that holds stages, to gather weights, is in the run alone: it is not counted."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and id(module) not in self.left_out:
+                self.left_out.add(id(module))
+                for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                    register(partial(_count, uncounted=True), prepend=True)
+                    register(partial(_count, uncounted=False))
+
     # --- the model ---
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +124,8 @@ class Runtime:
             return self.forward(*args, **kwargs)
         self.settle_hooks()
         plan, fresh = self.plan_for(args, kwargs)
+        if fresh:
+            self.leave_out_hooks()
         self.agreement.start(args, kwargs, self.last_key, wait=fresh)
         sizes, args, kwargs = self.enter(plan, args, kwargs)
         run = Run(self.axis, plan.script if plan else None, sizes)
@@ -374,6 +389,12 @@ class Runtime:
         shape = [*t.shape]
         shape[axis] = outer * option.size * inner
         return t, Cut(axis, outer), tuple(shape)
+
+
+def _count(*_: Any, uncounted: bool) -> None:
+    current = ACTIVE.get()
+    if current is not None:
+        current[1].mode.uncounted = uncounted
 
 
 class _PreHook:

@@ -17,7 +17,7 @@ from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
 from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
-from dsp.stages import Stage, find_stages
+from dsp.stages import Sends, Stage, find_stages
 from dsp.trace import Trace, trace
 
 
@@ -108,6 +108,7 @@ class Plan:
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+    chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
     @cached_property
     def residuals(self) -> list[Residual]:
@@ -129,6 +130,8 @@ class Plan:
     @property
     def advice(self) -> str:
         """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
+        if not self.chosen:
+            return ""
         calls = [r for r in self.stages if r.pattern]
         whole = [r for r in calls if r.layout is None]
         sent = sum(r.bytes for r in whole)
@@ -257,8 +260,11 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
 
 
 def make_plan(
-    t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None
-) -> Plan:
+    t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None,
+    again_inside: bool = False, kept_inside: bool = False,
+) -> Plan:  # fmt: skip
+    """Solve a trace. `again_inside`: all stages are recomputed within their hooks, also where the trace saw no
+    checkpoint; `kept_inside`: what is sent inside of stages is kept all the same."""
     problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
     solution = solve(problem)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
@@ -367,11 +373,17 @@ def make_plan(
                 if phase == "forward":
                     own_call[m] = int(new)
     for i, (event, own) in enumerate(zip(t.events, taken)):
-        count("forward", own.bytes, own.calls)
+        alike = own.bytes, own.calls  # a sum in glue is its own adjoint
+        sends = event.sends[solution.choices[i]] if event.kind == "stage" else Sends(alike, alike, alike)
+        count("forward", *sends.forward)
         if event.grad:
-            count("backward", own.bytes, own.calls)
-        if again(i, after=True):
-            count("recompute", own.bytes, own.calls)
+            count("backward", *sends.backward)
+        if event.kind != "stage":
+            resent = again(i, after=True)
+        else:  # a stage is recomputed as a whole: what it saves lies behind what it sends
+            resent = event.grad and not kept_inside and (again_inside or event.own or again(i, after=False))
+        if resent:
+            count("recompute", *sends.recompute)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
     for size in t.whole_grads:
         count("backward", 2 * size * (n - 1) // n)
@@ -382,13 +394,14 @@ def make_plan(
         calls = dict.fromkeys(calls, 0)
 
     everything = [t.flops(event) for event in t.events]
-    shares = [_share(t, i, solution.choices[i], n) for i in range(len(t.ops))]
+    shares = [_share(t, stages, i, solution.choices[i], n) for i in range(len(t.ops))]
     return Plan(
         n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
         flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,
         hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
+        chosen=not any(stage.whole for stage in stages.values()),
     )  # fmt: skip
 
 
@@ -414,10 +427,13 @@ def _meet(t: Trace, solution: Solution, push: dict[int, str | None], n: int) -> 
                 del push[m.value]
 
 
-def _share(t: Trace, i: int, c: int, n: int) -> float:
+def _share(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> float:
     """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
     op, event = t.ops[i], t.events[i]
     if event.kind == "stage":
+        stage = stages[event.name]
+        if stage.whole and stage.inside:  # its weights are cut instead
+            return 1 / n
         return event.options[c].share(n)
     choice = op.choices[c]
     for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
@@ -454,7 +470,9 @@ def _rows(
         text = ", ".join(f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {m.dst}" for m in own)
         sent = sum(m.bytes for m in own) + choice.bytes
         if choice.bytes:
-            text = f"{text}, all-reduce" if text else "all-reduce"
+            inside = stages[event.name].inside if event.kind == "stage" else []
+            what = ", ".join(dict.fromkeys(x.label for x in inside)) or "all-reduce"
+            text = f"{text}, {what}" if text else what
         held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
         held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
         peak = t.resident + saved + held + choice.work
@@ -492,9 +510,27 @@ def plan(
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
+    return plan_stages(model, found, root, args, kwargs, size, memory, dtype, gather_output, hardware)
+
+
+def plan_stages(
+    model: nn.Module,
+    stages: list[Stage],
+    root: StagePattern | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    size: int,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    gather_output: bool = False,
+    hardware: Hardware | None = None,
+    again_inside: bool = False,
+    kept_inside: bool = False,
+) -> Plan:
+    """`plan` for stages that were found already."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    t = trace(model, found, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
-    return make_plan(t, {s.name: s for s in found}, size, memory, hardware)
+    t = trace(model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
+    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
@@ -509,4 +545,4 @@ def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[
     return found, parse(root, root=True) if root is not None else None
 
 
-__all__ = ["GlueError", "Plan", "chunk_sizes", "make_plan", "plan", "stages_of"]
+__all__ = ["GlueError", "Plan", "chunk_sizes", "make_plan", "plan", "plan_stages", "stages_of"]

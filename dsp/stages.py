@@ -8,7 +8,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -118,8 +118,37 @@ class Option:
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
 
 
+@dataclass(frozen=True)
+class Sends:
+    """(bytes of the busiest rank, collectives) of communication inside a stage call, by phase of a step."""
+
+    forward: tuple[int, int] = (0, 0)
+    backward: tuple[int, int] = (0, 0)
+    recompute: tuple[int, int] = (0, 0)  # if activation checkpointing runs the stage again
+
+    def __add__(self, other: Sends) -> Sends:  # type: ignore[override]
+        pairs = zip(
+            (self.forward, self.backward, self.recompute), (other.forward, other.backward, other.recompute), strict=True
+        )
+        return Sends(*((a[0] + b[0], a[1] + b[1]) for a, b in pairs))
+
+
+class Inside(Protocol):
+    """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is for the table of the plan."""
+
+    module: nn.Module
+    label: str
+
+    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+        """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim."""
+
+
 class Stage:
-    """A submodule and its pattern."""
+    """A submodule and its pattern.
+
+    `inside` are those of its own submodules that communicate, so that it may be sharded along a dim that it computes
+    over: `reach`. Then it is sharded along no other; with `whole` along none, whatever its pattern says.
+    """
 
     def __init__(self, name: str, module: nn.Module, text: str) -> None:
         self.name, self.module = name, module
@@ -129,6 +158,9 @@ class Stage:
         except NotationError as error:
             raise NotationError(f"{self.where}: {error}") from None
         self.signature = Signature(module, self.pattern, self.where)
+        self.inside: list[Inside] = []
+        self.reach: str | None = None
+        self.whole = False
 
     def sizes(self, bound: Iterable[Bound], root: Mapping[str, int]) -> dict[str, int]:
         tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
@@ -137,7 +169,8 @@ class Stage:
     def options(self, bound: list[Bound], sizes: Mapping[str, int], n: int) -> list[Option]:
         """Every way to shard this call over n ranks, batch last; run whole if there is none."""
         found = []
-        for name in self.pattern.free:
+        names = self.pattern.free if self.reach is None else (self.reach,)
+        for name in names if not self.whole else ():
             if sizes.get(name, 1) < 2:
                 continue
             cuts: list[Cut | None] = []
@@ -222,30 +255,7 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
             '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
         )
     root = stages.get("")
-    # a wrapped module and its wrapper share one clean path: the outer one is what the model calls
-    modules: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        modules.setdefault(clean(path), module)
-    found: dict[int, Stage] = {}
-    for pattern, text in stages.items():
-        if pattern == "":
-            continue
-        parts = pattern.split(".")
-        matches = [name for name in modules if name and _matches(name.split("."), parts)]
-        if not matches:
-            raise NotationError(_unmatched(pattern, list(modules), type(model).__name__))
-        for name in matches:
-            module = modules[name]
-            if id(module) in found:
-                other = found[id(module)]
-                if other.pattern.text != text:
-                    raise NotationError(
-                        f"submodule {name!r} is matched twice, as {other.pattern.text!r} and as {text!r}; "
-                        "give it one pattern"
-                    )
-                continue
-            found[id(module)] = Stage(name, module, text)
-    stages_found = list(found.values())
+    stages_found = [Stage(*found) for found in find_modules(model, stages)]
     for stage in stages_found:
         inside = {id(m) for m in stage.module.modules() if m is not stage.module}
         for other in stages_found:
@@ -255,6 +265,29 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
                     "one of the two a stage"
                 )
     return stages_found, root
+
+
+def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
+    """(path, submodule, text) of every submodule that a pattern matches; the key "" matches none."""
+    # a wrapped module and its wrapper share one clean path: the outer one is what the model calls
+    modules: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        modules.setdefault(clean(path), module)
+    found: dict[int, tuple[str, nn.Module, str]] = {}
+    for pattern, text in texts.items():
+        if pattern == "":
+            continue
+        parts = pattern.split(".")
+        matches = [name for name in modules if name and _matches(name.split("."), parts)]
+        if not matches:
+            raise NotationError(_unmatched(pattern, list(modules), type(model).__name__))
+        for name in matches:
+            *_, other = found.setdefault(id(modules[name]), (name, modules[name], text))
+            if other != text:
+                raise NotationError(
+                    f"submodule {name!r} is matched twice, as {other!r} and as {text!r}; give it one pattern"
+                )
+    return list(found.values())
 
 
 def _matches(name: list[str], pattern: list[str]) -> bool:

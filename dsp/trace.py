@@ -47,7 +47,9 @@ from dsp.rules import (
 )  # fmt: skip
 from dsp.stages import (
     Bound,
+    Inside,
     Option,
+    Sends,
     Signature,
     Stage,
     constants_in,
@@ -118,6 +120,7 @@ class Event:
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
     random: bool = False
+    sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
     shared: bool = False  # a glue op that writes into memory of which there are views
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
 
@@ -597,8 +600,9 @@ class Recorder:
         flops: int = 0,
         random: bool = True,
         keeps_inputs: bool = False,
+        sends: Mapping[str | None, Sends] | None = None,
     ) -> None:
-        """The stage entered last returned. `keeps_inputs`: backward starts anew from them."""
+        """The stage entered last returned. `keeps_inputs`: backward starts anew from them; `sends`: by option."""
         stage, bound, sizes, options = self.pending
         index = self.stage_calls
         self.stage_calls += 1
@@ -626,7 +630,7 @@ class Recorder:
                 if cut is not None and s[name] > 1 and fits_fold(p, name, s, self.n):
                     cuts[name] = cut
             out_cuts.append(cuts)
-        choices = []
+        choices, inside = [], list[Sends]()
         for option in options:
             needs = []
             for v in values:
@@ -640,6 +644,7 @@ class Recorder:
                 # one value in two arguments that need it differently: gathered, then cut for each
                 needs.append(need.pop() if len(need) == 1 else None)
             share = option.share(self.n)
+            inside.append((sends or {}).get(option.name, Sends()))
             kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
             choices.append(
                 Choice(
@@ -648,6 +653,7 @@ class Recorder:
                     work=int(work * share),
                     saved=int(saved * share) + kept,
                     rank=int(option.last_resort),
+                    **dict(zip(("bytes", "calls"), inside[-1].forward)),
                 )
             )
         produced = [
@@ -657,7 +663,7 @@ class Recorder:
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
         event.memory, event.flops, event.random = (work, saved), flops, random
         event.grad = any(t.requires_grad for t in tensors)
-        event.constants = constants_in(output)
+        event.constants, event.sends = constants_in(output), inside
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
 
     # --- the model's own inputs and outputs ---
@@ -768,6 +774,7 @@ class Tracer(Recorder, TorchFunctionMode):
         self.in_stage = True
         self.now = {}
         self.keeps = False
+        self.sends: dict[str | None, Sends] = {}
         self.watch.restart()
         self.saved: dict[int, torch.UntypedStorage] = {}  # alive, or another would get its address
         self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
@@ -779,6 +786,12 @@ class Tracer(Recorder, TorchFunctionMode):
             storage = t.untyped_storage()
             self.saved[storage._cdata] = storage
         return t
+
+    def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
+        if self.in_stage:
+            for option in self.pending[3]:
+                more = inside.sends(args, kwargs, option.name, self.n)
+                self.sends[option.name] = self.sends.get(option.name, Sends()) + more
 
     def abandon(self) -> None:
         """Leave nothing behind if a stage raised."""
@@ -801,6 +814,7 @@ class Tracer(Recorder, TorchFunctionMode):
             "saved": sum(storage.nbytes() for storage in self.saved.values()),
             "flops": self.watch.flops,
             "random": self.watch.random,
+            "sends": self.sends,
             "keeps": self.keeps,
         }
         if not self.now:
@@ -880,6 +894,10 @@ def trace(
         module = memo.get(id(stage.module), stage.module)
         handles.append(module.register_forward_pre_hook(_enter(tracer, stage), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda m, a, out: tracer.after_stage(out)))
+        for inside in stage.inside:
+            own = memo.get(id(inside.module))
+            if own is not None:  # else its stage is the twin of another
+                handles.append(own.register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
     before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
     once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
@@ -903,6 +921,10 @@ def trace(
         if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:
             found.whole_grads.append(t.numel() * t.element_size())
     return found
+
+
+def _inside(tracer: Tracer, inside: Inside) -> Any:
+    return lambda module, args, kwargs: tracer.enter_inside(inside, args, kwargs)
 
 
 def _enter(tracer: Tracer, stage: Stage) -> Any:

@@ -63,7 +63,7 @@ class Distance(nn.Module):
         self.model = nn.Sequential(toys.Along(1), toys.Along(1), nn.Linear(toys.C, toys.C))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).narrow(-1, 0, 1).sin() - x.narrow(-1, 0, 1)  # either is cheapest switched once it is narrow
+        return self.model(x).narrow(-1, 0, 1).sin() - x.narrow(-1, 0, 1)  # cheapest switched once narrow
 
 
 def inner_fsdp(mesh: DeviceMesh) -> None:
@@ -135,6 +135,45 @@ def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
         got.backward()
         torch.testing.assert_close(got, loss)
         same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+
+
+class Compared(nn.Module):
+    """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
+
+    stages = {"": "x=b t s c, y=b t s c -> b t s c", "model.layers.*.space": "b t [s c]"}
+    stages |= {"model.layers.*.time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Layered()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.model(x) - y) ** 2
+
+
+def fsdp_moves(mesh: DeviceMesh) -> None:
+    """The operations of glue are found by their number, and those of fully_shard are none of them."""
+    torch.manual_seed(0)
+    single = Compared().double()
+    torch.manual_seed(0)
+    model = Compared().double()
+    x, y = torch.randn(2, 1, 7, 5, toys.C).double()
+    loss = single(x, y).mean()
+    loss.backward()
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.model, mesh=mesh)
+    for _ in range(2):
+        model.zero_grad()
+        got = dsp.mean(model(dsp.split(x, mesh, 1), dsp.split(y, mesh, 1)))
+        got.backward()
+        torch.testing.assert_close(got, loss)
+        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+
+
+def test_fsdp_where_glue_moves(ranks) -> None:
+    ranks(fsdp_moves, 3)
 
 
 @pytest.mark.parametrize("ckpt", [False, True])

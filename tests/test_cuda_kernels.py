@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_embedded import two_blocks
 from test_scan import KINDS, arguments, run
 
 from zoo.scan import cuda_kernel, recurrence, scan
@@ -53,3 +54,12 @@ def test_scan_of_more_sequences_than_a_grid_has_rows():
     args = [x if x is None else x.cuda() for x in arguments("scalar", 3, 1, torch.float32, batch=20000, values=16)]
     y = scan(*args)
     torch.testing.assert_close(y[-5:], recurrence(*(x if x is None else x[-5:] for x in args)), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-3), (torch.bfloat16, 3e-2)]
+)
+def test_blocks_of_ring_attention_agree(dtype, tolerance, causal):
+    """The kernels that give a log-sum-exp, merged over two blocks, and their backward."""
+    two_blocks("cuda", dtype, tolerance, causal)

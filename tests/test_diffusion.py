@@ -289,6 +289,47 @@ def test_guidance_pushes_away_from_the_null_class(sampler):
     assert len(model.seen) == 4  # guidance 1 needs no second call
 
 
+@pytest.mark.parametrize("sampler", [euler, ddim])
+def test_held_frames_are_shown_as_in_training_and_come_back_untouched(sampler):
+    """The loop written out, with a model whose frames depend on one another."""
+    clean, noise = tensors(*SHAPE)
+    x_mask = torch.tensor([[False, True, True, True], [False, False, True, True]])
+    label, null = torch.tensor([3, 7]), torch.tensor([10, 10])
+    fixed, seen = Fixed(), []
+
+    def model(x, timestep, label, x_mask):
+        seen.append((x, x_mask))
+        return fixed(x, timestep, label) + x.mean(2, keepdim=True)
+
+    made = x_mask[:, None, :, None, None].expand(SHAPE)
+    result = sampler(model, noise, 3, guidance=2.0, uncond={"label": null}, clean=clean, x_mask=x_mask, label=label)
+    assert torch.equal(result[~made], clean[~made])
+    assert len(seen) == 6
+    shown = clean
+    if sampler is ddim:  # step 0 of 1000 is not quite without noise
+        shown = IDDPM(nn.Identity()).q_sample(clean, noise, torch.zeros(2, dtype=torch.long))
+    for x, mask in seen:
+        torch.testing.assert_close(x[~made], shown[~made], atol=1e-6, rtol=0)
+        assert mask is x_mask
+
+    abar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    x = torch.where(made, noise, shown)
+    with torch.no_grad():
+        for i in range(3):
+            step = torch.full((2,), 1000 * (1 - i / 3) if sampler is euler else [999, 666, 332][i])
+            step = step.float() if sampler is euler else step.long()
+            told, free = model(x, step, label, x_mask), model(x, step, null, x_mask)
+            predicted = free + 2 * (told - free)
+            if sampler is euler:
+                after = x + predicted / 3
+            else:
+                now, then = abar[step[0]], abar[[666, 332][i]] if i < 2 else torch.tensor(1.0)
+                data = (x - (1 - now).sqrt() * predicted) / now.sqrt()
+                after = then.sqrt() * data + (1 - then).sqrt() * predicted
+            x = torch.where(made, after.float(), x)
+    assert_close(result[made], x[made])
+
+
 def test_samplers_refuse_what_they_cannot_do():
     model, noise = Fixed(), tensors(*SHAPE)[1]
     with pytest.raises(ValueError, match="uncond"):
@@ -297,6 +338,10 @@ def test_samplers_refuse_what_they_cannot_do():
         euler(model, noise, 0)
     with pytest.raises(ValueError, match="1 <= steps <= 1000"):
         ddim(model, noise, 1001)
+    with pytest.raises(ValueError, match="go together"):
+        euler(model, noise, 2, clean=noise)
+    with pytest.raises(ValueError, match=r"needs clean= of the same shape, got \[2, 3, 1, 5, 6\]"):
+        ddim(model, noise, 2, clean=noise[:, :, :1], x_mask=torch.ones(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="random"):
         ddim(model, noise, 2, eta=0.5)
 

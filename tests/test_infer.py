@@ -1,5 +1,6 @@
 """infer.py on the checkpoints of a tiny run."""
 
+import builtins
 import importlib
 import shutil
 import sys
@@ -58,6 +59,10 @@ def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "--label 12: the classes are 0 to 9" in error(run, "--label", 12)
+    assert "--prompt: the data of this run (digits) has no captions; --label names classes" in error(
+        run, "--prompt", "seven"
+    )
+    assert "--first-frame: this model was trained without clean frames" in error(run, "--first-frame", "a.png")
     assert "--frames 0: must be at least 1" in error(run, "--frames", 0)
     assert "holds no config.yaml" in error(tmp_path / "nothing")
     assert "is not a checkpoint; beside it there are: step-00000002, step-00000004" in error(
@@ -69,3 +74,53 @@ def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
     assert "holds no checkpoint" in error(empty)
     assert infer() == 2
     assert "usage: infer.py RUN" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--nonsense"], 2, "error: unrecognized arguments: --nonsense; infer.py RUN --help explains every option"),
+        (["--frames", "many"], 2, "error: argument --frames: invalid int value: 'many'; infer.py RUN --help"),
+        (["--help"], 0, "usage: infer.py RUN"),
+        (None, 2, "usage: infer.py RUN [options]"),
+    ],
+    ids=["unknown", "value", "help", "nothing"],
+)
+def test_the_first_rank_speaks_of_the_command_line_and_all_end_alike(run, monkeypatch, capsys, arguments, code, said):
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        try:
+            ended = infer() if arguments is None else infer(run, *arguments)
+        except SystemExit as stop:  # argparse's own end of --help
+            ended = stop.code
+        out, err = capsys.readouterr()
+        assert ended == code
+        assert (out + err).startswith(said) if rank == 0 else out + err == ""
+
+
+def test_clips_of_pixels_go_on_from_a_frame_and_are_written_as_mp4(trainer, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Digits on grey pixels: a colour picture is made grey, and the frame held is the one that comes out."""
+    runs = Runs(trainer, tmp_path)
+    stdit = "model: {name: stdit, size: test, overrides: {version: v3, in_channels: 1, caption_channels: 26}}"
+    runs.file.write_text("\n".join([stdit, *runs.file.read_text().splitlines()[2:]]))
+    run = runs("sample.every=0", "train.steps=1", "objective.first_frame=0.5")
+    Image.new("RGB", (30, 20), (0, 255, 255)).save(tmp_path / "cyan.png")
+    asked = [run, "--label", 3, 7, "--first-frame", tmp_path / "cyan.png", "--steps", 2, "--out", tmp_path / "out"]
+    assert infer(*asked, "--format", "mp4,gif") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["seed-0-0.mp4", "seed-0-1.mp4", "seed-0.gif"]
+    first, second, *_ = frames(tmp_path / "out/seed-0.gif")
+    assert first.getextrema()[1] == first.getpixel((5, 5)) == round(255 * 2 / 3)
+    assert second.getpixel((5, 5)) != first.getpixel((5, 5))
+    capsys.readouterr()
+
+    original = builtins.__import__
+
+    def without_av(name, *args, **kwargs):
+        if name == "av" or name.startswith("av."):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_av)
+    assert infer(run, "--label", 3, "--format", "mp4", "--out", tmp_path / "none") == 2
+    assert "error: writing MP4 needs PyAV: pip install -e '.[video]'" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

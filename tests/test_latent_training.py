@@ -70,7 +70,7 @@ def same(a, b, tolerance):
 
 def test_ranks_that_share_a_clip(run, reference):
     """Three: of three frames or a single one too. Two ranks are below."""
-    processes = run.bare(3, "name=three", "train.checkpoint_activations=true")
+    processes = run.bare(3, "name=three", "train.checkpoint_activations=stages")
     errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, errors
     same(reference, run.directory / "runs/three", tolerance=1e-5)
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_one_process(run, fresh_ranks):
 def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, capsys):  # noqa: F811
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 6)
-        half = run("name=half")
+        half = run("name=half", expect=trainer.STOPPED)
     assert list(metrics(half, "loss")) == [1, 2, 3, 4, 5, 6]
     run("name=half", "resume=true")
     assert "resumed from step 6" in capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, cap
 def test_one_rank_begins_and_two_go_on(run, trainer, reference, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 4)
-        half = run("name=half")
+        half = run("name=half", expect=trainer.STOPPED)
     processes = run.bare(2, "name=half", "resume=true", "parallel.sp=2")
     errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
@@ -293,7 +293,7 @@ def test_other_models(run, capsys, model):
         (["data.validation=1"], "between 0 and 1"),
         (["objective.first_frame=0.7", "objective.random_frames=0.7"], "together at most 1"),
         (["model.overrides.version=v1"], "need a model that takes clean frames"),
-        (["sample.every=1"], "no latents are sampled in training"),
+        (["sample.every=1"], "sample.every=1: there is not the folder of a model"),
         (["model={name: latte, size: test, overrides: {conditioning: class, in_channels: 2}}"], "has no classes"),
     ],
 )

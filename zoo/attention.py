@@ -77,14 +77,32 @@ def rotate(x: Tensor, pairs: str, base: float = 10000.0) -> Tensor:
     return turned.to(x.dtype)
 
 
+class SoftmaxAttention(nn.Module):
+    """`attend` as a module without parameters: where attention, and nothing else, goes from place to place."""
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, causal=self.causal)
+
+
 class SelfAttention(nn.Module):
     """Self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
 
     ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one. ``kv_heads``
     is the number of heads of keys and values: ``heads`` of them unless told otherwise, fewer for grouped-query
     attention, 1 for multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an
-    RMSNorm with weights of its own on each head of them, "before" or "after" that.
+    RMSNorm with weights of its own on each head of them, "before" or "after" that. All but ``core`` is the same for
+    every place, unless there is a rotation.
     """
+
+    # what `core` computes over, for models to say where theirs are; query heads (g r) in groups that share a head g
+    CORE = {
+        "s": "(b t) [s] (g r) [e], (b t) [s] g [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]",
+        "t": "(b s) [t] (g r) [e], (b s) [t] g [e], (b s) [t] g [e] -> (b s) [t] (g r) [e]",
+    }
 
     def __init__(
         self,
@@ -100,7 +118,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         width = dim if width is None else width
-        self.causal = causal
+        self.core = SoftmaxAttention(causal)
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         if width % heads:
             raise ValueError(f"{width} channels do not divide into heads={heads}")
@@ -113,18 +131,21 @@ class SelfAttention(nn.Module):
         if rope and size % 2:
             raise ValueError(f"{width} channels in heads={heads}: rotary positions need an even number in each")
         self.rope, self.qk_norm = rope, qk_norm
+        self.head_dim = size
         self.fold = {"s": "b t s c -> (b t) s c", "t": "b t s c -> (b s) t c"}[over]
         self.unfold = {"s": "(b t) s c -> b t s c", "t": "(b s) t c -> b t s c"}[over]
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * size)
         self.q_norm = nn.RMSNorm(size, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(size, eps=1e-6) if qk_norm else None
         self.out = nn.Linear(width, dim)
+        self.tensor_parallel = {"qkv": f"columns {heads} {self.kv_heads} {self.kv_heads}", "out": f"rows {heads}"}
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = rearrange(self.qkv(rearrange(x, self.fold)), "b n (h e) -> b n h e", h=self.heads + 2 * self.kv_heads)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        heads = rearrange(self.qkv(rearrange(x, self.fold)), "b n (h e) -> b n h e", e=self.head_dim)
+        every = self.heads + 2 * self.kv_heads  # of which a rank may have a part of each kind
+        q, k, v = heads.split([heads.shape[2] * h // every for h in (self.heads, self.kv_heads, self.kv_heads)], dim=2)
         q, k = self.prepare(q, self.q_norm), self.prepare(k, self.k_norm)
-        y = self.out(rearrange(attend(q, k, v, causal=self.causal), "b n h e -> b n (h e)"))
+        y = self.out(rearrange(self.core(q, k, v), "b n h e -> b n (h e)"))
         return rearrange(y, self.unfold, b=len(x))
 
     def prepare(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
@@ -143,12 +164,13 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         self.q = nn.Linear(dim, dim)
         self.kv = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(dim, dim)
+        self.tensor_parallel = {"q": f"columns {heads}", "kv": f"columns {heads} {heads}", "out": f"rows {heads}"}
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", h=self.heads)
-        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, h=self.heads)
+        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", e=self.head_dim)
+        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, e=self.head_dim)
         return self.out(rearrange(attend(q, k, v, mask), "b (t s) h e -> b t s (h e)", t=x.shape[1]))

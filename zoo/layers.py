@@ -4,6 +4,7 @@ Letters: b batch, t frames, s patches of a frame (row by row), c channels, l tex
 """
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(dim, hidden)
         self.activation = nn.GELU(approximate="tanh") if activation is None else activation
         self.down = nn.Linear(hidden, dim if out is None else out)
+        self.tensor_parallel = {"up": "columns", "down": "rows"}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -299,6 +301,16 @@ def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tens
 
 
 # What the video models share around their layers
+
+
+def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
+    """The linear layers in ``stacks`` of a model that may be cut over ranks, and how: by path, `*` for any number."""
+    found = {}
+    for stack in stacks:
+        for path, module in model.get_submodule(stack).named_modules(prefix=stack):
+            for name, how in getattr(module, "tensor_parallel", {}).items():
+                found[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = how
+    return found
 
 
 def check_shape(hidden: int, heads: int, patch: tuple[int, int, int]) -> None:

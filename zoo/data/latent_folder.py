@@ -16,7 +16,7 @@ from zoo.data.buckets import Bucket
 from zoo.data.latents import Entry, LatentError, Latents
 from zoo.data.sampling import hash_seed
 
-__all__ = ["LatentFolder", "largest_first"]
+__all__ = ["LatentFolder", "largest_first", "padded"]
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,12 @@ class LatentFolder:
                 f"{self.latents.folder}: the text of {whose} has the shape {list(text.shape)}, where "
                 f"[{expected if expected <= length else f'up to {length}'}, {channels}] is expected"
             )
-        return pad(text, (0, 0, 0, length - expected)), torch.arange(length) < expected
+        return padded(text, length)
+
+
+def padded(text: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """An embedding [l, e] as [length, e], zero behind its tokens, and where these are [length]."""
+    return pad(text, (0, 0, 0, length - len(text))), torch.arange(length) < len(text)
 
 
 def largest_first(bucket: Bucket) -> tuple[int, int, int, int, float]:

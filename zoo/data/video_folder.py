@@ -19,7 +19,7 @@ import torch
 
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
-__all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "source_frame"]
+__all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "source_frame"]
 
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
@@ -159,6 +159,28 @@ class VideoFolder:
         if self.fps is None:
             return start + i * self.stride
         return source_frame(video, video.times[start], i / self.fps)
+
+
+def read_frames(path: Path, height: int, width: int, most: int | None = None) -> torch.Tensor:
+    """The frames [3, t, height, width] in [-1, 1] of a video, the first `most` of them, or the one of an image.
+
+    Scaled until they just cover the size, and cut out of the centre. A VideoError if the file cannot be read.
+    """
+    if not path.is_file():
+        raise VideoError(f"no such file: {path}")
+    pixels: list[torch.Tensor] = []
+    try:
+        container, stream = _open(path)
+        with container:
+            for frame in container.decode(stream):
+                pixels.append(_pixels(frame, height, width, 0.5, 0.5))
+                if len(pixels) == most:
+                    break
+    except (_av().error.FFmpegError, VideoError) as error:
+        raise VideoError(f"{path} is no image or video that can be read: {error}") from error
+    if not pixels:
+        raise VideoError(f"{path}: no frame of it can be decoded")
+    return torch.stack(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 _SLACK = 1e-6  # seconds; 1/fps is rounded, and a frame that is due now must not count as late

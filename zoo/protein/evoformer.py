@@ -34,6 +34,7 @@ from zoo.protein.embedding import (
 )
 from zoo.protein.layers import (
     CHUNK,
+    DAP,
     OUTER,
     PAIR,
     ColumnAttention,
@@ -154,6 +155,9 @@ class Evoformer(nn.Module):
         }
         if config.extra_depth:
             self.stages |= {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
+        self.dap = self.stages | prefixed("blocks.*.pair", DAP)
+        if config.extra_depth:
+            self.dap |= prefixed("extra_blocks.*.pair", DAP)
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)

@@ -477,6 +477,17 @@ PAIR = {
     "transition": "b i j [c]",
 }
 
+# the triangle multiplications in FastFold's layouts: outgoing over rows and incoming over columns, channels never
+# sharded, so that a product gathers its other operand (Cheng et al., arXiv 2203.00854, dynamic axial parallelism)
+DAP = PAIR | {
+    "outgoing.project": "b i [j c], mask=b i [j] -> b i [j d], b i [j d], b i [j c]",
+    "outgoing.product": "b i [k d], b [j k d] -> b i [j d]",
+    "outgoing.update": "b i [j c], product=b i [j d], gate=b i [j c], keep=b 1 [j c]",
+    "incoming.project": "b [i] j [c], mask=b [i] j -> b [i] j [d], b [i] j [d], b [i] j [c]",
+    "incoming.product": "b [k i d], b [k] j [d] -> b [i] j [d]",
+    "incoming.update": "b [i] j [c], product=b [i] j [d], gate=b [i] j [c], keep=b 1 j [c]",
+}
+
 
 # Single residues
 

@@ -49,7 +49,15 @@ class ProteinObjective(nn.Module):
     @property
     def stages(self) -> dict[str, str]:
         """The stages of the wrapped model for `dsp.parallelize(objective, mesh)`, with the objective's own inputs."""
-        stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
+        return self._around(self.model.stages)  # type: ignore[arg-type]
+
+    @property
+    def dap(self) -> dict[str, str]:
+        """The same in FastFold's layouts, for `dsp.embedded`."""
+        return self._around(self.model.dap)  # type: ignore[arg-type]
+
+    def _around(self, own: Mapping[str, str]) -> dict[str, str]:
+        stages = dict(own)
         inputs, _ = stages.pop("").split("->")
         targets = "msa_target=b s r, msa_weight=b s r, bins=b i j, pair_weight=b i j"
         return {

@@ -33,6 +33,7 @@ from zoo.protein.embedding import (
 )
 from zoo.protein.layers import (
     CHUNK,
+    DAP,
     OUTER,
     PAIR,
     OneHot,
@@ -166,6 +167,7 @@ class Pairformer(nn.Module):
             **prefixed("msa_blocks.*", MSA_BLOCK),
             **prefixed("blocks.*", PAIRFORMER_BLOCK),
         }
+        self.dap = self.stages | prefixed("msa_blocks.*.pair", DAP) | prefixed("blocks.*.pair", DAP)
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zoo.training import UserError
 from zoo.training.ema import MovingAverage
@@ -58,18 +59,21 @@ def save(
     average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
+    orders: Mapping[str, Tensor] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
     """Write `step-N` under `directory`, keep the last `keep` checkpoints and return the new one's path.
 
-    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one.
+    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
+    parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
     """
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
     tensors, _ = _tensors(model, optimizer)
     if average:
         tensors["average"] = average.values
+    tensors = _in_own_order(tensors, orders or {})
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,6 +126,39 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple
     return tensors, {"param_groups": state["param_groups"]}
 
 
+def _in_own_order(tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = "") -> dict[str, Any]:
+    """A nested dict of tensors, those under the names in `orders` in the order of rows that is the model's own."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        order = orders.get(key, orders.get(name))
+        if isinstance(value, Mapping):
+            found[key] = _in_own_order(value, orders, key)
+        else:
+            found[key] = value if order is None else _rows(value, order.argsort())
+    return found
+
+
+@torch.no_grad()
+def _copy_rows(
+    stored: Mapping[str, Any], tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = ""
+) -> None:
+    """What `_in_own_order` made, back into the tensors that it was made of."""
+    for key, value in tree.items():
+        order = orders.get(key, orders.get(name))
+        if isinstance(value, Mapping):
+            _copy_rows(stored[key], value, orders, key)
+        elif stored[key] is not value and order is not None:
+            value.copy_(_rows(stored[key], order))
+
+
+@torch.no_grad()
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of a sharded tensor in another order, sharded as it is; what has no such rows (a step) is the same."""
+    if not isinstance(x, DTensor) or not x.ndim or len(x) != len(index):
+        return x
+    return distribute_tensor(x.full_tensor()[index.to(x.device)], x.device_mesh, x.placements, src_data_rank=None)
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -166,22 +203,26 @@ def load(
     average: MovingAverage | None = None,
     *,
     identity: Mapping[str, Any],
+    orders: Mapping[str, Tensor] | None = None,
     step: int | None = None,
+    averaged: bool = True,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
     """Restore the latest sound checkpoint under `directory`, or that of `step`, in place and return its state.
 
-    None if there is none. Without an optimizer the model gets the averaged weights, if there are any. A damaged one is
-    named through `report`, on rank 0, and the one before it is tried. All is resharded to the ranks at hand. UserError:
-    every checkpoint is damaged, or a sound one belongs to another model.
+    None if there is none. Without an optimizer the model gets the averaged weights, if there are any and `averaged`;
+    the state says under "averaged" whether it did. A damaged one is named through `report`, on rank 0, and the one
+    before it is tried. All is resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one
+    belongs to another model. `orders` are as for `save`.
     """
     damaged = []
     for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
         try:
             state, metadata = _verify(path)
             _refuse_foreign(path, state["identity"], identity, metadata, model)
-            _restore(path, metadata, model, optimizer, average)
-            return state
+            swap = averaged and optimizer is None and _has_average(metadata)
+            _restore(path, metadata, model, optimizer, average, swap, orders or {})
+            return state | {"averaged": swap}
         except Damaged as error:
             damaged.append(str(error))
             if dist.get_rank() == 0:
@@ -257,18 +298,24 @@ def _refuse_foreign(
         raise UserError(f"{path} is a checkpoint of another model:\n" + "\n".join(lines))
 
 
+def _has_average(metadata: Metadata) -> bool:
+    return any(key.startswith("average.") for key in metadata.state_dict_metadata)
+
+
 def _restore(
     path: Path,
     metadata: Metadata,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     average: MovingAverage | None,
+    swap: bool,
+    orders: Mapping[str, Tensor],
 ) -> None:
     tensors, settings = _tensors(model, optimizer)
-    has_average = any(key.startswith("average.") for key in metadata.state_dict_metadata)
+    has_average = _has_average(metadata)
     if has_average and average:
         tensors["average"] = average.values
-    if has_average and optimizer is None:
+    if swap:
         tensors["average"] = {name: tensors["model"].pop(name) for name, _ in model.named_parameters()}
     if optimizer is not None:  # a parameter that never had a gradient has no moments to load
         known = metadata.state_dict_metadata
@@ -277,11 +324,13 @@ def _restore(
             for name, moments in tensors["optimizer"].items()
             if all(f"optimizer.{name}.{key}" in known for key in moments)
         }
+    stored = _in_own_order(tensors, orders)
     try:
-        dcp.load(tensors, storage_reader=_Reader(path, metadata))
+        dcp.load(stored, storage_reader=_Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
-    weights = tensors["model"] | (tensors["average"] if has_average and optimizer is None else {})
+    _copy_rows(stored, tensors, orders)
+    weights = tensors["model"] | (tensors["average"] if swap else {})
     set_model_state_dict(model, weights)
     if average and not has_average:
         average.restart()

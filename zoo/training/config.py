@@ -49,6 +49,11 @@ class Parallel:
     dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
     sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
+    method: str = option(
+        "dsp", "of sequence parallelism in training; others than DSP act inside stages (docs/embedded.md)",
+        choices=("dsp", "ulysses", "ring", "megatron_sp", "megatron_lm", "dap"),
+    )  # fmt: skip
+    save_exchanges: bool = option(False, "with checkpoint_activations: keep what ulysses or ring exchanged in a stage")
     memory: float | None = option(None, "GiB of a device, for the advice of dry_run; null for 80", least=0)
 
 

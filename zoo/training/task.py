@@ -54,6 +54,7 @@ class Task(ABC):
     validation_samples: int  # of all data-parallel groups together
     levels: int = 1  # parts of the validation loss that are also reported one by one
     media: str = "png"  # what `show` writes
+    account: str = ""  # what `infer` has to say of the time it took, once it is done
 
     def __init__(self, config: Any, rank: int = 0, size: int = 1):
         self.config, self.rank, self.size = config, rank, size

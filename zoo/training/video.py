@@ -5,7 +5,7 @@ c channels, t frames, h w height and width.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.training import UserError, task
+from zoo.training import UserError
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Floor, Inputs, Part, share, user_error
+from zoo.training.video_samples import Clips, Pixels, Sampling
 from zoo.video.clean_frames import noised_frames
-from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform
-from zoo.video.gif import save_gif
+from zoo.video.diffusion import IDDPM, RectifiedFlow, seeded_noise, seeded_uniform
 from zoo.video.linear_denoiser import linear_denoiser_loss
 
-_VALIDATION, _SAMPLES = hash_seed("validation"), hash_seed("samples")
+_VALIDATION = hash_seed("validation")
 _FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
+_FPS = 8.0  # where the data does not say
 _CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
 
 
@@ -88,15 +89,13 @@ class Eval:
 @dataclass
 class Sample:
     every: int = option(0, "steps between sampled clips; 0 for none", least=0)
-    clips: int = option(4, "clips sampled, from the same noise every time", least=1)
+    clips: int = option(4, "clips sampled, from the same noise every time, each under a real one", least=1)
     steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
 
 
-class Task(task.Task):
+class Task(Sampling):
     """Diffusion on clips: `rank` of `size` holds a range of the frames of each."""
-
-    media = "gif"
 
     def __init__(self, config: Any, rank: int = 0, size: int = 1):
         super().__init__(config, rank, size)
@@ -292,78 +291,50 @@ class Task(task.Task):
 
     # ------------------------------------------------------------------------------------------------- what is shown
 
-    def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Tensor:
-        """Clips (b c t h w) in [-1, 1] from fixed noise, of class 0, 1, ... in turn."""
-        options = self.config.sample
-        labels = [i % self.num_classes for i in range(options.clips)] if self.num_classes is not None else None
-        shape = (options.clips, self.frames, *self.shape[1:])
-        return self._draw(model, shape, labels, _SAMPLES, options.steps, options.guidance, device, on_step)
+    def codec(self, path: Path | None, device: torch.device) -> Pixels:
+        return Pixels(self.channels)
 
-    def _draw(
-        self,
-        model: Callable[..., Tensor],
-        shape: tuple[int, int, int, int],
-        labels: Sequence[int] | None,
-        seed: int,
-        steps: int,
-        guidance: float,
-        device: torch.device,
-        on_step: Callable[..., None],
-    ) -> Tensor:
-        """Clips (b c t h w) of `shape` (b, t, h, w) from noise of `seed`, a batch of them at a time."""
-        clips, frames, height, width = shape
-        sampler: Any = {"rectified_flow": euler, "iddpm": ddim}[self.config.objective.name]
-        batches, made = range(0, clips, self.config.train.batch), []
-        for done, start in enumerate(batches):
-            ids = range(start, min(start + self.config.train.batch, clips))
-            size = (self.shape[0], height, width)
-            given: dict[str, Any] = {
-                "guidance": guidance,
-                "on_step": lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps),
-            }
-            if labels is not None and self.num_classes is not None:
-                classes = torch.tensor([labels[i] for i in ids], device=device)
-                given |= self._told(classes, frames, height, width)
-                given["uncond"] = self._told(torch.full_like(classes, self.num_classes), frames, height, width)
-            noise = seeded_noise(seed, 0, ids, range(frames), size, device=device)
-            made.append(sampler(model, noise, steps, **given).cpu())
-        return torch.cat(made)
-
-    def show(self, samples: Tensor, path: Path) -> Mapping[str, float]:
-        whole_rows = [n for n in range(2, 9) if len(samples) % n == 0]
-        save_gif(path, samples, columns=max(whole_rows, default=None))
-        return {}
-
-    def arguments(self, parser: ArgumentParser) -> None:
-        options, classes = self.config.sample, self.config.data.classes
-        if classes:
-            parser.add_argument(
-                "--label", type=int, nargs="+", help=f"one clip of each class given, 0 to {classes - 1}"
-            )
-        parser.add_argument("--clips", type=int, default=options.clips, help="or this many clips")
-        for name, length in (("frames", self.frames), ("height", self.height), ("width", self.width)):
-            parser.add_argument(f"--{name}", type=int, default=length, help=f"{name} of a clip")
-        parser.add_argument("--steps", type=int, default=options.steps, help="sampling steps")
-        parser.add_argument("--guidance", type=float, default=options.guidance, help="classifier-free guidance")
-        parser.add_argument("--seed", type=int, default=0, help="another number gives other clips")
-
-    def infer(
-        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
-    ) -> list[Path]:
+    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
+        for name in ("prompt", "negative_prompt"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: the data of this run ({self.config.data.name}) has no captions"
+                    + ("; --label names classes" if self.num_classes is not None else "")
+                )
         labels, classes = getattr(options, "label", None), self.num_classes
         if labels and not all(0 <= label < (classes or 0) for label in labels):
-            raise ValueError(f"--label {' '.join(map(str, labels))}: the classes are 0 to {(classes or 0) - 1}")
-        if labels is None and classes:
-            labels = [i % classes for i in range(options.clips)]
-        for name in ("clips", "frames", "height", "width"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
-        shape = (len(labels or range(options.clips)), options.frames, options.height, options.width)
-        seed = hash_seed("inference", options.seed)
-        clips = self._draw(model, shape, labels, seed, options.steps, options.guidance, device, on_step)
-        path = options.out / f"seed-{options.seed}.gif"
-        on_first_rank(lambda: self.show(clips, path) and None)
-        return [path]
+            known = "the model knows no classes" if classes is None else f"the classes are 0 to {classes - 1}"
+            raise ValueError(f"--label {' '.join(map(str, labels))}: {known}")
+        if options.guidance != 1 and classes is None:
+            raise ValueError(f"--guidance {options.guidance:g}: the model is told no class, so it takes no guidance")
+        fps = getattr(options, "fps", self.config.data.fps or _FPS)
+        labels = labels or [i % (classes or 1) for i in range(options.clips)]
+        frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), self.clip))
+        return self._clips(labels, (frames, height, width), fps), fps
+
+    def real(self, count: int) -> tuple[Clips, Tensor, float]:
+        places = order(0, 0, len(self.validation)).tolist()
+        chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
+        if classes := self.num_classes:  # one of each in turn
+            of = {i: self.validation.clip(i, 0, range(0))["label"] for i in places}
+            turns = {label: [i for i in places if of[i] == label] for label in range(classes)}
+            rounds = [(i % classes, i // classes) for i in range(count)]
+            chosen = [(turns[label][n % len(turns[label])], n // len(turns[label])) for label, n in rounds]
+        clips = [self.validation.clip(index, epoch) for index, epoch in chosen]
+        fps = self.config.data.fps or _FPS
+        told = self._clips([clip["label"] or 0 for clip in clips], self.clip, fps)
+        return told, torch.stack([clip["x"] for clip in clips]), fps
+
+    def _clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
+        """Clips of these classes, which are not used where the model is told none."""
+        told, none, classes = torch.tensor(labels), None, self.num_classes
+        if classes is not None:
+            none = self._told(torch.full_like(told, classes), *size) | self._rate(len(labels), fps)
+        titles = ["" if classes is None else str(label) for label in labels]
+        return Clips(size, {} if none is None else self._told(told, *size) | self._rate(len(labels), fps), none, titles)
+
+    def _rate(self, count: int, fps: float) -> dict[str, Tensor]:
+        return {"fps": torch.full((count,), float(fps))} if "fps" in self.takes else {}
 
     def describe(self) -> str:
         return f"{self.frames} frames of {self.height} x {self.width}"

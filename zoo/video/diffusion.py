@@ -97,6 +97,16 @@ class _Objective(nn.Module):
         root = "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w"
         return {"": root} | {f"model.{key}": stage for key, stage in stages.items() if key}
 
+    @property
+    def cores(self) -> dict[str, str]:
+        """Where the wrapped model attends from place to place, for `dsp.embedded`; empty if it does not say."""
+        return {f"model.{key}": core for key, core in getattr(self.model, "cores", {}).items()}
+
+    @property
+    def tensor_parallel(self) -> dict[str, str]:
+        """Which linear layers of the wrapped model may be cut, for `dsp.embedded`; empty if it does not say."""
+        return {f"model.{key}": how for key, how in getattr(self.model, "tensor_parallel", {}).items()}
+
     def sample_timestep(self, uniform: Tensor) -> Tensor:
         """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution."""
         raise NotImplementedError
@@ -278,7 +288,10 @@ def _normal_cdf(z: Tensor) -> Tensor:
 def _guided(
     model: Callable[..., Tensor], channels: int, guidance: float, uncond: Mapping[str, Any] | None, cond: dict[str, Any]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model's first `channels` channels, pushed away from its unconditional prediction (Ho & Salimans 2022)."""
+    """The model's first `channels` channels, pushed away from its unconditional prediction (Ho & Salimans 2022).
+
+    Two calls of b samples, not one of 2 b: the activations of a long clip are what fills the memory.
+    """
     if guidance != 1 and uncond is None:
         raise ValueError(
             f"guidance={guidance} needs uncond=, the conditioning that means 'none' (the null class: label=num_classes)"
@@ -294,6 +307,21 @@ def _guided(
     return predict
 
 
+def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`hold(x, given)`: x with the frames of `given` where x_mask is False; x as it is if no frames are held."""
+    if (clean is None) != (x_mask is None):
+        raise ValueError("clean= and x_mask= go together: the frames that are given, and (False) which they are")
+    if clean is None or x_mask is None:
+        return lambda x, _: x
+    if clean.shape != noise.shape or x_mask.shape != (noise.shape[0], noise.shape[2]):
+        raise ValueError(
+            f"noise {list(noise.shape)} needs clean= of the same shape, got {list(clean.shape)}, and x_mask= of "
+            f"(samples, frames) = {[noise.shape[0], noise.shape[2]]}, got {list(x_mask.shape)}"
+        )
+    made = _per_frame(x_mask)
+    return lambda x, given: x if given is None else torch.where(made, x, given)
+
+
 @torch.no_grad()
 def euler(
     model: Callable[..., Tensor],
@@ -302,6 +330,8 @@ def euler(
     *,
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
+    clean: Tensor | None = None,
+    x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
     **cond: Any,
 ) -> Tensor:
@@ -309,15 +339,20 @@ def euler(
 
     `model(x, timestep, **cond)` predicts x - noise. `guidance` other than 1 calls it a second time with the values of
     `uncond` put over those of `cond`. `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
+
+    Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
+    last, and the model, which must take x_mask, is told so.
     """
     if steps < 1:
         raise ValueError(f"euler: expected steps >= 1, got {steps}")
-    predict = _guided(model, noise.shape[1], guidance, uncond, cond)
+    hold = _holding(noise, clean, x_mask)
+    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
+    predict = _guided(model, noise.shape[1], guidance, uncond, given)
     levels = [1 - i / steps for i in range(steps + 1)]
-    x = noise
+    x = hold(noise, clean)
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
-        x = x + (levels[i] - levels[i + 1]) * predict(x, timestep)
+        x = hold(x + (levels[i] - levels[i + 1]) * predict(x, timestep), clean)
         if on_step is not None:
             on_step(i + 1, steps)
     return x
@@ -333,6 +368,8 @@ def ddim(
     random: torch.Generator | None = None,
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
+    clean: Tensor | None = None,
+    x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
     **cond: Any,
 ) -> Tensor:
@@ -340,16 +377,19 @@ def ddim(
 
     The steps taken are evenly spaced and start at 999 ("trailing", arXiv 2305.08891); a learned variance is not used.
     `eta` = 0 is deterministic given `noise`; above 0 every step adds noise drawn on the CPU from the generator
-    `random`. The other arguments are those of `euler`.
+    `random`. The other arguments are those of `euler`; held frames are shown to the model at step 0, as in training.
     """
     if not 1 <= steps <= IDDPM.steps:
         raise ValueError(f"ddim: expected 1 <= steps <= {IDDPM.steps}, got {steps}")
     if eta > 0 and random is None:
         raise ValueError(f"ddim: eta={eta} adds noise at every step: pass random=, a seeded torch.Generator")
-    predict = _guided(model, noise.shape[1], guidance, uncond, cond)
+    hold = _holding(noise, clean, x_mask)
+    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
+    predict = _guided(model, noise.shape[1], guidance, uncond, given)
     abar = linear_schedule(IDDPM.steps)["abar"].tolist()
     taken = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
-    x = noise
+    held = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise
+    x = hold(noise, held)
     for i, step in enumerate(taken):
         now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
         predicted = predict(x, torch.full((len(x),), step, device=x.device))
@@ -358,6 +398,7 @@ def ddim(
         x = math.sqrt(after) * data + math.sqrt(1 - after - sigma**2) * predicted
         if sigma > 0:
             x = x + sigma * torch.randn(x.shape, generator=random).to(x)
+        x = hold(x, held)
         if on_step is not None:
             on_step(i + 1, steps)
-    return x
+    return hold(x, clean)

@@ -62,6 +62,7 @@ from zoo.layers import (
     modulate,
     norm,
     rows,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -219,6 +220,8 @@ class Latte(nn.Module):
             **repeated,
             "final": "b t s [c], cond=b [c] -> b t s [k]",
         }
+        core = {1: "blocks.*.spatial.attention", 2: "spatial.*.attention", 3: "blocks.*.spatial.layer"}
+        self.cores = {core.get(config.variant, "blocks.*.spatial") + ".core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, (9 if config.variant == 3 else 6) * dim) if text else None
@@ -237,6 +240,8 @@ class Latte(nn.Module):
         else:
             self.blocks = nn.ModuleList(Fork(dim, heads, modulation, text) for _ in depth)
         self.final = FinalLinear(dim, config.out_channels, config.patch, modulation(dim, 2))
+        stacks = ("spatial", "temporal") if config.variant == 2 else ("blocks",)
+        self.tensor_parallel = tensor_parallel(self, *stacks)
         self.init_weights()
 
     def forward(

@@ -74,6 +74,7 @@ def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int,
 
 def from_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
     """The model with every one of its weights, of the files that are there."""
+    library(kind.__module__.partition(".")[0]).utils.logging.disable_progress_bar()  # for a second's work
     try:
         module, report = kind.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, output_loading_info=True, **options

@@ -46,6 +46,7 @@ from zoo.layers import (
     modulate,
     norm,
     rows,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -242,6 +243,7 @@ class STDiT(nn.Module):
             "blocks.*.temporal": f"b [t] s [c], {cond}, x_mask=b [t], {text}",
             "final": "b t s [c], cond=b [c], clean=b [c], x_mask=b t -> b t s [k]",
         }
+        self.cores = {"blocks.*.spatial.attention.core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
@@ -251,6 +253,7 @@ class STDiT(nn.Module):
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(make_layer(config, first=i == 0) for i in range(config.depth))
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
 
     def forward(

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention
+from zoo.attention import CrossAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
@@ -38,6 +38,7 @@ from zoo.layers import (
     expect,
     init_linear,
     init_zero,
+    tensor_parallel,
     unpatchify,
     video_inputs,
 )
@@ -114,6 +115,7 @@ class Transformer2D(nn.Module):
             given = ", context=b [l c], mask=b [l]" if text else ""
             self.stages["blocks.*.spatial"] = "b t [s c], modulation=b [k c]"
             self.stages["blocks.*.temporal"] = "b [t] s [c], modulation=b [k c]" + given
+        self.cores = {"blocks.*.spatial.attention.core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
@@ -131,6 +133,7 @@ class Transformer2D(nn.Module):
             for i in range(config.depth)
         )
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
 
     def forward(

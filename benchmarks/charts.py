@@ -1,0 +1,119 @@
+"""Pictures of measurements as SVG that follows the reader's light or dark mode: panels of lines or bars."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+STYLE = """
+text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.title { font-size: 15px; font-weight: 600 } .soft { fill: #59636e } .line { fill: none; stroke-width: 2 }
+.formula { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4 } .grid { stroke: #9198a1; stroke-opacity: 0.35 }
+.spread { stroke-width: 1.5; fill: none } .dot { stroke: #ffffff; stroke-width: 1.5 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .soft { fill: #9198a1 } .dot { stroke: #0d1117 } }
+"""
+WIDTH, HEIGHT = 330, 230  # of the plotted area of a panel
+LEFT, TOP, BELOW, BETWEEN = 62, 66, 58, 34
+COLUMNS = 3
+DODGE = 3  # pixels between the whiskers of two series
+
+
+@dataclass
+class Series:
+    """One line: (x, y) or (x, y, least, most) with the spread of y. `x` counts along the panel's labels."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, ...]]
+    dashed: bool = False  # a formula: no dots, and not in the legend
+
+
+@dataclass
+class Panel:
+    title: str
+    labels: Sequence[str]  # along x, evenly
+    series: Sequence[Series] = field(default_factory=list)
+    below: str = ""  # what x is
+    log: bool = False
+    unit: str = ""  # of y
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2g}"
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        return [v for d in decades for v in (1 * 10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
+    step = 10.0 ** math.floor(math.log10(high or 1))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if high / s <= 6)
+    return [i * step for i in range(int(high / step) + 1)]
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+
+
+def escape(words: str) -> str:
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def draw(panel: Panel, left: float, top: float) -> list[str]:
+    values = [v for s in panel.series for point in s.points for v in point[1:]]
+    high = max(values) * 1.1
+    low = min(values) / 1.15 if panel.log else 0.0
+    last = max(len(panel.labels) - 1, 1)
+
+    def x(i: float) -> float:
+        return left + 20 + (WIDTH - 40) * i / last
+
+    def y(v: float) -> float:
+        share = math.log(v / low) / math.log(high / low) if panel.log else v / high
+        return top + HEIGHT * (1 - share)
+
+    parts = [text(left, top - 14, f"{panel.title}{', ' if panel.unit else ''}{panel.unit}", "", "start")]
+    for tick in ticks(low, high, panel.log):
+        parts.append(f'<path class="grid" d="M{left:.1f} {y(tick):.1f}h{WIDTH}"/>')
+        parts.append(text(left - 8, y(tick) + 4, number(tick), "soft", "end"))
+    parts += [text(x(i), top + HEIGHT + 18, label, "soft") for i, label in enumerate(panel.labels)]
+    parts.append(text(left + WIDTH / 2, top + HEIGHT + 38, panel.below, "soft"))
+    for place, series in enumerate(panel.series):
+        aside = DODGE * (place - (len(panel.series) - 1) / 2) if any(len(p) == 4 for p in series.points) else 0.0
+        spots = [(x(point[0]) + aside, y(point[1])) for point in series.points]
+        kind = "formula" if series.dashed else "line"
+        path = "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
+        parts.append(f'<path class="{kind}" stroke="{series.colour}" d="M{path}"/>')
+        if series.dashed:
+            continue
+        for (across, down), point in zip(spots, series.points):
+            if len(point) == 4:
+                whisker = f"M{across:.1f} {y(point[2]):.1f}V{y(point[3]):.1f}"
+                parts.append(f'<path class="spread" stroke="{series.colour}" d="{whisker}"/>')
+            parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{series.colour}"/>')
+    return parts
+
+
+def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
+    """Panels side by side, three at most or rows of two, under one title and one legend."""
+    columns = len(panels) if len(panels) <= COLUMNS else 2
+    lefts = [LEFT + i * (WIDTH + BETWEEN + LEFT) for i in range(columns)]
+    parts = [text(LEFT - 40, 24, title, "title", "start")]
+    for i, panel in enumerate(panels):
+        parts += draw(panel, lefts[i % columns], TOP + i // columns * (HEIGHT + BELOW + BETWEEN))
+    names = {s.name: s.colour for panel in panels for s in panel.series if not s.dashed}
+    rows = -(-len(panels) // columns)
+    at, down = float(LEFT), TOP + rows * (HEIGHT + BELOW + BETWEEN) - BETWEEN + 8
+    for name, colour in names.items():
+        parts.append(f'<circle cx="{at:.1f}" cy="{down - 4}" r="5" fill="{colour}"/>')
+        parts.append(text(at + 11, down, name, "", "start"))
+        at += 38 + 7.2 * len(name)
+    height = down + 14
+    if note:
+        parts.append(text(LEFT, down + 22, note, "soft", "start"))
+        height += 22
+    width = max(lefts[-1] + WIDTH + 20, at)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" role="img">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+    )

@@ -1,0 +1,282 @@
+"""The tables of docs/benchmarks.md, from what the measurements wrote, beside the figures of the paper.
+
+    python benchmarks/rival_tables.py          prints them
+    python benchmarks/rival_tables.py --write  and puts them into the page
+
+They are read from docs/images/{wire,cluster,memory,gpu}.json; what has not been measured says so. The paper is Zhao et
+al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rivals import METHODS, PAPER, ROOT, Shape, formula
+from zoo_tables import fill
+
+IMAGES = ROOT / "docs/images"
+PAGE = ROOT / "docs/benchmarks.md"
+OPERATIONS = {  # the paper's table 8, and what has those bytes here
+    "all_reduce": ("all-reduce", "2M", "Megatron-LM"),
+    "all_gather": ("all-gather", "M", "`dsp.gather`, Megatron-SP"),
+    "reduce_scatter": ("reduce-scatter", "M", "Megatron-SP"),
+    "all_to_all": ("all-to-all", "M/N", "`dsp.switch`, Ulysses"),
+}
+TABLE_9 = {  # collectives a layer, and ms of communication at 8M tokens
+    "dsp": ("2 all-to-all", 914),
+    "ulysses": ("4 all-to-all", 5828),
+    "megatron_lm": ("4 all-reduce", 8412),
+    "megatron_sp": ("4 all-gather + reduce-scatter", 51908),
+}
+RSA = {"batch": 13.7, "longest": 3.0}  # on 64 GPUs against tensor parallelism
+
+
+def read(name: str) -> dict[str, Any] | None:
+    path = IMAGES / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def missing(name: str) -> str:
+    return f"Not measured yet: `python benchmarks/{name}.py` writes `images/{name}.json`, which this is read from."
+
+
+def when(name: str) -> Iterator[str]:
+    """How, when and where something was measured, and its picture."""
+    found = read(name)
+    if found is None:
+        yield missing(name)
+        return
+    where = found.get("device") or f"{found['cores']} cores ({found['processor']})"
+    yield (
+        f"`{found['command']}`, {found['date']}, {where}, torch {found['torch']}, load {found['load']:.0f} at the "
+        f"start. {described(found['shape'])}"
+    )
+    if (IMAGES / f"{name}.svg").exists():
+        yield f"\n![Measured by benchmarks/{name}.py](images/{name}.svg)"
+
+
+def described(shape: dict[str, int]) -> str:
+    one = Shape(**shape)
+    return (
+        f"The model has hidden size {one.hidden} and {one.heads} heads; T = {one.frames}, S = {one.side**2}, "
+        f"batch {one.batch}."
+    )
+
+
+def methods_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [method for method in METHODS if any(row["method"] == method for row in rows)]
+
+
+def wire_table() -> Iterator[str]:
+    """Table 3: a row a method, units of M a layer; all numbers of ranks in a cell."""
+    found = read("wire")
+    if found is None:
+        yield missing("wire")
+        return
+    m, sizes = Shape(**found["shape"]).activation, sorted({row["ranks"] for row in found["rows"]})
+    numbers = ", ".join(map(str, sizes))
+    yield f"| method | paper | forward, N = {numbers} | backward | recomputed | a training step | kept |"
+    yield "|---|---|---|---|---|---|---|"
+    for method in methods_of(found["rows"]):
+        rows = sorted((row for row in found["rows"] if row["method"] == method), key=lambda row: row["ranks"])
+        cells = [METHODS[method], PAPER[method]]
+        for phase in ("forward", "backward", "recompute"):
+            measured = ", ".join(f"{max(0, row['bytes'][phase] / m):.2f}" for row in rows)
+            cells.append(measured)
+        steps = [(row["step"]["again"] / m, sum(formula(method, row["ranks"]).values())) for row in rows]
+        cells.append(", ".join(f"{a:.2f} ({100 * (a / b - 1):+.1f}%)" for a, b in steps))
+        cells.append(", ".join(f"{row['step'].get('saved', row['step']['again']) / m:.2f}" for row in rows))
+        yield "| " + " | ".join(cells) + " |"
+
+
+def collectives_table() -> Iterator[str]:
+    """Table 8."""
+    found = read("wire")
+    if found is None or not found.get("collectives"):
+        yield missing("wire")
+        return
+    sizes = sorted({row["ranks"] for row in found["collectives"]})
+    yield f"| collective | paper | measured in M, N = {', '.join(map(str, sizes))} | x (N-1)/N | is |"
+    yield "|---|---|---|---|---|"
+    for key, (name, paper, users) in OPERATIONS.items():
+        rows = sorted((r for r in found["collectives"] if r["collective"] == key), key=lambda row: row["ranks"])
+        measured, expected = (", ".join(f"{row[kind]:.3f}" for row in rows) for kind in ("measured", "formula"))
+        yield f"| {name} | {paper} | {measured} | {expected} | {users} |"
+
+
+def rate_name(megabits: float) -> str:
+    if not megabits:
+        return "no limit"
+    return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
+
+
+def times(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"
+
+
+def sweep_table(mode: str) -> Iterator[str]:
+    """The time of a step or a forward by rate, in seconds for DSP and times that for the others."""
+    found = read("cluster")
+    if found is None:
+        yield missing("cluster")
+        return
+    sweep, others = found["sweep"], [method for method in found["methods"] if method != "dsp"]
+    names = " | ".join(METHODS[method] for method in others)
+    yield f"| link | measured, Mbit/s | DSP, s | {names} |"
+    yield "|---|---|---|" + "---|" * len(others)
+    for one in sweep["rates"]:
+        rows = one["modes"][mode]
+        ratios = " | ".join(times(rows[method]["ratio"]) for method in others)
+        seconds = rows["dsp"]["seconds"]["median"]
+        yield f"| {rate_name(one['rate'])} | {one['measured']['all_to_all']:.0f} | {seconds:.3f} | {ratios} |"
+
+
+def shares_table() -> Iterator[str]:
+    """Of a training step: the time of its bytes on the link, and what it takes more than without a limit."""
+    found = read("cluster")
+    if found is None:
+        yield missing("cluster")
+        return
+    sweep, methods = found["sweep"], found["methods"]
+    yield "| link | " + " | ".join(METHODS[method] for method in methods) + " |"
+    yield "|---|" + "---|" * len(methods)
+    for one in sweep["rates"]:
+        if not one["rate"]:
+            continue
+        rows = one["modes"]["train"]
+        cells = []
+        for method in methods:
+            row = rows[method]
+            measured = f" / {100 * row['share_measured']:.0f}%" if "share_measured" in row else ""
+            cells.append(f"{100 * row['share_of_link']:.0f}%{measured}")
+        yield f"| {rate_name(one['rate'])} | " + " | ".join(cells) + " |"
+
+
+def communication_table() -> Iterator[str]:
+    """Table 9: the paper's milliseconds, and here the bytes and the time that a slow link adds, all against DSP's."""
+    wire, cluster = read("wire"), read("cluster")
+    if wire is None:
+        yield missing("wire")
+        return
+    n = max(row["ranks"] for row in wire["rows"])
+    steps = {row["method"]: row["step"]["no"] for row in wire["rows"] if row["ranks"] == n}
+    added: dict[str, float] = {}
+    slow = ""
+    if cluster:
+        rates = {one["rate"]: one["modes"]["train"] for one in cluster["sweep"]["rates"]}
+        least = min(rate for rate in rates if rate)
+        if 0 in rates:
+            slow = f", {cluster['sweep']['ranks']} ranks at {rate_name(least)}"
+            for method in rates[least]:
+                parts = [rates[r][method]["parts"] for r in (least, 0)]
+                a, b = (p["forward"] + p["backward"] for p in parts)
+                added[method] = a - b
+    yield f"| method | a layer | paper, ms | paper / DSP | bytes here / DSP, {n} ranks | time added{slow} / DSP |"
+    yield "|---|---|---|---|---|---|"
+    for method, (what, ms) in TABLE_9.items():
+        ours = f"{added[method] / added['dsp']:.1f}" if added.get("dsp", 0) > 0 else "not measured"
+        cells = [METHODS[method], what, f"{ms:,}", f"{ms / 914:.1f}", f"{steps[method] / steps['dsp']:.1f}", ours]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def scaling_table() -> Iterator[str]:
+    """Figures 6 to 8: DSP in tokens/s, or seconds of a forward; the others times DSP's time."""
+    found = read("cluster")
+    if found is None:
+        yield missing("cluster")
+        return
+    others = [method for method in found["methods"] if method != "dsp"]
+    yield (
+        f"| at {rate_name(found['scaling_rate'])} | ranks | DSP, tokens/s | s | "
+        + " | ".join(METHODS[m] for m in others)
+        + " |"
+    )
+    yield "|---|---|---|---|" + "---|" * len(others)
+    for kind in ("weak", "strong"):
+        for mode, title in (("train", "training"), ("infer", "a forward")):
+            rows = {(r["ranks"], r["method"]): r for r in found["scaling"] if r["kind"] == kind and r["mode"] == mode}
+            for n in sorted({ranks for ranks, _ in rows}):
+                dsp = rows[n, "dsp"]
+                ratios = [times(rows[n, m]["ratio"]) if (n, m) in rows else "" for m in others]
+                head = [f"{kind}, {title}", str(n), f"{dsp['tokens_per_s']:,.0f}", f"{dsp['seconds']['median']:.3f}"]
+                yield "| " + " | ".join([*head, *ratios]) + " |"
+
+
+def memory_table() -> Iterator[str]:
+    """Figure 9, and the two figures of RSA."""
+    found = read("memory")
+    if found is None:
+        yield missing("memory")
+        return
+    one = next(row for row in found["rows"] if row["ranks"] == 1)
+    budget = f"{found['budget'] / 2**20:.0f} MiB"
+    yield f"| method | ranks | MiB a rank | stages recomputed | frames in {budget} | samples in {budget} |"
+    yield "|---|---|---|---|---|---|"
+    for row in found["rows"]:
+        cells = [METHODS[row["method"]] if row["ranks"] > 1 else "one rank", str(row["ranks"])]
+        for key in ("peak", "recomputed"):
+            cells.append(f"{row[key] / 2**20:.0f} ({row[key] * row['ranks'] / one[key]:.2f})")
+        cells += [f"{row[key]} ({row[key] / max(one[key], 1):.1f}×)" for key in ("longest", "batch")]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def rsa_table() -> Iterator[str]:
+    """What sequence parallelism fits, against tensor parallelism."""
+    found = read("memory")
+    rows = {(row["method"], row["ranks"]): row for row in found["rows"]} if found else {}
+    n = max((ranks for _, ranks in rows), default=1)
+    if ("megatron_lm", n) not in rows:
+        yield missing("memory")
+        return
+    tensor = rows["megatron_lm", n]
+    ours = [method for method in METHODS if method != "megatron_lm" and (method, n) in rows]
+    yield f"| / Megatron-LM | RSA, 64 GPUs | {' | '.join(f'{METHODS[m]}, {n} ranks' for m in ours)} |"
+    yield "|---|---|" + "---|" * len(ours)
+    for key, title in (("batch", "largest batch"), ("longest", "longest")):
+        ratios = (f"{rows[m, n][key] / max(tensor[key], 1):.1f}" for m in ours)
+        yield f"| {title} | {RSA[key]} | {' | '.join(ratios)} |"
+
+
+def gpu_table() -> Iterator[str]:
+    found = read("gpu")
+    if found is None:
+        yield "Not run on a GPU yet: `python benchmarks/gpu.py` writes `images/gpu.json`, which this is read from."
+        return
+    one = found["training"]
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| tokens a step | {one['tokens']:,} |"
+    yield f"| tokens/s | {one['tokens_per_s']:,.0f} |"
+    yield f"| MFU | {format(one['mfu'], '.1%') if one['mfu'] else 'its peak is not known'} |"
+    yield f"| memory | {format(one['memory'] / 2**30, '.1f') + ' GiB' if one['memory'] else 'not measured'} |"
+    yield f"| of the device's time, outside matrix products and attention | {one['outside']:.0%} |"
+    copies = statistics.median(row["of_a_copy"] for row in found["switch"])
+    rate = statistics.median(row["copy_gb_per_s"] for row in found["switch"])
+    yield f"| the copies of a switch / one copy, at {rate:,.0f} GB/s | {copies:.2f} |"
+
+
+TABLES = {
+    "wire-when": lambda: when("wire"),
+    "wire": wire_table,
+    "collectives": collectives_table,
+    "communication": communication_table,
+    "cluster-when": lambda: when("cluster"),
+    "train": lambda: sweep_table("train"),
+    "infer": lambda: sweep_table("infer"),
+    "shares": shares_table,
+    "scaling": scaling_table,
+    "memory-when": lambda: when("memory"),
+    "memory": memory_table,
+    "rsa": rsa_table,
+    "gpu": gpu_table,
+}
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(fill(PAGE.read_text(), TABLES))
+    else:
+        for make in TABLES.values():
+            print("\n".join(make()), end="\n\n")

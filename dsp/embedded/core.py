@@ -1,0 +1,149 @@
+"""Cores: what inside a stage goes from place to place, as softmax attention does, and how a method gets hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.glue import Place, current_place
+from dsp.layout import Axis
+from dsp.notation import NotationError
+from dsp.planner import chunk_sizes
+from dsp.stages import Sends, Stage
+from dsp.trace import checkpoint_frame
+
+AGAIN: ContextVar[Place | None] = ContextVar("dsp_again", default=None)
+
+
+def place_of_call() -> Place | None:
+    """Where the running stage call stands, in its recomputation too; None outside of a parallelized model.
+
+    Activation checkpointing within a stage's hooks (train.py) recomputes the stage in backward, where no hook tells.
+    """
+    place = current_place() or AGAIN.get()
+    if place is None and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "a stage with communication inside is recomputed by a checkpoint that cannot be followed; use "
+            "torch.utils.checkpoint with use_reentrant=False, round a stage or a block of the model"
+        )
+    frame = checkpoint_frame()
+    if place is None or frame is None or hasattr(frame, "_dsp_place"):
+        return place
+    original, frame._dsp_place = frame.recompute_fn, place
+
+    def recompute(*args: Any) -> Any:
+        token = AGAIN.set(place)
+        try:
+            return original(*args)
+        finally:
+            AGAIN.reset(token)
+
+    frame.recompute_fn = recompute
+    return place
+
+
+class Distributed:
+    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.stages.Inside`."""
+
+    label = ""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+
+    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+        raise NotImplementedError
+
+    def run(self, place: Place, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's output for this rank's part of its inputs; `forward` is the module's own."""
+        raise NotImplementedError
+
+    def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output for whole inputs, in a call outside of the parallelized model."""
+        return forward(*args, **kwargs)
+
+    def install(self, axis: Axis) -> None:
+        """Replace the module's forward, once: models that share it (training and sampling) each have their stages."""
+        own = self.module.__dict__.get("forward")
+        if isinstance(own, _Forward):
+            if type(own.inside) is not type(self):
+                raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build the model anew")
+            return
+        self.module.forward = _Forward(self, self.module.forward)  # type: ignore[method-assign]
+
+
+class _Forward:
+    def __init__(self, inside: Distributed, forward: Callable[..., Any]) -> None:
+        self.inside, self.forward = inside, forward
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        place = place_of_call()
+        if place is None:
+            return self.inside.alone(self.forward, args, kwargs)
+        return self.inside.run(place, self.forward, args, kwargs)
+
+
+class AttentionCore(Distributed):
+    """Softmax attention of queries, keys and values that are ready, each (batch, place, heads, channels).
+
+    Its pattern, in the stage notation, computes over the places and names the heads: "(b t) [s] (g r) [e], (b t) [s] g
+    [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]". It has no parameters, and `causal` if no place sees a later one.
+    """
+
+    def __init__(self, core: Stage, stage: Stage, along: str) -> None:
+        super().__init__(core.name, core.module)
+        self.along = along
+        pattern = core.pattern
+        layouts = [p.axes for p in pattern.inputs]
+        if len(layouts) != 3 or any(len(axes) != 4 or axes[1] != (along,) for axes in layouts):
+            raise NotationError(
+                f"core {core.name!r}: '{pattern.text}' should describe queries, keys and values, each (batch, {along}, "
+                "heads, channels), with the places an axis of their own"
+            )
+        heads = {name for axes in layouts for name in axes[2]}
+        if heads & pattern.computed or heads & set(stage.pattern.inputs[0].names):
+            raise NotationError(
+                f"core {core.name!r}: '{pattern.text}' should have the heads as its third axis, outside brackets and "
+                f"under names that its stage '{stage.pattern.text}' does not use"
+            )
+
+    def bind(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = [*args, *kwargs.values()]
+        if len(tensors) != 3 or any(not isinstance(t, Tensor) for t in tensors):
+            extra = ", ".join(k for k in kwargs) or f"{len(tensors)} arguments"
+            raise NotationError(
+                f"core {self.name!r}: {self.label} takes queries, keys and values alone, and got {extra}: a mask or a "
+                "bias over the sharded dim is not supported; use method='dsp'"
+            )
+        return tensors[0], tensors[1], tensors[2]
+
+    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+        return Sends() if along != self.along or n == 1 else self.price(*self.bind(args, kwargs), n)
+
+    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
+        raise NotImplementedError
+
+    def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        if place.dim != self.along:
+            return forward(*args, **kwargs)
+        q, k, v = self.bind(args, kwargs)
+        rows = q.shape[1]
+        if place.own == 0:  # one dummy row, which no other rank may see
+            q, k, v = (x[:, :0] for x in (q, k, v))
+        y = self.attend(place, forward, q, k, v)
+        return y if y.shape[1] == rows else torch.cat([y, y.new_zeros(len(y), rows, *y.shape[2:])], 1)
+
+    def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(b n h e) of this rank's places -> (b n h e)."""
+        raise NotImplementedError
+
+
+def busiest(n: int, sent: Callable[[int], int]) -> int:
+    return max(sent(rank) for rank in range(n))
+
+
+__all__ = ["AttentionCore", "Distributed", "busiest", "chunk_sizes", "place_of_call"]

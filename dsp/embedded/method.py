@@ -1,0 +1,204 @@
+"""The methods by name: which stages a model then has, what communicates inside them; parallelize and plan with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from dsp.embedded.core import AttentionCore, Distributed
+from dsp.embedded.ring import Ring
+from dsp.embedded.tensor import Region, find_regions
+from dsp.embedded.ulysses import Ulysses
+from dsp.hardware import Hardware
+from dsp.layout import Axis
+from dsp.notation import NotationError, StagePattern
+from dsp.parallel import Runtime
+from dsp.plan import Plan, plan_stages, stages_of
+from dsp.stages import Signature, Stage, find_stages
+
+Prepared = tuple[list[Stage], StagePattern | None]
+
+
+def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
+    """A method that makes attention over one dim `along` reach over all ranks, for models that name their cores."""
+
+    def prepare(model: nn.Module, along: str | None = None) -> Prepared:
+        stages, root = stages_of(model, None)
+        found = _cores(model, stages)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} names no attention cores, so {kind.label} has no place to go: give it a dict "
+                "`cores` like its `stages`, of a submodule's pattern to what it computes over, or use method='dsp'"
+            )
+        along = _along(kind.label, along, found)
+        for core, stage in found:
+            if along not in core.pattern.computed:
+                continue
+            if any(along not in p.names for p in stage.pattern.outputs):
+                raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave its cores out")
+            stage.reach = along
+            stage.inside.append(kind(core, stage, along))
+        return stages, root
+
+    return prepare
+
+
+def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
+    """Weights cut, activations sharded along one dim: an all-gather before each region, a reduce-scatter after it."""
+    stages, root = stages_of(model, None)
+    regions = _regions("megatron_sp", model, stages)
+    if along is None:
+        along = _along("megatron_sp", None, _cores(model, stages))
+    for region, stage in regions:
+        if any(along not in p.names for p in (stage.pattern.inputs[0], *stage.pattern.outputs)):
+            raise ValueError(
+                f"megatron_sp along {along!r}: {stage.where} has no such dim in its first input and its outputs, "
+                f"'{stage.pattern.text}'"
+            )
+        stage.reach = along
+        stage.inside.append(region)
+    return stages, root
+
+
+def megatron_lm(model: nn.Module) -> Prepared:
+    """Weights cut, activations whole on every rank: an all-reduce after each region, and in its backward."""
+    stages, root = stages_of(model, None)
+    for stage in stages:
+        stage.whole = True
+    for region, stage in _regions("megatron_lm", model, stages):
+        stage.inside.append(region)
+    return stages, root
+
+
+def dap(model: nn.Module) -> Prepared:
+    """FastFold's dynamic axial parallelism: DSP with the layouts that FastFold chose, which the model has as `dap`."""
+    stages = getattr(model, "dap", None)
+    if stages is None:
+        raise ValueError(
+            f"dap is a schedule for alignments and pairs, and {type(model).__name__} has none: give it a dict `dap` "
+            "like its `stages`, with the dims that are not to be sharded in brackets, or use method='dsp'"
+        )
+    return stages_of(model, stages)
+
+
+def _cores(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
+    """The attention cores that a model names, each with its stage."""
+    cores = getattr(model, "cores", None)
+    found = find_stages(model, cores)[0] if cores else []
+    return [(core, _around(core.name, core.module, stages)) for core in found]
+
+
+def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) -> str:
+    """The dim that stays sharded: the one asked for, or the only one that the cores compute over."""
+    dims = {dim for core, stage in found for dim in core.pattern.computed & stage.pattern.computed}
+    if along is None and len(dims) == 1:
+        return next(iter(dims))
+    if along is None or along not in dims:
+        which = ", ".join(sorted(map(repr, dims))) or "no dim of their stage"
+        raise ValueError(f"{label} along {along!r}: the attention cores compute over {which}; pass along=")
+    return along
+
+
+def _regions(label: str, model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Region, Stage]]:
+    """The modules whose linear layers a model lets be cut, each with its stage."""
+    named = getattr(model, "tensor_parallel", None)
+    if not named:
+        raise ValueError(
+            f"{type(model).__name__} names no linear layers to be cut over ranks, which {label} does: give it a dict "
+            "`tensor_parallel` like its `stages`, of a submodule's pattern to 'columns' or 'rows', or use method='dsp'"
+        )
+    found = []
+    for name, module, linears in find_regions(model, named):
+        stage = _around(name, module, stages)
+        found.append((Region(label, name, module, linears, stage.pattern.inputs[0]), stage))
+    return found
+
+
+def _around(name: str, module: nn.Module, stages: Sequence[Stage]) -> Stage:
+    for stage in stages:
+        if any(inner is module for inner in stage.module.modules()):
+            return stage
+    raise NotationError(f"{name!r} lies in no stage; its stage is what it makes reach over all ranks")
+
+
+METHODS: dict[str, Callable[..., Prepared]] = {
+    "dsp": lambda model: stages_of(model, None),
+    "ulysses": attention(Ulysses),
+    "ring": attention(Ring),
+    "megatron_sp": megatron_sp,
+    "megatron_lm": megatron_lm,
+    "dap": dap,
+}
+
+
+def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepared:
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}")
+    return METHODS[method](model, **options)
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True, **options: Any
+) -> nn.Module:
+    """`dsp.parallelize` with another method: "ulysses" or "ring" ("dsp" is DSP itself); in place, and returned.
+
+    The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
+    cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
+    Raises ValueError for a method that does not fit the model.
+    """
+    axis = Axis.of(mesh)
+    stages, root = prepare(model, method, options)
+    if root is not None:
+        Signature(model, root, "the model")
+    if axis.size > 1:
+        Runtime(model, axis, stages, root, gather_output).install()
+        for stage in stages:
+            for inside in stage.inside:
+                assert isinstance(inside, Distributed)
+                inside.install(axis)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    size: int,
+    method: str,
+    dtype: torch.dtype | None = None,
+    gather_output: bool = False,
+    hardware: Hardware | None = None,
+    recompute: bool = False,
+    save_exchanges: bool = False,
+    **options: Any,
+) -> Plan:
+    """`dsp.plan` with another method; its bytes count what is sent inside the stages.
+
+    recompute: every stage is recomputed in backward, not only those that are checkpoints as they are, and what it
+    sends inside is sent again, unless `save_exchanges` keeps it. The other arguments are those of `dsp.plan` and
+    `parallelize`.
+    """
+    if size < 1:
+        raise ValueError(f"size is the number of ranks, got {size}")
+    stages, root = prepare(model, method, options)
+    inside = recompute, save_exchanges
+    return plan_stages(model, stages, root, args, kwargs, size, None, dtype, gather_output, hardware, *inside)
+
+
+def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A `context_fn` for torch.utils.checkpoint: what was exchanged inside a stage is kept, the rest recomputed."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op.namespace == "dsp" else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+__all__ = ["METHODS", "parallelize", "plan", "save_exchanges"]

@@ -1,0 +1,180 @@
+"""Ring attention (Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889): queries stay, keys and values go round.
+
+Each rank attends to the block it holds while it sends it on and receives the next; outputs are added up by their
+log-sum-exp. Forward sends 2M bytes a rank, of which (N-1)/N travel, M being the bytes of the activation (times g/h with
+grouped queries). Backward lets keys and values go round again, and with them their gradients, which add up in fp32 at
+least and take one hop more, home: 2M (N-1)/N and, for fp32 of N ranks, 2M.
+
+Letters: b batch, n places of this rank, h heads, g heads of keys and values, e channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from dsp.collectives import ranks
+from dsp.embedded.blocks import block, block_backward, merge
+from dsp.embedded.core import AttentionCore, busiest
+from dsp.glue import Place
+from dsp.planner import chunk_sizes
+from dsp.stages import Sends
+
+_lib = torch.library.Library("dsp", "FRAGMENT")
+_lib.define("ring_attention(Tensor q, Tensor k, Tensor v, int size, bool causal, str group) -> (Tensor, Tensor)")
+_lib.define(
+    "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int size, bool causal, "
+    "str group) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causal: bool = False) -> Tensor:
+    """Softmax attention over places that are sharded: keys and values travel from rank to rank.
+
+    q (b n h e), k and v (b n g e), of one dtype: this rank's `torch.chunk` of `size` places -> (b n h e). `causal`: no
+    place sees a later one. `group` is the name of a process group. A rank holds two blocks of keys and values at once.
+    """
+    return torch.ops.dsp.ring_attention(q, k, v, size, causal, group)[0]
+
+
+class _Hop:
+    """A tensor on its way to the next rank while one from the rank before arrives; `wait` gives that one."""
+
+    def __init__(self, send: Tensor, shape: tuple[int, ...], group: str) -> None:
+        pg = _resolve_process_group(group)  # type: ignore[arg-type]
+        n, rank = pg.size(), pg.rank()
+        self.sent, self.received = send.contiguous(), send.new_empty(shape)
+        ops = []
+        if self.sent.numel():  # both sides know the sizes, and that nothing need be sent of nothing
+            ops.append(dist.P2POp(dist.isend, self.sent, group=pg, group_peer=(rank + 1) % n))
+        if self.received.numel():
+            ops.append(dist.P2POp(dist.irecv, self.received, group=pg, group_peer=(rank - 1) % n))
+        self.works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: str) -> tuple[Tensor, Tensor]:
+    n, rank = ranks(group)
+    parts = chunk_sizes(size, n)
+    kv = torch.stack([k, v])
+    out = lse = None
+    for step in range(n):
+        owner = (rank - step) % n
+        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
+        if parts[owner] and len(q[0]) and (owner <= rank or not causal):
+            found = block(q, kv[0], kv[1], causal and owner == rank)
+            out, lse = found if out is None or lse is None else merge(out, lse, *found)
+        if hop is not None:
+            kv = hop.wait()
+    if out is None or lse is None:  # no places here
+        return torch.empty_like(q), _no_lse(q)
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, size: int, causal: bool, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, rank = ranks(group)
+    parts = chunk_sizes(size, n)
+    kv = torch.stack([k, v])
+    dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    home: _Hop | None = None  # the gradients that travel, with their block but a step later
+    for step in range(n):
+        owner = (rank - step) % n
+        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
+        dkv = torch.zeros_like(kv, dtype=dq.dtype)
+        if parts[owner] and len(q[0]) and (owner <= rank or not causal):
+            more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, causal and owner == rank)
+            dq += more
+            dkv = torch.stack(both)
+        if home is not None:
+            dkv += home.wait()
+        home = _Hop(dkv, _block_shape(dkv, parts[owner - 1]), group)
+        if hop is not None:
+            kv = hop.wait()
+    assert home is not None
+    dk, dv = home.wait().to(q.dtype).unbind()
+    return dq.to(q.dtype), dk.clone(), dv.clone()
+
+
+def _block_shape(kv: Tensor, places: int) -> tuple[int, ...]:
+    return (*kv.shape[:2], places, *kv.shape[3:])
+
+
+def _no_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+for _device in ("CPU", "CUDA"):
+    _lib.impl("ring_attention", _forward, _device)
+    _lib.impl("ring_attention_backward", _backward, _device)
+
+
+@torch.library.register_fake("dsp::ring_attention", lib=_lib)
+def _(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: str) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), _no_lse(q)
+
+
+@torch.library.register_fake("dsp::ring_attention_backward", lib=_lib)
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, size: int, causal: bool, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.size, ctx.causal, ctx.group = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _adjoint(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    found = torch.ops.dsp.ring_attention_backward(grad, *ctx.saved_tensors, ctx.size, ctx.causal, ctx.group)
+    return *found, None, None, None
+
+
+torch.library.register_autograd("dsp::ring_attention", _adjoint, setup_context=_keep, lib=_lib)
+
+
+def hops(sizes: tuple[int, ...], rank: int, count: int) -> int:
+    """Places that one rank sends on in the first `count` hops: its own block, then those of the ranks before it."""
+    return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
+
+
+def ring_bytes(name: str, *args: Any) -> int:
+    """What this rank sends in one call of `dsp::ring_attention` or its backward."""
+    k, size, group = args[1 + name.endswith("backward")], args[-3], args[-1]
+    n, rank = ranks(group)
+    forward, backward = _cost(k, chunk_sizes(size, n), rank)
+    return backward if name.endswith("backward") else forward
+
+
+def _cost(k: Tensor, sizes: tuple[int, ...], rank: int) -> tuple[int, int]:
+    unit, n = 2 * k.shape[0] * k.shape[2] * k.shape[3], len(sizes)
+    forward = hops(sizes, rank, n - 1) * unit * k.element_size()
+    return forward, forward + hops(sizes, rank, n) * unit * max(k.element_size(), 4)
+
+
+class Ring(AttentionCore):
+    label = "ring"
+
+    def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        causal = bool(getattr(self.module, "causal", False))
+        return ring_attention(q, k, v, place.size, place.axis.group, causal)
+
+    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
+        sizes = chunk_sizes(k.shape[1], n)
+        forward = busiest(n, lambda r: _cost(k, sizes, r)[0])
+        backward = busiest(n, lambda r: _cost(k, sizes, r)[1])
+        return Sends((forward, n - 1), (backward, 2 * n - 1), (forward, n - 1))
+
+
+__all__ = ["Ring", "ring_attention", "ring_bytes"]

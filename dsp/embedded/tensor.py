@@ -1,0 +1,225 @@
+"""Megatron's tensor parallelism: weights are cut over ranks, by columns before what acts on heads or channels alone, by
+rows after it (Shoeybi et al., arXiv 1909.08053); then what the ranks have is a sum in parts.
+
+A region is a module that takes an activation, of M bytes, through its columns to its rows: attention, or an MLP.
+Megatron-LM keeps activations whole and adds the parts up in an all-reduce, 2M (N-1)/N bytes a rank. Megatron-SP
+(Korthikanti et al., arXiv 2205.05198) keeps them sharded along the sequence: an all-gather before a region and a
+reduce-scatter after it, the same bytes. Two blocks of two regions each send 8M (N-1)/N, and as much in backward.
+
+The adjoints are those of DSP (docs/numerics.md): inside a region gradients are N times those of a single process, so
+those of weights that are not cut (a norm of heads, say) are averaged over ranks like all others. A rank alone has its
+part of a cut weight, whose gradient is divided by N here. Megatron-LM's backward thus has its all-reduce at the end of
+a region instead of its beginning: it is one per region either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from dsp.embedded.core import Distributed, busiest
+from dsp.glue import Place
+from dsp.layout import Axis
+from dsp.notation import NotationError, TensorPattern
+from dsp.ops import ScaleGradient
+from dsp.planner import chunk_sizes
+from dsp.stages import Sends, find_modules
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer to be cut by its columns (outputs) or rows (inputs).
+
+    `parts`: the heads of each of several matrices that lie side by side in it, which are cut one by one; none where it
+    is one matrix of channels.
+    """
+
+    name: str
+    module: nn.Linear
+    columns: bool
+    parts: tuple[int, ...]
+
+    @classmethod
+    def read(cls, name: str, module: nn.Module, text: str) -> Linear:
+        """From "columns", "rows", or either with heads, as "columns 16 4 4" for queries, keys and values."""
+        how, *heads = text.split()
+        if how not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
+            raise NotationError(
+                f"tensor_parallel: {name!r} is to be cut by {text!r}; write 'columns' or 'rows', and the heads of each "
+                "matrix in it where there are heads, as 'columns 16 4 4' for queries, keys and values"
+            )
+        if not isinstance(module, nn.Linear):
+            raise NotationError(f"tensor_parallel: {name!r} is a {type(module).__name__}; only nn.Linear can be cut")
+        size = module.out_features if how == "columns" else module.in_features
+        parts = tuple(map(int, heads))
+        if parts and size % sum(parts):
+            raise NotationError(f"tensor_parallel: {name!r} has {size} {how}, which {sum(parts)} heads do not divide")
+        return cls(name, module, how == "columns", parts)
+
+    def index(self, n: int, rank: int) -> Tensor:
+        """Which columns or rows one of n ranks has."""
+        size = self.module.out_features if self.columns else self.module.in_features
+        parts = self.parts or (size,)
+        if any(p % n for p in parts):
+            what = f"{' and '.join(map(str, dict.fromkeys(parts)))} {'heads' if self.parts else 'channels'}"
+            raise ValueError(
+                f"{self.name!r}: {what} do not divide over {n} ranks; take a number of ranks that divides "
+                f"{math.gcd(*parts)} (parallel.sp), or method='dsp' or 'ring', which do not cut weights"
+            )
+        unit, start, found = size // sum(parts), 0, []
+        for p in parts:
+            own = p // n * unit
+            found.append(torch.arange(start + rank * own, start + (rank + 1) * own, device="cpu"))
+            start += p * unit
+        return torch.cat(found)
+
+    def cut(self, axis: Axis) -> None:
+        """Leave this rank its part of the weights, as DTensors on the axis."""
+        module, index = self.module, self.index(axis.size, axis.rank)
+        names = ("weight", "bias") if self.columns else ("weight",)
+        for name in names:
+            p = getattr(module, name)
+            if p is None:
+                continue
+            if isinstance(p, DTensor):
+                raise ValueError(f"{self.name!r} is sharded already; parallelize first, then fully_shard")
+            dim = 0 if self.columns else 1
+            local = p.detach().index_select(dim, index.to(p.device))
+            whole = DTensor.from_local(local, axis.mesh, [Shard(dim)], run_check=False)
+            setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
+        module.forward = _Local(self, axis.size)  # type: ignore[method-assign, assignment]
+
+
+class _Local:
+    """A linear layer's forward on its part of the weights; by rows without the bias, to be added to the sum, once."""
+
+    def __init__(self, linear: Linear, n: int) -> None:
+        self.linear, self.n = linear, n
+
+    def own(self, p: Tensor | None, like: Tensor) -> Tensor | None:
+        if not isinstance(p, DTensor):
+            return p
+        return ScaleGradient.apply(p.to_local(), self.n).to(like.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.linear.module
+        weight = self.own(module.weight, x)
+        assert weight is not None
+        return F.linear(x, weight, self.own(module.bias, x) if self.linear.columns else None)
+
+
+class Region(Distributed):
+    """A module that ends in a linear layer cut by rows, and between its columns and that mixes no heads or channels.
+
+    Its first argument is an activation laid out as `pattern`, that of its stage's first input, and so is what it
+    returns; other tensors, and what it does with them before its columns, are the same on all ranks.
+    """
+
+    def __init__(
+        self, label: str, name: str, module: nn.Module, linears: Sequence[Linear], pattern: TensorPattern
+    ) -> None:
+        super().__init__(name, module)
+        self.label, self.linears, self.pattern = label, linears, pattern
+        rows = [x.module for x in linears if not x.columns]
+        if len(rows) != 1 or len(linears) < 2:
+            raise NotationError(
+                f"tensor_parallel: {name!r} should have columns and then, as its last layer, one linear layer of rows; "
+                f"named are {', '.join(x.name for x in linears)}"
+            )
+        self.rows = rows[0]
+
+    def install(self, axis: Axis) -> None:
+        if not any(isinstance(x.module.__dict__.get("forward"), _Local) for x in self.linears):
+            for linear in self.linears:
+                linear.cut(axis)
+        super().install(axis)
+
+    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+        for linear in self.linears:
+            linear.index(n, 0)
+        if n == 1:
+            return Sends()
+        x = self.activation(args)
+        own = x.numel() * x.element_size()
+        made = own // x.shape[-1] * self.rows.out_features
+        if along is None:
+            both = (-(-2 * made * (n - 1) // n), 1)
+            return Sends(both, both, both)
+        size = x.shape[self.axis_of(along)]
+        parts = chunk_sizes(size, n)
+        forward = busiest(n, lambda r: (parts[r] * (n - 1) * own + (size - parts[r]) * made) // size)
+        backward = busiest(n, lambda r: ((size - parts[r]) * own + parts[r] * (n - 1) * made) // size)
+        return Sends((forward, 2), (backward, 2), (forward, 2))
+
+    def activation(self, args: Any) -> Tensor:
+        if not args or not isinstance(args[0], Tensor) or args[0].ndim != len(self.pattern.axes):
+            got = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else "none"
+            raise NotationError(
+                f"tensor_parallel: {self.name!r} should take its stage's activation, '{self.pattern}', as its first "
+                f"positional argument, and got {got}"
+            )
+        return args[0]
+
+    def axis_of(self, along: str) -> int:
+        axis = self.pattern.axis_of(along)
+        if len(self.pattern.axes[axis]) > 1:
+            raise NotationError(f"{self.label} along {along!r}: '{self.pattern}' has it in a fold; it needs an axis")
+        return axis
+
+    def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name!r} was called outside of its parallelized model, with a part of its weights alone; call the "
+            "whole model, on every rank"
+        )
+
+    def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        group = place.axis.group
+        if place.dim is None:
+            y = torch.ops.dsp.all_reduce(forward(*args, **kwargs), group)
+        else:
+            x, axis = self.activation(args), self.axis_of(place.dim)
+            if x.shape[axis] != max(place.own, 1):
+                raise NotationError(
+                    f"tensor_parallel: {self.name!r} got {tuple(x.shape)} where this rank has {place.own} of "
+                    f"{place.dim!r}: it should take its stage's activation as its first argument"
+                )
+            # where there is nothing to hold there is one dummy row, which no other rank may see
+            whole = torch.ops.dsp.gather(x.narrow(axis, 0, place.own), axis, place.size, group)
+            y = torch.ops.dsp.reduce_scatter(forward(whole, *args[1:], **kwargs), axis, group)
+            if not place.own:
+                y = torch.cat([y, y.new_zeros((*y.shape[:axis], 1, *y.shape[axis + 1 :]))], axis)
+        return y if self.rows.bias is None else y + self.rows.bias.to(y.dtype)
+
+
+def find_regions(model: nn.Module, named: Mapping[str, str]) -> list[tuple[str, nn.Module, list[Linear]]]:
+    """(path, module, its linear layers) of every module that holds some of those `named`."""
+    found: dict[str, list[Linear]] = {}
+    for name, module, text in find_modules(model, named):
+        found.setdefault(name.rpartition(".")[0], []).append(Linear.read(name, module, text))
+    paths = {path: module for path, module, _ in find_modules(model, dict.fromkeys(found, "region"))}
+    return [(path, paths[path], linears) for path, linears in found.items()]
+
+
+def rank_order(model: nn.Module) -> dict[str, Tensor]:
+    """The order of rows of those cut weights where it is not the model's own: fused queries, keys and values.
+
+    From a parameter's name to the indices with which ``own[indices]`` is what its DTensor holds over all ranks, and
+    ``held[indices.argsort()]`` the model's own again; for what is saved whole.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, _Local) and forward.linear.columns and len(forward.linear.parts) > 1:
+            order = torch.cat([forward.linear.index(forward.n, rank) for rank in range(forward.n)])
+            found |= {f"{path}.{name}": order for name, p in module.named_parameters(recurse=False)}
+    return found
+
+
+__all__ = ["Linear", "Region", "find_regions", "rank_order"]

@@ -1,0 +1,120 @@
+"""DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): attention over all places, a part of the heads on each rank.
+
+One all-to-all takes queries, keys and values from places to heads, another the output back: 4 M/N bytes a rank and
+attention, with M the bytes of the activation, of which (N-1)/N travel. With fewer heads of keys and values (grouped
+queries, h/g of them to a head) a rank receives those that its queries need: (2 + 2 w N/h) M/N, where w, the heads of
+keys a rank needs, is g/N if N divides g and 1 if g divides N.
+
+Letters: b batch, n places of this rank, m of all ranks, h heads, g heads of keys and values, e channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.collectives import ranks
+from dsp.embedded.core import AttentionCore, busiest
+from dsp.glue import Place
+from dsp.notation import NotationError
+from dsp.planner import chunk_sizes
+from dsp.stages import Sends
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, size: int, group: str) -> Tensor:
+    """Attention over places that are sharded, computed on a part of the heads.
+
+    q (b n h e), k and v (b n g e): this rank's `torch.chunk` of `size` places -> (b n h e). `attend` takes the same
+    three over all places and a part of the heads. `group` is the name of a process group. Backward sends what forward
+    sends. Raises ValueError where there are more ranks than heads.
+    """
+    n, rank = ranks(group)
+    deal = deal_heads(q.shape[2], k.shape[2], n)
+    if deal.kv is not None:
+        k, v = (torch.cat([x.narrow(2, i, 1) for i in deal.kv], 2) for x in (k, v))
+    h, w = deal.q_parts[rank], deal.kv_parts[rank]
+    even = all(len(set(parts)) == 1 for parts in (deal.q_parts, deal.kv_parts)) and q.dtype == k.dtype == v.dtype
+    # with places leading, what arrives joins without a copy
+    if even:  # each rank's heads of all three side by side: one tensor to switch
+        dealt = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], 3).flatten(2, 3)
+        q, k, v = torch.ops.dsp.switch(dealt.transpose(0, 1), 0, 2, size, group).transpose(0, 1).split([h, w, w], 2)
+    else:
+        parts = [x.transpose(0, 1) for x in (q, k, v)]
+        q, k, v = (x.transpose(0, 1) for x in torch.ops.dsp.switch_many(parts, [0] * 3, [2] * 3, [size] * 3, group))
+    if h:
+        k, v = (deal.local(x, rank) for x in (k, v))
+        y = attend(q, k, v)
+    else:  # no heads for this rank, which takes part all the same
+        y = q + k[:, :, :0] + v[:, :, :0]
+    return torch.ops.dsp.switch(y.transpose(0, 1), 2, 0, sum(deal.q_parts), group).transpose(0, 1)
+
+
+class Deal(NamedTuple):
+    """Which heads go to which rank. `kv`: the heads of keys in the order they are sent, None for as they are."""
+
+    q_parts: tuple[int, ...]
+    kv_parts: tuple[int, ...]
+    kv: tuple[int, ...] | None
+    serves: tuple[tuple[int, ...], ...]  # a rank: for each of its query heads, the place of its key among those it has
+
+    def local(self, x: Tensor, rank: int) -> Tensor:
+        """Keys or values of one rank as attention takes them: a head to each group of as many query heads."""
+        serves = self.serves[rank]
+        count = serves[-1] + 1
+        each, rest = divmod(len(serves), count)
+        if rest or serves != tuple(i // each for i in range(len(serves))):
+            return torch.cat([x.narrow(2, i, 1) for i in serves], 2)
+        return x.narrow(2, 0, count)
+
+
+@lru_cache(maxsize=64)
+def deal_heads(h: int, g: int, n: int) -> Deal:
+    """Deal h heads of queries over n ranks as torch.chunk does, and with them what they need of g heads of keys."""
+    if n > h:
+        raise NotationError(
+            f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take at most "
+            f"{h} ranks (parallel.sp={h}), a model of more heads, or method='dsp' or 'ring', which heads do not limit"
+        )
+    each = h // g
+    q_parts = chunk_sizes(h, n)
+    starts = [sum(q_parts[:r]) for r in range(n)]
+    needs = [range(a // each, -(-(a + p) // each)) if p else range(0) for a, p in zip(starts, q_parts)]
+    serves = tuple(tuple(i // each - need.start for i in range(a, a + p)) for a, p, need in zip(starts, q_parts, needs))
+    if tuple(map(len, needs)) == chunk_sizes(g, n) and sum(map(len, needs)) == g:
+        return Deal(q_parts, chunk_sizes(g, n), None, serves)
+    width = max(map(len, needs))
+    sent = tuple(need[min(i, len(need) - 1)] if need else 0 for need in needs for i in range(width))
+    return Deal(q_parts, (width,) * n, sent, serves)
+
+
+class Ulysses(AttentionCore):
+    label = "ulysses"
+
+    def attend(self, place: Place, forward: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ulysses_attention(q, k, v, forward, place.size, place.axis.group)
+
+    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
+        b, m, h, e = q.shape
+        deal, rows = deal_heads(h, k.shape[2], n), chunk_sizes(m, n)
+        unit, kv = b * e * q.element_size(), sum(deal.kv_parts)
+
+        def to_heads(r: int) -> int:
+            return rows[r] * (h - deal.q_parts[r] + 2 * (kv - deal.kv_parts[r]))
+
+        def to_places(r: int) -> int:
+            return (m - rows[r]) * deal.q_parts[r]
+
+        def adjoint(r: int) -> int:
+            return rows[r] * (h - deal.q_parts[r]) + (m - rows[r]) * (deal.q_parts[r] + 2 * deal.kv_parts[r])
+
+        forward = busiest(n, lambda r: to_heads(r) + to_places(r)) * unit
+        return Sends((forward, 2), (busiest(n, adjoint) * unit, 2), (forward, 2))
+
+
+__all__ = ["Deal", "Ulysses", "deal_heads", "ulysses_attention"]

@@ -1,0 +1,252 @@
+"""The measurements of the methods: their formulas, that each runs at a tiny size, that they leave nothing behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dsp
+
+HOME = Path(__file__).parents[1]
+SCRIPTS = HOME / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of benchmarks/ as a module, by its name."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture
+def root_only(script) -> None:
+    if reason := script("hosts").why_not():
+        pytest.skip(reason)
+
+
+def namespaces() -> set[str]:
+    return set(re.findall(r"dsp-\d+[-\d]*", subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout))
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ formulas
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_formulas_are_what_the_plans_send(script, n: int) -> None:
+    rivals = script("rivals")
+    for method in rivals.METHODS:
+        plans = []
+        for depth in (1, 2):
+            shape = rivals.Shape(hidden=32, depth=depth, frames=8, side=4)
+            with torch.device("meta"):
+                model = rivals.zoo.create("transformer2d", hidden=32, heads=8, depth=depth)
+                inputs = model.example_inputs(1, frames=8, height=8, width=8)
+            plans.append(dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, recompute=True))
+        grew = {phase: plans[1].bytes[phase] - plans[0].bytes[phase] for phase in plans[0].bytes}
+        units = rivals.formula(method, n)
+        assert grew == {phase: pytest.approx(unit * shape.activation) for phase, unit in units.items()}
+        paper = eval(rivals.PAPER[method].replace("M", "* 1.0").replace("N", str(n)))  # as it prints it: 2M/N
+        assert units["forward"] == pytest.approx(paper * (n - 1) / n)
+
+
+def test_the_largest_that_fits(script) -> None:
+    most = script("memory").most
+    for limit in (0, 1, 2, 5, 16):
+        assert most(lambda k, limit=limit: k <= limit, 1024) == limit
+    for limit in (100, 777):  # to a sixteenth, from below
+        assert limit * 15 / 16 < most(lambda k, limit=limit: k <= limit, 1024) <= limit
+    assert 60 <= most(lambda k: True, 64) <= 64  # without a limit of memory
+
+
+# ------------------------------------------------------------------------------------------------------- tiny measures
+
+
+def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
+    """Over the loopback, which others use too: at least those bytes, and not twice as many."""
+    out = str(tmp_path / "wire")
+    said = script("wire").main(
+        ["--loopback", "--ranks", "2", "--frames", "8", "--side", "8", "--methods", "dsp", "ulysses", "--out", out]
+    )
+    assert said == 0
+    found = json.loads((tmp_path / "wire.json").read_text())
+    assert len(found["rows"]) == 2
+    m = script("rivals").Shape(**found["shape"]).activation
+    for row in found["rows"]:
+        units = script("rivals").formula(row["method"], 2)
+        assert row["count_comm"]["again"] == pytest.approx(sum(units.values()) * m)
+        if "saved" in row["count_comm"]:
+            assert row["count_comm"]["saved"] == pytest.approx((units["forward"] + units["backward"]) * m)
+        for phase in ("forward", "backward"):
+            assert 0.97 < row["bytes"][phase] / (units[phase] * m) < 2
+    for row in found["collectives"]:
+        assert 0.97 < row["measured"] / row["formula"] < 2
+    ElementTree.parse(tmp_path / "wire.svg")
+
+
+def test_memory(script, tmp_path: Path) -> None:
+    options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "16"]
+    assert script("memory").main([*options, "--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]) == 0
+    one, two = json.loads((tmp_path / "m.json").read_text())["rows"]
+    assert 0 < two["peak"] < one["peak"]
+    assert 0 < one["longest"] <= two["longest"] <= 16
+    ElementTree.parse(tmp_path / "m.svg")
+
+
+def test_cluster_needs_root(script, monkeypatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert script("cluster").main(["--out", str(tmp_path / "c")]) == 0
+    assert "skipped: hosts cannot be emulated here: network namespaces need root" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("root_only")
+def test_cluster(script, tmp_path: Path) -> None:
+    before = namespaces()
+    shape = ["--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
+    options = ["--ranks", "2", "--rates", "100", "0", "--rounds", "1", "--probe", "100000"]
+    script("cluster").main([*shape, *options, "--methods", "dsp", "megatron_sp", "--out", str(tmp_path / "c")])
+    found = json.loads((tmp_path / "c.json").read_text())
+    slow, free = found["sweep"]["rates"]
+    for one in (slow, free):
+        for rows in one["modes"].values():
+            assert rows["dsp"]["ratio"] == {"median": 1, "least": 1, "most": 1}
+            assert rows["megatron_sp"]["seconds"]["median"] > 0
+    assert 0 < slow["modes"]["train"]["dsp"]["share_of_link"] < 1
+    assert {(row["kind"], row["mode"]) for row in found["scaling"]} == {
+        (kind, mode) for kind in ("weak", "strong") for mode in ("train", "infer")
+    }
+    ElementTree.parse(tmp_path / "c.svg")
+    assert namespaces() <= before
+
+
+@pytest.mark.usefixtures("root_only")
+def test_hosts_leave_nothing_behind(script) -> None:
+    hosts = script("hosts")
+    with pytest.raises(ZeroDivisionError), hosts.Hosts(2) as made:
+        made.rate(10)
+        made.rate(None)
+        assert {made.switch, *made.names} <= namespaces()
+        raise ZeroDivisionError
+    assert not {made.switch, *made.names} & namespaces()
+    code = (
+        "import hosts, time\nwith hosts.stoppable(), hosts.Hosts(1) as h: print(h.switch, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    name = process.stdout.readline().strip()
+    assert name in namespaces()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    process.stdout.close()
+    assert name not in namespaces()
+
+
+def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
+    hosts = script("hosts")
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match="rank 0 of 1 failed at measure"):
+        with hosts.Ranks(str(SCRIPTS / "wire.py"), 1) as ranks:
+            ranks.ask("measure", method="no such", shape={}, recompute="no", times=1)
+    assert "method='no such'" in capfd.readouterr().err
+    assert time.monotonic() - began < 120
+
+
+def test_gpu_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
+    said = run("gpu.py", "--tiny", "--steps", "1", "--peak", "1", "--out", str(tmp_path / "gpu"))
+    assert "tokens/s" in said
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert 0 < found["training"]["mfu"] < 1
+    assert 0 < found["training"]["outside"] < 1
+    assert all(seconds > 0 for seconds in found["training"]["busy"].values())  # every kind was recognised
+    assert {row["ranks"] for row in found["switch"]} == {2, 4}
+
+
+# ------------------------------------------------------------------------------------------------- the page, pictures
+
+
+def test_the_ribbon_is_drawn_by_its_script(script) -> None:
+    ribbon = script("ribbon")
+    assert (HOME / "docs/images/ribbon.svg").read_text() == ribbon.picture()
+    seen = {m: [ribbon.layouts(m, r) for r in ribbon.plan(m).stages[1:5]] for m in ("dsp", "ulysses", "megatron_lm")}
+    assert seen["dsp"] == [["t"], ["s"], ["t"], ["s"]]
+    assert seen["ulysses"] == [["s", "heads", "s"], ["s"]] * 2
+    assert seen["megatron_lm"] == [["whole", "heads", "whole", "heads", "whole"]] * 4
+
+
+def test_the_page_is_what_was_measured(script) -> None:
+    """``python benchmarks/rival_tables.py --write`` after every measurement."""
+    tables = script("rival_tables")
+    page = tables.PAGE.read_text()
+    assert tables.fill(page, tables.TABLES) == page
+    assert set(re.findall("<!-- table: (.*) -->", page)) == set(tables.TABLES)
+
+
+def test_the_page_takes_every_measurement(script, monkeypatch, tmp_path: Path) -> None:
+    """With made-up measurements of all kinds, as one quiet run will leave them."""
+    tables, rivals = script("rival_tables"), script("rivals")
+    spread = {"median": 2.0, "least": 1.0, "most": 3.0}
+    row = {"seconds": spread, "ratio": spread, "parts": {"forward": 1.0, "backward": 2.0, "average": 0.5}}
+    shares = {"share_of_link": 0.25, "share_measured": 0.5}
+    base = {"command": "c", "date": "d", "cores": 2, "processor": "p", "load": 0.1, "torch": "2", "methods": []}
+    base |= {"shape": vars(rivals.Shape())}
+    slow = {mode: dict.fromkeys(rivals.METHODS, row | shares) for mode in ("train", "infer")}
+    quick = row | {"parts": {"forward": 0.5, "backward": 1.0, "average": 0.1}}
+    fast = {"train": dict.fromkeys(rivals.METHODS, quick)}
+    rates = [{"rate": 100, "measured": {"all_to_all": 90.0}, "modes": slow}]
+    rates.append({"rate": 0, "measured": {"all_to_all": 9000.0}, "modes": fast | {"infer": slow["infer"]}})
+    scaling = [
+        row | {"kind": kind, "mode": mode, "ranks": n, "method": m, "tokens_per_s": 1e4}
+        for kind in ("weak", "strong") for mode in ("train", "infer") for n in (1, 4) for m in rivals.METHODS
+        if n > 1 or m == "dsp"
+    ]  # fmt: skip
+    fits = [
+        {"method": m, "ranks": n, "peak": 2**24, "recomputed": 2**23, "longest": 8 * n, "batch": 2 * n}
+        for n in (1, 4) for m in rivals.METHODS if n > 1 or m == "dsp"
+    ]  # fmt: skip
+    made = {
+        "wire": json.loads((HOME / "docs/images/wire.json").read_text()),
+        "cluster": base | {
+            "methods": list(rivals.METHODS), "scaling_rate": 1000, "sweep": {"ranks": 4, "rates": rates},
+            "scaling": scaling,
+        },
+        "memory": base | {"budget": 2**27, "rows": fits, "methods": list(rivals.METHODS)},
+    }  # fmt: skip
+    for name, found in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    monkeypatch.setattr(tables, "IMAGES", tmp_path)
+    page = tables.fill(tables.PAGE.read_text(), tables.TABLES)
+    assert "Not measured" not in page.replace("Not run on a GPU yet", "")
+    assert "| 100 Mbit/s | 90 | 2.000 | 2.00 (1.00–3.00) |" in page
+    assert "| 100 Mbit/s | 25% / 50% |" in page
+    assert "| DSP | 2 all-to-all | 914 | 1.0 | 1.0 | 1.0 |" in page
+    assert "| longest | 3.0 | 1.0 |" in page
+    for line in page.splitlines():
+        if line.startswith("|"):
+            assert "nan" not in line
+    ElementTree.fromstring(script("cluster").picture(made["cluster"] | {"methods": list(rivals.METHODS)}))
+    ElementTree.fromstring(script("memory").picture(made["memory"]))

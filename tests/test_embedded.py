@@ -1,0 +1,467 @@
+"""Ulysses and ring attention: the functions and whole models against one process; bytes against those stated."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from einops import rearrange
+from test_loopback import measured
+from test_parallel import averaged, same
+from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
+from test_zoo_parallel import build, doubled, example
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+import zoo
+from dsp.embedded import blocks, ring_attention, ulysses_attention
+from dsp.planner import chunk_sizes
+from zoo.attention import attend
+from zoo.video.diffusion import IDDPM, RectifiedFlow
+
+METHODS = ("ulysses", "ring")
+
+
+# ----------------------------------------------------------------------------------------------------- the functions
+
+
+def own(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    sizes = chunk_sizes(x.shape[1], mesh.size())
+    return x.split(sizes, 1)[mesh.get_local_rank()]
+
+
+def function(mesh: DeviceMesh, method: str, cases: list[tuple[int, int, int, bool]]) -> None:
+    group = mesh.get_group().group_name
+    for places, heads, kv_heads, causal in cases:
+        torch.manual_seed(0)
+        shapes = [(2, places, h, 8) for h in (heads, kv_heads, kv_heads)]
+        whole = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+        weight = torch.randn(shapes[0], dtype=torch.float64)
+        expect = attend(*whole, causal=causal)
+        grads = torch.autograd.grad((expect * weight).sum(), whole)
+        parts = [own(x.detach(), mesh).requires_grad_() for x in whole]
+        if method == "ring":
+            got = ring_attention(*parts, places, group, causal)
+        else:
+            got = ulysses_attention(*parts, partial(attend, causal=causal), places, group)
+        (got * own(weight, mesh)).sum().backward()
+        torch.testing.assert_close(got, own(expect, mesh))
+        for part, grad in zip(parts, grads):
+            torch.testing.assert_close(part.grad, own(grad, mesh))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_functions(ranks, method: str, n: int) -> None:
+    heads = [(4, 4), (4, 2), (6, 2), (6, 1), (12, 6), (5, 5)]  # for 4 ranks: even, shared, uneven, padded, idle
+    cases = [(places, *h, causal) for places in (8, 7, 5) for h in heads for causal in (False, True)]
+    ranks(function, n, method, cases)
+
+
+def low_precision(mesh: DeviceMesh, method: str) -> None:
+    group, errors = mesh.get_group().group_name, []
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 32, 4, 16) for _ in range(3)]
+    expect = attend(*whole)
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [own(x, mesh).to(dtype).requires_grad_() for x in whole]
+        if method == "ring":
+            got = ring_attention(*parts, 32, group)
+        else:
+            got = ulysses_attention(*parts, attend, 32, group)
+        got.float().square().sum().backward()
+        assert got.dtype == parts[1].grad.dtype == dtype
+        errors.append((got.float() - own(expect, mesh)).abs().max().item())
+    assert errors[0] < 1e-5
+    assert errors[1] < 2e-2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision(ranks, method: str) -> None:
+    ranks(low_precision, 3, method)
+
+
+def two_blocks(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """Attention over 40 places, as queries of the last 24 see them in two blocks, against float64."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 40, h, 16, device=device).to(dtype) for h in (4, 2, 2, 4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expect = attend(*exact, causal=causal)[:, 16:]
+    wanted = torch.autograd.grad((expect * grad.double()[:, 16:]).sum(), exact)
+    q, grad = q[:, 16:], grad[:, 16:]
+    near, far = (k[:, 16:], v[:, 16:], causal), (k[:, :16], v[:, :16], False)
+    out, lse = blocks.merge(*blocks.block(q, *near), *blocks.block(q, *far))
+    found = [
+        blocks.block_backward(grad, q, keys, values, out.to(dtype), lse, late) for keys, values, late in (near, far)
+    ]
+    (dq, near_k, near_v), (more, far_k, far_v) = found
+    got = out, dq + more, torch.cat([far_k, near_k], 1), torch.cat([far_v, near_v], 1)
+    for ours, theirs in zip(got, (expect, wanted[0][:, 16:], wanted[1], wanted[2])):
+        assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_blocks(monkeypatch, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    two_blocks("cpu", dtype, tolerance, causal)
+    monkeypatch.setattr(blocks, "_kernel", lambda q: "math")
+    two_blocks("cpu", dtype, tolerance, causal)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_kernels_of_cuda_are_called_as_they_ask_to_be(monkeypatch, kind: str) -> None:
+    """Shapes and signatures alone, without a GPU; tests/test_cuda_kernels.py has the numbers."""
+    monkeypatch.setattr(blocks, "_kernel", lambda q: kind)
+    q, k = (torch.empty(2, places, h, 16, dtype=torch.bfloat16, device="meta") for places, h in ((40, 4), (24, 2)))
+    out, lse = blocks.block(q, k, k, False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 40), torch.float32)
+    assert [x.shape for x in blocks.block_backward(q, q, k, k, q, lse, False)] == [q.shape, k.shape, k.shape]
+
+
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+CASES = ("transformer2d", "transformer2d-stdit", "latte-class", "stdit-v1", "stdit-v2", "stdit-v3")
+OTHERS = ("latte-2-text", "latte-3-text", "latte-4-class")
+
+
+def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, width: int) -> None:
+    single, model = build(case), build(case)
+    assert set(single.state_dict()) == set(model.state_dict())
+    inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
+    expect = single(**inputs)
+    expect.square().mean().backward()
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    out = model(**inputs)
+    dsp.mean(out * out).backward()
+    torch.testing.assert_close(dsp.gather(out), expect)
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+UNEVEN = [(case, 3) for case in ("transformer2d", "stdit-v3")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("case", "n"), [(case, n) for case in CASES for n in (2, 4)] + UNEVEN)
+def test_models(ranks, case: str, method: str, n: int) -> None:
+    ranks(parity, n, case, method, 5, 6, 10 if n < 4 else 6)  # 15 places on 2 and 3 ranks; 9 on 4: the last has none
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_ranks_than_frames(ranks, method: str) -> None:
+    """Where DSP would leave ranks with nothing to do."""
+    ranks(parity, 4, "transformer2d", method, 2, 8, 8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_variants(ranks, case: str, method: str) -> None:
+    ranks(parity, 2, case, method, 3, 6, 6)
+
+
+def objective(mesh: DeviceMesh, kind: type[nn.Module], case: str, method: str) -> None:
+    single, model = kind(build(case)), kind(build(case))
+    inputs = doubled(single.model.example_inputs(2, frames=3, height=6, width=6))
+    flow = kind is RectifiedFlow
+    inputs["timestep"] = torch.tensor([0.2, 0.7], dtype=torch.float64) if flow else torch.tensor([0, 600])
+    inputs["noise"] = torch.randn_like(inputs["x"])
+    loss, weight = single(**inputs)
+    expect = (loss * weight).sum() / weight.expand_as(loss).sum()
+    expect.backward()
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    sampler = kind(model.model)  # a second user of the same modules, by DSP
+    dsp.parallelize(sampler, mesh, gather_output=False)
+    for parallel in (model, sampler):
+        model.zero_grad()
+        got = dsp.mean(*parallel(**inputs))
+        got.backward()
+        torch.testing.assert_close(got, expect)
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), (IDDPM, "latte-class")])
+def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], case: str, method: str) -> None:
+    ranks(objective, 2, kind, case, method)
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def recomputed(model: nn.Module, how: str | None) -> None:
+    """Checkpoint stages inside their hooks, as train.py does, or blocks outside of them, as a model may itself."""
+    again: dict = {"context_fn": dsp.embedded.save_exchanges} if how == "saved" else {}
+    modules = [m for b in model.blocks for m in (b.spatial, b.temporal)] if how in ("stages", "saved") else []
+    for module in [*modules, *(model.blocks if how == "blocks" else [])]:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **again)
+
+
+def step(mesh: DeviceMesh, case: str, method: str, how: str | None) -> dict:
+    single, model = build(case), build(case)
+    inputs = doubled(example(single, 2, frames=4, height=8, width=8))
+    single(**inputs).square().mean().backward()
+    if how == "blocks":
+        recomputed(model, how)
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    if how != "blocks":
+        recomputed(model, how)
+    with dsp.count_comm() as comm:
+        out = model(**inputs)
+        dsp.mean(out * out).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    return comm.by_collective()
+
+
+def sent(counts: dict, phase: str, *collectives: str) -> int:
+    return sum(counts[phase].get(name, {"bytes": 0})["bytes"] for name in collectives)
+
+
+@pytest.mark.parametrize("how", [None, "stages", "saved", "blocks"])
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how: str | None) -> None:
+    n, case = 4, "transformer2d"
+    model = build(case)
+    inputs = doubled(example(model, 2, frames=4, height=8, width=8))
+    again = how in ("stages", "saved", "blocks")
+    plan = dsp.embedded.plan(
+        model, kwargs=inputs, size=n, method=method, recompute=again, save_exchanges=how == "saved"
+    )
+    layer = 2 * 4 * 16 * 48 * 8  # M
+    forward, backward = {
+        "ulysses": (4 * layer // n, 4 * layer // n),
+        "ring": (2 * layer, 2 * layer + 2 * layer * n // (n - 1)),
+    }[method]
+    for counts in ranks(step, n, case, method, how):
+        inside = {"forward": forward, "backward": backward, "recompute": again and how != "saved" and forward}
+        for phase, expect in inside.items():
+            expect = model.config.depth * expect * (n - 1) // n
+            ends = sum(s.bytes for s in plan.switches) if phase != "recompute" else 0
+            assert sent(counts, phase, "switch", "ring") == expect + ends == plan.bytes[phase]
+
+
+def travels(mesh: DeviceMesh, method: str) -> tuple[float, float]:
+    group = mesh.get_group().group_name
+    parts = [own(torch.randn(8, 1021, 4, 128), mesh).requires_grad_() for _ in range(3)]
+
+    def step() -> None:
+        if method == "ring":
+            y = ring_attention(*parts, 1021, group)
+        else:
+            y = ulysses_attention(*parts, lambda q, k, v: q + k + v, 1021, group)
+        y.sum().backward()
+
+    return measured(mesh, step)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the loopback counter of Linux")
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_that_the_kernel_counts(ranks, method: str) -> None:
+    for kernel, counted in ranks(travels, 2, method):
+        assert kernel == pytest.approx(counted, rel=0.03)
+
+
+def test_the_plan_of_the_papers_model() -> None:
+    with torch.device("meta"):
+        model = zoo.create("transformer2d", "720m", depth=2)
+        inputs = model.example_inputs(1, frames=64, height=128, width=128)
+    n, volume = 8, 64 * 4096 * 1152 * 2
+    found = {}
+    for method in ("dsp", *METHODS):
+        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16)
+        found[method] = plan.bytes["forward"]
+        if method != "dsp":
+            rows = [r for r in plan.stages if r.name.endswith("spatial")]
+            assert all(r.layout == "s" and method in r.switch for r in rows)
+            assert rows[1].bytes == {"ulysses": 4 * volume // n, "ring": 2 * volume}[method] * (n - 1) // n
+            assert method in str(plan)
+    assert found["dsp"] < found["ulysses"] < found["ring"]
+
+
+@pytest.mark.parametrize(("kv_heads", "share"), [(16, 4), (8, 3), (4, 2.5), (2, 2.5), (1, 2.5)])
+def test_fewer_heads_of_keys_send_less(kv_heads: int, share: float) -> None:
+    """(2 + 2·kv/h) M/N down to one head a rank: for 4 ranks (2 + 2·4/16) M/N."""
+    with torch.device("meta"):
+        model = zoo.create("stdit", "test", hidden=192, heads=16, kv_heads=kv_heads, depth=1)
+        inputs = model.example_inputs(1, frames=4, height=8, width=8)
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=4, method="ulysses")
+    ends = sum(s.bytes for s in plan.switches)
+    assert plan.bytes["forward"] - ends == share * (4 * 16 * 192 * 4) / 4 * 3 / 4
+
+
+# --------------------------------------------------------------------------------------------- what does not fit it
+
+
+def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    with torch.device("meta"):
+        model = zoo.create(name, "test", **overrides)
+        return model, model.example_inputs(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "size", "message"),
+    [
+        ("transformer2d", "rings", 2, "method='rings': there are 'dsp', 'ulysses', 'ring'"),
+        ("st_mamba", "ring", 2, "names no attention cores, so ring has no place to go"),
+        ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(name: str, method: str, size: int, message: str) -> None:
+    model, inputs = build_meta(name)
+    with pytest.raises(ValueError, match=message):
+        dsp.embedded.plan(model, kwargs=inputs, size=size, method=method)
+
+
+def test_cores_that_do_not_fit_are_errors() -> None:
+    model, inputs = build_meta("transformer2d")
+    core = "blocks.*.spatial.attention.core"
+    for cores, message in [
+        ({"blocks.*.spatial.core": "(b t) [s] h [e]"}, "matches no submodule"),
+        ({core: "(b t) [s] h [e]"}, "should describe queries, keys and values"),
+        ({core: "(b t) [s] c [e], (b t) [s] c [e], (b t) [s] c [e]"}, "under names that its stage"),
+        ({"blocks.*.temporal.attention.core": "(b s) [n] h [e]"}, "compute over no dim of their stage"),
+    ]:
+        model.cores = cores
+        with pytest.raises(ValueError, match=re.escape(message)):
+            dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring")
+
+
+def compiled(mesh: DeviceMesh, method: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compile_and_compare(mesh, method)
+
+
+def compile_and_compare(mesh: DeviceMesh, method: str) -> None:
+    single, model = build("transformer2d"), build("transformer2d")
+    inputs = doubled(example(single, 2, frames=2, height=4, width=6))
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    stage = model.blocks[0].spatial
+    stage.forward = torch.compile(stage.forward, backend="eager")
+    stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
+    expect, got = single(**inputs), model(**inputs)
+    torch.testing.assert_close(dsp.gather(got), expect)
+    expect.square().mean().backward()
+    dsp.mean(got * got).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
+    ranks(compiled, 2, method)
+
+
+def reentrant(mesh: DeviceMesh) -> None:
+    model = build("transformer2d")
+    inputs = doubled(example(model, 2, frames=2, height=4, width=4))
+    dsp.embedded.parallelize(model, mesh, "ulysses", gather_output=False)
+    spatial = model.blocks[-1].spatial
+    spatial.forward = partial(checkpoint, spatial.forward, use_reentrant=True)
+    out = model(**inputs)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        dsp.mean(out * out).backward()
+    other = dsp.embedded.core.Distributed("core", spatial.attention.core)
+    with pytest.raises(ValueError, match="already run by ulysses"):
+        other.install()
+
+
+def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
+    ranks(reentrant, 2)
+
+
+# ------------------------------------------------------------------------------------ heads as one more dim of DSP
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv = heads, nn.Linear(24, 3 * heads * 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return rearrange(self.qkv(x), "b l (k h e) -> k b l h e", k=3, h=self.heads).unbind()
+
+
+class Core(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v)
+
+
+class Out(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(heads * 4, 24)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return x + self.out(y.flatten(2))
+
+
+class Full(nn.Module):
+    """Attention among all places (t h w) of a video at once; the heads are a dim that its core may be sharded along."""
+
+    stages = {
+        "": "x=b t h w c -> b t h w c",
+        "heads.*": "b l [c] -> b l n [e], b l n [e], b l n [e]",
+        "core.*": "b [l] n [e], b [l] n [e], b [l] n [e]",
+        "out.*": "b l [n e], b l [c] -> b l [c]",
+    }
+
+    def __init__(self, heads: int, depth: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Heads(heads) for _ in range(depth))
+        self.core = nn.ModuleList(Core() for _ in range(depth))
+        self.out = nn.ModuleList(Out(heads) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(1, 3)
+        for heads, core, out in zip(self.heads, self.core, self.out):
+            y = out(core(*heads(y)), y)
+        return y.view(x.shape)
+
+
+def full(mesh: DeviceMesh, shape: tuple[int, ...], heads: int, depth: int) -> None:
+    torch.manual_seed(0)
+    single, model = Full(heads, depth).double(), Full(heads, depth).double()
+    model.load_state_dict(single.state_dict())
+    x = torch.randn(shape, dtype=torch.float64)
+    plan = dsp.plan(model, (x,), size=mesh.size())
+    expect = single(x)
+    expect.square().mean().backward()
+    dsp.parallelize(model, mesh)
+    with dsp.count_comm() as comm:
+        out = model(x)
+    out.square().mean().backward()
+    torch.testing.assert_close(out, expect)
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    layouts = {r.name.split(".")[0]: r.layout for r in plan.stages if r.pattern}
+    assert layouts == {"heads": "l", "core": "n", "out": "l"}
+    if mesh.size() == 2:  # even: Ulysses, by the planner alone
+        assert sum(s.bytes for s in plan.switches) == depth * 4 * x.nbytes // 24 * 16 // 2 // 2
+        assert comm.forward.bytes["switch"] == sum(s.bytes for s in plan.switches)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_heads_are_one_more_dim_to_switch(ranks, n: int) -> None:
+    ranks(full, n, (1, 4, 3, 2, 24), 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- train.py
+
+
+def test_training_gives_the_losses_of_one_process(run) -> None:  # noqa: F811
+    few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
+    again = ("train.checkpoint_activations=stages", "parallel.save_exchanges=true")
+    options = {"ulysses": again, "ring": ()}
+    processes = [run.torchrun(2, f"name={m}", f"parallel.method={m}", *few, *options[m]) for m in METHODS]
+    expect = metrics(run("name=one", *few), "loss", "grad_norm")
+    for process, method in zip(processes, METHODS):
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors
+        got = metrics(run.directory / "runs" / method, "loss", "grad_norm")
+        assert got == {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()}

@@ -1,0 +1,278 @@
+"""Megatron-LM, Megatron-SP and FastFold's schedule: whole models against one process; bytes against those stated."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from test_parallel import same
+from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
+from test_zoo_parallel import build, doubled, example
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+import zoo
+from dsp.notation import NotationError
+from zoo.protein.objective import ProteinObjective
+
+MEGATRON = ("megatron_sp", "megatron_lm")
+
+
+def gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Averaged over ranks, but for those of cut weights: gathered, in the model's own order."""
+    orders, group = dsp.embedded.rank_order(model), mesh.get_group().group_name
+    found = {}
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            whole = p.grad.full_tensor()
+            found[name] = whole[orders[name].argsort()] if name in orders else whole
+        else:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            found[name] = torch.ops.dsp.all_reduce(grad, group) / mesh.size()
+    return found
+
+
+def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, width: int) -> list[tuple[int, int]]:
+    """Bytes, (planned, sent) by phase; those of the loss, a scalar's, apart."""
+    single, model = build(case), build(case)
+    inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
+    expect = single(**inputs)
+    expect.square().mean().backward()
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method)
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    with dsp.count_comm() as comm:
+        out = model(**inputs)
+        dsp.mean(out * out).backward()
+    torch.testing.assert_close(dsp.gather(out), expect)
+    weights = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert len(weights) > 10
+    for name, p in weights.items():
+        assert p.to_local().numel() * mesh.size() == single.get_parameter(name).numel()
+    same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert not comm.recompute.bytes
+    scalar = 2 * 8 * (mesh.size() - 1) // mesh.size()
+    phases = {"forward": comm.forward, "backward": comm.backward}
+    return [(plan.bytes[name], sum(phase.bytes.values()) - scalar) for name, phase in phases.items()]
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+@pytest.mark.parametrize(
+    ("case", "n"),
+    [
+        ("transformer2d", 4), ("transformer2d-stdit", 2), ("stdit-v1", 2), ("stdit-v2", 4), ("stdit-v3", 2),
+        ("latte-class", 2), ("latte-text", 4), ("latte-2-text", 2), ("latte-3-text", 4), ("latte-4-class", 2),
+    ],
+)  # fmt: skip
+def test_models(ranks, case: str, n: int, method: str) -> None:
+    for phase in zip(*ranks(parity, n, case, method, 7, 6, 10)):  # 15 patches a frame
+        assert all(sent <= planned for planned, sent in phase)
+        if method == "megatron_lm":
+            assert all(sent == planned for planned, sent in phase)
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_bytes_where_lengths_divide(ranks, method: str) -> None:
+    for phases in ranks(parity, 4, "transformer2d-stdit", method, 8, 8, 8):
+        assert all(planned == sent for planned, sent in phases)
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_bytes_of_the_paper(method: str) -> None:
+    """8M (N-1)/N a layer of two blocks, in forward and again in backward."""
+    n, found = 8, []
+    for depth in (1, 2):
+        with torch.device("meta"):
+            model = zoo.create("transformer2d", "720m", depth=depth)
+            inputs = model.example_inputs(1, frames=16, height=32, width=32)
+        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, recompute=True)
+        found.append(plan)
+    activation = 16 * 256 * 1152 * 2
+    for phase in ("forward", "backward", "recompute"):
+        assert found[1].bytes[phase] - found[0].bytes[phase] == 8 * activation * (n - 1) // n
+    assert found[1].advice == ""
+    assert found[1].flops < 1.1 * found[1].flops_alone / n
+    assert method in str(found[1])
+
+
+def lengths(mesh: DeviceMesh, method: str) -> None:
+    """A rank without a patch, one patch in all, and other lengths again, in one model and with checkpoints."""
+    single, model = build("stdit-v3"), build("stdit-v3")
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    assert len(dsp.embedded.rank_order(model)) == 2 * 2 * 2 * 2  # qkv and kv of two blocks a layer, weight and bias
+    for block in model.blocks:
+        block.spatial.forward = partial(checkpoint, block.spatial.forward, use_reentrant=False)
+        keep = partial(checkpoint, use_reentrant=False, context_fn=dsp.embedded.save_exchanges)
+        block.temporal.forward = partial(keep, block.temporal.forward)
+    for height, width in ((2, 10), (2, 2), (6, 2)):
+        inputs = doubled(example(single, 1, frames=3, height=height, width=width))
+        single.zero_grad()
+        model.zero_grad()
+        single(**inputs).square().mean().backward()
+        with dsp.count_comm() as comm:
+            out = model(**inputs)
+            dsp.mean(out * out).backward()
+        same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+        calls = comm.recompute.calls
+        assert calls["gather"] + calls["all_reduce"] == 2 * 3  # the three regions of each spatial block alone
+    with pytest.raises(RuntimeError, match="outside of its parallelized model"):
+        model.blocks[0].spatial.mlp(torch.zeros(1, 1, 1, 48, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_lengths_and_checkpoints(ranks, method: str) -> None:
+    ranks(lengths, 2, method)
+
+
+def precise(mesh: DeviceMesh, method: str) -> None:
+    """Gradients of inputs are the true ones; bf16 weights and activations stay bf16."""
+    single, model = build("transformer2d"), build("transformer2d")
+    dsp.embedded.parallelize(model, mesh, method)
+    inputs = doubled(example(single, 1, frames=3, height=4, width=4))
+    twin = inputs | {"x": inputs["x"].clone().requires_grad_()}
+    inputs["x"].requires_grad_()
+    single(**inputs).square().sum().backward()
+    model(**twin).square().sum().backward()
+    torch.testing.assert_close(twin["x"].grad, inputs["x"].grad)
+    half = {k: v.detach().to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
+    assert model.to(torch.bfloat16)(**half).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_inputs_and_half_precision(ranks, method: str) -> None:
+    ranks(precise, 2, method)
+
+
+def plan_of(method: str, n: int, name: str = "stdit", **overrides: Any) -> dsp.Plan:
+    with torch.device("meta"):
+        model = zoo.create(name, "test", **overrides)
+        return dsp.embedded.plan(model, kwargs=example(model, 1), size=n, method=method)
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_heads_must_divide(method: str) -> None:
+    with pytest.raises(ValueError, match=r"qkv': 4 heads do not divide over 3 ranks; take .* divides 4"):
+        plan_of(method, 3)
+    with pytest.raises(ValueError, match=r"qkv': 4 and 2 heads do not divide over 4 ranks; take .* divides 2"):
+        plan_of(method, 4, kv_heads=2)
+
+
+def test_refusals() -> None:
+    for method in MEGATRON:
+        with pytest.raises(ValueError, match="names no linear layers to be cut"):
+            plan_of(method, 2, "st_mamba")
+    with pytest.raises(ValueError, match="no such dim in its first input"):
+        dsp.embedded.plan(build("latte"), size=2, method="megatron_sp", along="h")
+    with pytest.raises(ValueError, match="dap is a schedule for alignments"):
+        plan_of("dap", 2)
+    for text, message in (
+        ("column", "write 'columns' or 'rows'"), ("columns 5", "144 columns, which 5 heads do not divide"),
+        ("rows", "columns and then, as its last layer, one linear layer of rows"),
+    ):  # fmt: skip
+        model = build("latte")
+        model.tensor_parallel["blocks.*.spatial.attention.qkv"] = text
+        with pytest.raises(NotationError, match=message):
+            dsp.embedded.plan(model, size=2, method="megatron_lm")
+
+
+# FastFold's schedule
+
+
+def formula(n: int, r: int, s: int) -> float:
+    """Bytes a rank receives in one block's forward, in bf16."""
+    return 2 * (n - 1) / n * (r * r * (272 + 512 / n) + s * r * (32 + 512 / n))
+
+
+@pytest.mark.parametrize(
+    ("r", "s", "n", "table"), [(768, 512, 8, {"dap": 394, "dsp": 205}), (2048, 512, 16, {"dap": 2400})]
+)
+def test_bytes_of_fastfold(r: int, s: int, n: int, table: dict[str, int]) -> None:
+    found = {}
+    for method in table:
+        plans = []
+        for depth in (1, 2):
+            with torch.device("meta"):
+                model = zoo.create("evoformer", "af2", depth=depth, extra_depth=0)
+                inputs = model.example_inputs(1, rows=s, residues=r)
+            plans.append(dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16))
+        found[method] = [plans[1].bytes[p] - plans[0].bytes[p] for p in ("forward", "backward")]
+        if method == "dap":
+            assert plans[1].calls["forward"] - plans[0].calls["forward"] == 12
+    assert found["dap"] == [formula(n, r, s)] * 2
+    for method, mib in table.items():
+        assert found[method][0] / 2**20 == pytest.approx(mib, rel=2e-3)
+
+
+PROTEINS = {"evoformer": {"opm_first": False}, "evoformer-first": {"opm_first": True}, "pairformer": {}}
+
+
+def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = zoo.create(case.split("-")[0], "test", **PROTEINS[case]).double()
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        return model
+
+    single, model = made(), made()
+    torch.manual_seed(1)
+    inputs = single.example_inputs(1, rows=5, residues=7)
+    loss = sum(x.square().mean() for x in single(**inputs))
+    loss.backward()
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap")
+    dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
+    with dsp.count_comm() as comm:
+        got = sum(dsp.mean(x * x) for x in model(**inputs))
+        got.backward()
+    torch.testing.assert_close(got, loss)
+    same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()
+    return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(("case", "n"), [("evoformer", 4), ("evoformer-first", 2), ("pairformer", 4)])
+def test_fastfold(ranks, case: str, n: int) -> None:
+    for phase in zip(*ranks(protein, n, case)):
+        assert max(sent for _, sent in phase) <= phase[0][0]
+
+
+def test_objectives_have_it_too() -> None:
+    for name in ("evoformer", "pairformer"):
+        objective = ProteinObjective(zoo.create(name, "test"))
+        assert objective.dap.keys() == objective.stages.keys()
+        assert objective.dap != objective.stages
+
+
+# Training
+
+
+def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:  # noqa: F811
+    """Curves, averages, pictures; and a checkpoint of one method goes on under another and on one process."""
+    options = ["train.ema=0.5", "train.precision=fp32"]
+    whole = run(*options, "train.batch=4", "name=whole")
+    cut = run.directory / "runs/cut"
+
+    def agree() -> None:
+        for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
+            expected, curve = metrics(whole, *keys), metrics(cut, *keys)
+            assert {step: pytest.approx(values, rel=1e-5) for step, values in expected.items()} == curve
+
+    on = [*options, "train.batch=2", "name=cut"]
+    fresh_ranks(_run_here, 4, run.arguments(*on, "parallel={dp_shard: 2, sp: 2, method: megatron_sp}"))
+    agree()
+    with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
+        assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
+    again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=true"]
+    for mesh in (again, None):
+        shutil.rmtree(cut / "checkpoints/step-00000004")
+        if mesh:
+            fresh_ranks(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))
+        else:
+            run(*options, "train.batch=4", "name=cut", "resume=true")
+        agree()
