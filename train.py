@@ -361,7 +361,9 @@ def plan_of(run: Run, bucket: int) -> dsp.Plan:
     """The plan for batches of a bucket, made when it is first asked for."""
     if bucket not in run.plans:
         with torch.device("meta"):
-            objective = run.task.objective(run.task.model())
+            model = run.task.model()
+            objective = run.task.objective(model)
+            compile_and_recompute(run.config, model)
             run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
     return run.plans[bucket]
 
@@ -378,10 +380,7 @@ def named(losses: dict[str, float]) -> dict[str, float]:
 
 
 def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed.
-
-    At most: a step may draw fewer recycled passes than the plan has.
-    """
+    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed."""
     return sum(plan.bytes.values()) * config.train.accumulation
 
 

@@ -180,6 +180,7 @@ def test_two_ranks_train_as_one(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
+    assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
     for key in ("loss", "val_loss", "val_lDDT-Cβ", "frequency_floor"):
         one, two = ([record[key] for record in records if key in record] for records in (alone, shared))
         assert two
@@ -201,6 +202,7 @@ def test_a_step_draws_its_recycled_passes():
     assert {batch["recycles"] for batch in batches} == {made.recycles(7)}  # no group waits for another
     assert {part["recycles"] for *_, part in made.validation_batches(None, 0, 1)} == {3}
     assert made.example(None)["recycles"] == 3
+    assert made.example(None, made.bucket(7, 2))["recycles"] == made.recycles(7)
 
 
 def test_recycled_passes_train_and_resume(run, capsys):
@@ -222,7 +224,7 @@ def test_passes_without_gradient_keep_nothing(run, capsys):
         out = capsys.readouterr().out
         return out, next(line.split()[1:3] for line in out.splitlines() if line.startswith("  activations"))
 
-    for stored in ("none", "stages", "blocks"):
-        out, few = activations("objective.recycles=1", f"train.checkpoint_activations={stored}")
+    for kept in ("none", "stages", "blocks", "both"):
+        out, few = activations("objective.recycles=1", f"train.checkpoint_activations={kept}")
         assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
-        assert activations("objective.recycles=3", f"train.checkpoint_activations={stored}")[1] == few
+        assert activations("objective.recycles=3", f"train.checkpoint_activations={kept}")[1] == few

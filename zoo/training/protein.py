@@ -183,7 +183,6 @@ class Task(task.Task):
         return ProteinObjective(model)
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
-        """With as many recycled passes as a step may draw."""
         b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
         inputs: dict[str, Any] = {
             "msa": torch.zeros(b, s, r, dtype=torch.long), "deletions": torch.zeros(b, s, r),
@@ -191,7 +190,7 @@ class Task(task.Task):
             "msa_weight": torch.ones(b, s, r), "bins": torch.zeros(b, r, r, dtype=torch.long),
             "pair_weight": torch.ones(b, r, r), "sequence": torch.zeros(b, r, dtype=torch.long),
             "residue_index": torch.zeros(b, r, dtype=torch.long), "asym_id": torch.zeros(b, r, dtype=torch.long),
-            "mask": torch.ones(b, r, dtype=torch.bool), "recycles": self.config.objective.recycles,
+            "mask": torch.ones(b, r, dtype=torch.bool), "recycles": self.config.objective.recycles - bucket,
         }  # fmt: skip
         if t:
             inputs |= {
@@ -206,6 +205,9 @@ class Task(task.Task):
         seed, chosen = self.config.train.seed, self.drawn(step, micro, group, groups, len(self.train))
         examples = [self._draw(self.train, "train", seed, epoch, index) for epoch, index in chosen]
         return self._inputs(examples, self.recycles(step))
+
+    def bucket(self, step: int, groups: int) -> int:
+        return self.config.objective.recycles - self.recycles(step)
 
     def recycles(self, step: int) -> int:
         """How many recycled passes a training step has, the same for all groups so that none waits for another.

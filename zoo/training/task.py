@@ -86,10 +86,10 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
-        """The objective's arguments for one batch of a bucket, the most it is asked for, on the default device."""
+        """The objective's arguments for one batch of a bucket, on the default device."""
 
     def bucket(self, step: int, groups: int) -> int:
-        """Which bucket the batches of a step are of, if the shapes of samples differ; 0 has the largest batch."""
+        """Which bucket the batches of a step are of, if what a step computes differs; 0 takes the most."""
         return 0
 
     def batch_tokens(self, bucket: int = 0) -> int:
