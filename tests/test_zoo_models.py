@@ -377,7 +377,9 @@ def test_weights_can_be_initialised_after_meta(name, overrides):
 
 def test_models_are_single_device_code():
     home = Path(zoo.__file__).parent
-    for path in (path for path in home.rglob("*.py") if home / "training" not in path.parents):
+    programs = {home / "video" / "encode.py"}  # started by torchrun, as train.py is
+    models = {path for path in home.rglob("*.py") if home / "training" not in path.parents} - programs
+    for path in sorted(models):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
