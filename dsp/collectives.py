@@ -4,7 +4,8 @@ Each is one functional collective with the exact uneven sizes: no padding, no si
 on every backend. Being custom ops they have fake kernels (torch.compile), autograd formulas (each one's adjoint is
 another), and names that selective checkpointing and profilers can see.
 
-All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name of a process group.
+All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
+of a process group.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def sent(name: str, x: Any, *args: Any) -> int:
         kept = chunk_sizes(size, n)[rank]
         return own * (size - kept) // size if size else 0
     if name == "switch_among":
-        _, dst, _, dst_parts, among, group = args
+        dst_parts, among, group = args[3:]
         kept = dst_parts[among.index(ranks(group)[1])]
         return own * (sum(dst_parts) - kept) // max(sum(dst_parts), 1)
     if name == "all_to_all_single":

@@ -391,10 +391,15 @@ def make_plan(
         if event.grad:
             count("backward", *sends.backward)
         if event.kind != "stage":
-            resent = again(i, after=True)
-        else:  # a stage is recomputed as a whole: what it saves lies behind what it sends
-            resent = event.grad and not kept_inside and (again_inside or event.own or again(i, after=False))
-        if resent:
+            times = int(again(i, after=True))
+        elif kept_inside or not event.grad:
+            times = 0
+        else:
+            # a stage is recomputed as a whole: what it saves lies behind what it sends. Twice, if it is a checkpoint
+            # within a region that is one, which saves the inputs of its last stage and stops there
+            itself = again_inside or event.own
+            times = itself + again(i, after=itself)
+        for _ in range(times):
             count("recompute", *sends.recompute)
         if event.grad:
             for around, after in ((sends.before, False), (sends.after, True)):

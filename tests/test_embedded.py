@@ -204,7 +204,8 @@ def recomputed(model: nn.Module, how: str | None) -> None:
     """Checkpoint stages inside their hooks, blocks outside of them, or both, as train.py does."""
     again: dict = {"context_fn": dsp.embedded.save_exchanges} if how == "saved" else {}
     stages = [m for b in model.blocks for m in (b.spatial, b.temporal)]
-    modules = [*(stages if how in ("stages", "saved", "both") else []), *(model.blocks if how in ("blocks", "both") else [])]
+    modules = stages if how in ("stages", "saved", "both") else []
+    modules += model.blocks if how in ("blocks", "both") else []
     for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, **again)
 
@@ -239,7 +240,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
         "ulysses": (4 * layer // n, 4 * layer // n),
         "ring": (2 * layer, 2 * layer + 2 * layer * n // (n - 1)),
     }[method]
-    again = {"stages": 1, "blocks": 1}.get(how or "", 0)  # and with both?
+    again = {"stages": 1, "blocks": 1, "both": 2}.get(how or "", 0)
     for counts in ranks(step, n, case, method, how, SHAPE):
         print(how, counts, plan.bytes)
         inside = {"forward": forward, "backward": backward, "recompute": again * forward}

@@ -72,7 +72,7 @@ class Space(nn.Module):
     def forward(self, x: Tensor, frame: Tensor, place: Tensor, shared: Tensor) -> Tensor:
         b, s = len(x), place.shape[0]
         y = x.unflatten(1, (-1, s)) + place
-        y = y * (1 + frame[:, :, None]) + shared
+        y = y * (1 + frame[:, :, None]) + shared[:, :, None]
         q, k, v = self.qkv(y.flatten(0, 1)).unflatten(-1, (3, 4, 2)).unbind(-3)
         y = self.out(self.core(q, k, v).flatten(-2))
         return x + y.unflatten(0, (b, -1)).flatten(1, 2)
@@ -153,14 +153,14 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
     m = 2 * 2 * 16 * 48 * 8 // n  # of an activation, what a rank has of it
     switches, layers = 2 * m // 2, model.config.depth  # to frames and back, of which one of two halves travels
     inside = {"dsp_ulysses": (4 * m // 2, 4 * m // 2), "dsp_ring": (2 * m, 2 * m + 2 * 2 * m)}[method]
-    for counts in ranks(step, n, case, method, how, shape):
-        ends = sum(s.bytes for s in plan.switches)
-        found = {phase: sent(counts, phase, "switch", "ring") for phase in counts}
-        assert found["forward"] == layers * (switches + inside[0]) + ends
-        assert found["backward"] == layers * (switches + inside[1]) + ends
-        if how in (None, "stages", "saved"):  # the switches are outside of what is recomputed
-            assert found["recompute"] == (layers * inside[0] if how == "stages" else 0)
-        assert found == plan.bytes
+    every = ranks(step, n, case, method, how, shape)
+    found = {phase: max(sent(counts, phase, "switch", "ring") for counts in every) for phase in plan.bytes}
+    # the frames are embedded on two of the ranks, which send what the others get; back all that these have
+    assert found["forward"] == layers * (switches + inside[0]) + 2 * m * 3 // 4
+    assert found["backward"] == layers * (switches + inside[1]) + m
+    if how in (None, "stages", "saved"):  # the switches are outside of what is recomputed
+        assert found["recompute"] == (layers * inside[0] if how == "stages" else 0)
+    assert found == plan.bytes
 
 
 def test_thirty_two_ranks_on_sixteen_frames() -> None:
@@ -177,13 +177,13 @@ def test_thirty_two_ranks_on_sixteen_frames() -> None:
         plan = found[method] = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16)
         rows = [r for r in plan.stages if r.name.endswith("spatial")]
         if method == "dsp":
-            assert "16 of 32 ranks have nothing to do in blocks.*.spatial" in str(plan)
+            assert "16 of 32 ranks have nothing to do in embed, blocks.*.spatial: 't' is too short" in str(plan)
         else:
             inside = {"dsp_ulysses": 4 * volume // n // 2, "dsp_ring": 2 * volume // 16 // 2}[method]
             assert rows[1].bytes == 2 * volume // n * 15 // 16 + inside
             assert {"dsp_ulysses": "switch, ulysses", "dsp_ring": "switch, ring"}[method] in rows[1].switch
-            assert "nothing to do in blocks" not in str(plan)
-    assert found["dsp_ulysses"].flops < 0.6 * found["dsp"].flops
+            assert not any(r.idle for r in rows)
+    assert found["dsp_ulysses"].flops < 0.7 * found["dsp"].flops
 
 
 def test_stages_without_another_dim_are_errors() -> None:

@@ -133,7 +133,7 @@ class AttentionCore(Distributed):
         if within == 1:
             return Sends()
         own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # the batch of attention has t in it
-        return self.price(*(x[:own] for x in (q, k, v)), self.grid.parts(sizes, n))
+        return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
         """What the busiest rank sends where each has its part of the places."""

@@ -32,7 +32,7 @@ def switch_ranks(n: int, size: int) -> int:
 
 
 class Factors(NamedTuple):
-    """How n ranks share a stage: N1 = `switch` ranks the dim `dim`, and N2 = `within` ranks the one it computes over."""
+    """How n ranks share a stage: N1 = `switch` the dim `dim`, and N2 = `within` the one that it computes over."""
 
     dim: str
     switch: int
@@ -121,7 +121,9 @@ class Grid:
                 outer = outer // sizes[dim] * block.across[block.own]
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 
-    def leave(self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]) -> list[Tensor]:
+    def leave(
+        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+    ) -> list[Tensor]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
@@ -140,9 +142,8 @@ class Grid:
                 f"{sizes[along]} along {along!r}, returned {tuple(x.shape)} where '{pattern}' wants {tuple(inside)}: "
                 f"it is not independent along {dim!r}"
             )
-        cuts = cut_for(pattern, shape, along, sizes), cut_for(pattern, shape, dim, sizes)
-        assert cuts[0] is not None and cuts[1] is not None
-        fine, (i, j) = factor(shape, (cuts[0], cuts[1]))
+        cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
+        fine, (i, j) = factor(shape, cuts)
         fine[i], fine[j] = held[along], held[dim]
         x = x.reshape(fine).narrow(i, 0, sum(block.along))  # without the dummy row, if it is all there is
         x = torch.ops.dsp.switch_among(x, j, i, block.across, block.along, block.ranks, group)
