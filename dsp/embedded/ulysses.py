@@ -85,8 +85,8 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     if n > h:
         raise NotationError(
             f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take at most "
-            f"{h} ranks (parallel.sp={h}), a model of more heads, method='dsp_ulysses', which deals them over fewer, or "
-            "'dsp', 'ring' or 'dsp_ring', which heads do not limit"
+            f"{h} ranks (parallel.sp={h}), a model of more heads, method='dsp_ulysses', which deals them over fewer, "
+            "or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
         )
     each = h // g
     q_parts = chunk_sizes(h, n)
