@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.collectives import SwitchPlan
+from dsp.planner import chunk_sizes
 
 PEAK = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # TFLOP/s of dense bf16, by the data sheets
 KINDS = {
@@ -126,7 +127,8 @@ def switch(shape: Shape, device: str, times: int) -> list[dict[str, Any]]:
             whole = [shape.batch, shape.frames, shape.side**2, shape.hidden]
             own = [size // n if dim == src else size for dim, size in enumerate(whole)]
             x = torch.randn(own, dtype=torch.bfloat16, device=device)
-            plan = SwitchPlan(tuple(own), src, dst, whole[src], n, 0)
+            parts = chunk_sizes(whole[src], n), chunk_sizes(whole[dst], n)
+            plan = SwitchPlan(tuple(own), src, dst, *parts, 0)
             sent = plan.pack(x)  # as large and in as many parts as what is received: all sizes divide
             runs = {
                 "copy": lambda x=x: x.clone(),

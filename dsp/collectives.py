@@ -4,12 +4,14 @@ Each is one functional collective with the exact uneven sizes: no padding, no si
 on every backend. Being custom ops they have fake kernels (torch.compile), autograd formulas (each one's adjoint is
 another), and names that selective checkpointing and profilers can see.
 
-All sizes follow `torch.chunk`. `group` is the name of a process group.
+All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
+of a process group.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +24,9 @@ from dsp.planner import chunk_sizes
 
 _lib = torch.library.Library("dsp", "DEF")
 _lib.define("switch(Tensor x, int src, int dst, int src_size, str group) -> Tensor")
+_lib.define(
+    "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor"
+)
 _lib.define("switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]")
 _lib.define("gather(Tensor x, int dim, int size, str group) -> Tensor")
 _lib.define("reduce_scatter(Tensor x, int dim, str group) -> Tensor")
@@ -57,12 +62,17 @@ class SwitchPlan:
     order is a function of global sizes alone: strides may differ from rank to rank.
     """
 
-    def __init__(self, shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> None:
-        self.shape, self.src, self.dst = shape, src, dst
-        src_parts, self.dst_parts = chunk_sizes(src_size, n), chunk_sizes(shape[dst], n)
-        own_src, own_dst = src_parts[rank], self.dst_parts[rank]
-        if shape[src] != own_src:
-            raise RuntimeError(f"rank {rank} holds {shape[src]} of dim {src}, not its chunk {own_src} of {src_size}")
+    def __init__(
+        self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int
+    ) -> None:
+        self.shape, self.src, self.dst, self.dst_parts = shape, src, dst, list(dst_parts)
+        n, src_size = len(src_parts), sum(src_parts)
+        own_src, own_dst = src_parts[rank], dst_parts[rank]
+        if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
+            raise RuntimeError(
+                f"rank {rank} holds {shape[src]} x {shape[dst]} of dims {src} and {dst}, not its part {own_src} of "
+                f"{src_size} and all of {sum(dst_parts)}"
+            )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
         self.in_splits = [own_src * d * rest for d in self.dst_parts]
         self.out_splits = [s * own_dst * rest for s in src_parts]
@@ -93,6 +103,14 @@ class SwitchPlan:
     def exchange(self, send: Tensor, group: str) -> Tensor:
         return _all_to_all(send, self.out_splits, self.in_splits, group)
 
+    def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
+        """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
+        n, _ = ranks(group)
+        splits = [0] * n, [0] * n
+        for i, peer in enumerate(among):
+            splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
+        return _all_to_all(send, *splits, group)
+
     def unpack(self, received: Tensor) -> Tensor:
         if self.dst_leads:
             blocks = received.split(self.out_splits)
@@ -100,7 +118,12 @@ class SwitchPlan:
         return received.view(self.joined).movedim(0, self.src).contiguous()
 
 
-_switch_plan = lru_cache(maxsize=4096)(SwitchPlan)
+@lru_cache(maxsize=4096)
+def _switch_plan(shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> SwitchPlan:
+    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank)
+
+
+_switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 
 def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
@@ -113,6 +136,14 @@ def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
         return _switch(raw, src, dst, src_size, group).view(x.dtype).squeeze(-1)
     plan = switch_plan(x, src, dst, src_size, group)
     return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
+
+
+def _switch_among(
+    x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
+) -> Tensor:
+    rank = among.index(ranks(group)[1])
+    plan = _switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank)
+    return plan.unpack(_wait(plan.exchange_among(plan.pack(x), among, group)))
 
 
 def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
@@ -181,8 +212,8 @@ def _fresh(kernel: Any) -> Any:
 
 
 for _name, _kernel in [
-    ("switch", _switch), ("switch_many", _switch_many), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
-    ("all_reduce", _all_reduce),
+    ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many), ("gather", _gather),
+    ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
 ]:  # fmt: skip
     _lib.impl(_name, _fresh(_kernel), "CPU")
     _lib.impl(_name, _fresh(_kernel), "CUDA")
@@ -193,6 +224,15 @@ def _(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     n, rank = ranks(group)
     shape = list(x.shape)
     shape[src], shape[dst] = src_size, chunk_sizes(int(x.shape[dst]), n)[rank]
+    return x.new_empty(shape)
+
+
+@torch.library.register_fake("dsp::switch_among", lib=_lib)
+def _(
+    x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
+) -> Tensor:
+    shape = list(x.shape)
+    shape[src], shape[dst] = sum(src_parts), dst_parts[among.index(ranks(group)[1])]
     return x.new_empty(shape)
 
 
@@ -234,6 +274,19 @@ torch.library.register_autograd(
     "dsp::switch",
     lambda ctx, g: (torch.ops.dsp.switch(g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group), None, None, None, None),
     setup_context=_keep("src dst src_size group"),
+    lib=_lib,
+)
+
+
+def _switch_among_back(ctx: Any, g: Tensor) -> Any:
+    back = torch.ops.dsp.switch_among(g, ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group)
+    return back, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "dsp::switch_among",
+    _switch_among_back,
+    setup_context=_keep("src dst src_parts dst_parts among group"),
     lib=_lib,
 )
 

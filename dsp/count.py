@@ -74,6 +74,7 @@ class count_comm(TorchDispatchMode):
 
 COLLECTIVES = {
     "switch": "switch",
+    "switch_among": "switch",
     "switch_many": "switch",
     "all_to_all_single": "switch",
     "shard_dim_alltoall": "shard_dim_alltoall",
@@ -101,6 +102,10 @@ def sent(name: str, x: Any, *args: Any) -> int:
         size = x.shape[args[1]]
         kept = chunk_sizes(size, n)[rank]
         return own * (size - kept) // size if size else 0
+    if name == "switch_among":
+        dst_parts, among, group = args[3:]
+        kept = dst_parts[among.index(ranks(group)[1])]
+        return own * (sum(dst_parts) - kept) // max(sum(dst_parts), 1)
     if name == "all_to_all_single":
         return (sum(args[1]) - args[1][rank]) * x.element_size()
     if name == "shard_dim_alltoall":

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from dsp.layout import Axis, Cut, connected_local, cut_of, separable
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import Script
+from dsp.planner import chunk_sizes
 from dsp.rules import (
     RULES,
     Frame,
@@ -37,7 +38,7 @@ from dsp.rules import (
     with_operands,
     without_operands,
 )  # fmt: skip
-from dsp.stages import map_tensors, tensors_in
+from dsp.stages import Option, Stage, map_tensors, tensors_in
 from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, memory, op_name
 
 log = logging.getLogger("dsp")
@@ -85,7 +86,7 @@ class Run:
         self.sizes_key = tuple(root_sizes.items())
         self.stage_index = self.glue_index = 0
         self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
-        self.in_stage: Any = None
+        self.in_stage: InStage | None = None
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
@@ -270,22 +271,51 @@ class Run:
         frame.recompute_fn = recompute
 
 
+class Peers(NamedTuple):
+    """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""
+
+    ranks: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    @classmethod
+    def all(cls, size: int, n: int) -> Peers:
+        """n ranks, each with its `torch.chunk` of `size`."""
+        return cls(tuple(range(n)), chunk_sizes(size, n))
+
+
 class Place(NamedTuple):
-    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), `own` rows of `size`."""
+    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
 
     axis: Axis
     dim: str | None
-    size: int
-    own: int  # 0: the stage sees one dummy row
+    peers: Peers
+
+    @property
+    def size(self) -> int:
+        return sum(self.peers.parts)
+
+    @property
+    def own(self) -> int:
+        """0: the stage sees one dummy row."""
+        return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
+
+
+class InStage(NamedTuple):
+    """The stage call that runs now: what it runs on, what the plan says of it (if any), and what it was given."""
+
+    stage: Stage
+    option: Option
+    sizes: dict[str, int]
+    place: Place
+    step: Any
+    random: Any
+    given: list[tuple[Any, Shell | None, Tensor, Tensor, int]]
 
 
 def current_place() -> Place | None:
     """Of the stage call that runs now; None outside of one."""
     current = ACTIVE.get()
-    if current is None or current[1].in_stage is None:
-        return None
-    _, option, _, own, *_ = current[1].in_stage
-    return Place(current[1].axis, option.name, option.size, own)
+    return None if current is None or current[1].in_stage is None else current[1].in_stage.place
 
 
 ACTIVE: ContextVar[tuple[Any, Run] | None] = ContextVar("dsp_active", default=None)

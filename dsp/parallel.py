@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dsp.glue import ACTIVE, Run, Shell, active, fork, join, lend, version
+from dsp.glue import ACTIVE, InStage, Peers, Place, Run, Shell, active, fork, join, lend, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.rules import GlueError
-from dsp.stages import Option, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
+from dsp.stages import Option, Received, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
 from dsp.trace import Recorder, Trace, _foreign, trace
 
 log = logging.getLogger("dsp")
@@ -290,11 +290,12 @@ class Runtime:
         option = next((o for o in options if step and o.name == step.option), None)
         if option is None:
             step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
-        own = chunk(option.size, axis.size, axis.rank)[1] if option.name is not None else 1
-        given: list[tuple[Any, Shell | None, Tensor, Tensor, int]] = []
+        shared = option.name is not None
+        place = Place(axis, option.name, Peers.all(option.size, axis.size) if shared else Peers((axis.rank,), (1,)))
         whole = step.whole if step is not None and len(step.whole) == len(bound) else [False] * len(bound)
         run.gather_first(shells, whole)
         moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
+        parts = []
         for b, shell, cut in zip(bound, shells, option.cuts):
             if shell is not None:
                 local = next(moved)
@@ -302,14 +303,19 @@ class Runtime:
                 local = axis.narrow(b.tensor, cut)
             else:
                 local = b.tensor
-            own_part = local
-            if own == 0 and cut is not None:
+            parts.append(Received(local, cut, b.pattern, tuple(b.tensor.shape)))
+        if stage.around is not None and shared:
+            place, parts = stage.around.enter(place, sizes, parts)
+        given: list[tuple[Any, Shell | None, Tensor, Tensor, int]] = []
+        for b, shell, (own_part, cut, *_) in zip(bound, shells, parts):
+            local = own_part
+            if place.own == 0 and cut is not None:
                 local = torch.cat([local, dummy(local, cut)], cut.dim)
             given.append((b, shell, own_part, local, version(local)))
             call.replace(b, local)
         drawing = option.name is not None and (step is None or step.random)
         random = fork(axis) if drawing else None
-        run.in_stage = (stage, option, sizes, own, step, random, given)
+        run.in_stage = InStage(stage, option, sizes, place, step, random, given)
         return tuple(call.args), call.kwargs
 
     def leave_stage(self, stage: Stage, output: Any) -> Any:
@@ -317,9 +323,9 @@ class Runtime:
         if current is None or current[0] is not self:
             return None
         run = current[1]
-        if run.in_stage is None or run.in_stage[0] is not stage:
+        if run.in_stage is None or run.in_stage.stage is not stage:
             return None
-        _, option, sizes, own, step, random, given = run.in_stage
+        _, option, sizes, place, step, random, given = run.in_stage
         run.in_stage = None
         try:
             if random is not None:
@@ -337,14 +343,14 @@ class Runtime:
                 if version(local) != before:
                     run.wrote(stage.where, b.tensor, shell, own_part)
             lend(tensors_in(output), [(b.tensor, shell, own_part) for b, shell, own_part, *_ in given])
-            output = self.finish_stage(run, stage, output, option, sizes, own, step)
+            output = self.finish_stage(run, stage, output, option, sizes, place, step)
             run.observe("leave_stage", output)
             return output
         finally:
             run.mode.resume()
 
     def finish_stage(
-        self, run: Run, stage: Stage, output: Any, option: Option, sizes: dict[str, int], own: int, step: Any
+        self, run: Run, stage: Stage, output: Any, option: Option, sizes: dict[str, int], place: Place, step: Any
     ) -> Any:
         if run.stage_index == 1:
             self.agreement.before_switching()
@@ -357,9 +363,13 @@ class Runtime:
                 for t, target in zip(tensors, push)
             ]
             return map_tensors(output, narrowed)
+        own, rows = place.own, max(place.own, 1)
+        if stage.around is not None:
+            tensors = stage.around.leave(place, sizes, patterns, tensors)
+            own = rows = chunk(option.size, self.axis.size, self.axis.rank)[1]
         made: list[Part] = []
         for t, pattern, target in zip(tensors, patterns, push):
-            local, cut, shape = self.place(stage, t, pattern, option, sizes, max(own, 1))
+            local, cut, shape = self.place(stage, t, pattern, option, sizes, rows)
             if own == 0:
                 local = local.narrow(cut.dim, 0, 0)
             made.append(Part(local, cut, target or cut, shape))

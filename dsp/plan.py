@@ -33,6 +33,7 @@ class StageRow:
     bytes: int
     peak: int
     calls: int = 0  # collectives before this stage
+    idle: int = 0  # ranks that have nothing of it
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,20 @@ class Plan:
             foot += self._timing(self.hardware)
         if self.advice:
             foot.append(self.advice)
+        foot += self._idle()
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
+
+    def _idle(self) -> list[str]:
+        found: dict[tuple[int, str], dict[str, None]] = {}
+        for r in self.stages:
+            if r.idle and r.layout is not None:
+                found.setdefault((r.idle, r.layout), {})[_generic(r.name)] = None
+        return [
+            f"{idle} of {self.size} ranks have nothing to do in {', '.join(names)}: {along!r} is too short for them"
+            for (idle, along), names in found.items()
+        ]
 
     def _timing(self, hardware: Hardware) -> list[str]:
         link, e, calls = hardware.axis(self.size), self.estimate, sum(self.calls.values())
@@ -379,11 +391,20 @@ def make_plan(
         if event.grad:
             count("backward", *sends.backward)
         if event.kind != "stage":
-            resent = again(i, after=True)
-        else:  # a stage is recomputed as a whole: what it saves lies behind what it sends
-            resent = event.grad and not kept_inside and (again_inside or event.own or again(i, after=False))
-        if resent:
+            times = int(again(i, after=True))
+        elif kept_inside or not event.grad:
+            times = 0
+        else:
+            # a stage is recomputed as a whole: what it saves lies behind what it sends. Twice, if it is a checkpoint
+            # within a region that is one, which saves the inputs of its last stage and stops there
+            itself = again_inside or event.own
+            times = itself + again(i, after=itself)
+        for _ in range(times):
             count("recompute", *sends.recompute)
+        if event.grad:
+            for around, after in ((sends.before, False), (sends.after, True)):
+                if again(i, after):
+                    count("recompute", *around)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
     for size in t.whole_grads:
         count("backward", 2 * size * (n - 1) // n)
@@ -434,6 +455,8 @@ def _share(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> flo
         stage = stages[event.name]
         if stage.whole and stage.inside:  # its weights are cut instead
             return 1 / n
+        if stage.around is not None and event.options[c].name is not None:
+            return stage.around.share(event.sizes, n)
         return event.options[c].share(n)
     choice = op.choices[c]
     for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
@@ -480,7 +503,9 @@ def _rows(
         if event.kind == "stage":
             pattern = stages[event.name].pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
-            rows.append(StageRow(op.name, pattern.text, tuple(order), event.options[c].name, text, sent, peak, calls))
+            option = event.options[c]
+            idle = chunk_sizes(option.size, n).count(0) if option.name is not None else 0
+            rows.append(StageRow(op.name, pattern.text, tuple(order), option.name, text, sent, peak, calls, idle))
         elif own or choice.bytes:
             along = next((k for k in choice.needs if k is not None), None)
             rows.append(StageRow(f"({op.name})", "", (), along, text, sent, peak, calls))

@@ -8,7 +8,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -125,11 +125,11 @@ class Sends:
     forward: tuple[int, int] = (0, 0)
     backward: tuple[int, int] = (0, 0)
     recompute: tuple[int, int] = (0, 0)  # if activation checkpointing runs the stage again
+    before: tuple[int, int] = (0, 0)  # of forward, where it is outside of what runs again: before the stage,
+    after: tuple[int, int] = (0, 0)  # and after it
 
-    def __add__(self, other: Sends) -> Sends:  # type: ignore[override]
-        pairs = zip(
-            (self.forward, self.backward, self.recompute), (other.forward, other.backward, other.recompute), strict=True
-        )
+    def __add__(self, other: Sends) -> Sends:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(Sends))
         return Sends(*((a[0] + b[0], a[1] + b[1]) for a, b in pairs))
 
 
@@ -139,15 +139,46 @@ class Inside(Protocol):
     module: nn.Module
     label: str
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
-        """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim."""
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+        """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim.
+
+        sizes: of the stage's dims.
+        """
+
+
+class Received(NamedTuple):
+    """A tensor on its way into a stage: this rank's part, cut at `cut` (None: whole), of one of global `shape`."""
+
+    local: Tensor
+    cut: Cut | None
+    pattern: TensorPattern | None
+    shape: tuple[int, ...]
+
+
+class Around(Protocol):
+    """What a method does between the layout that a stage has for others and the one that it runs on (`dsp.embedded`).
+
+    `place` is of the type of `dsp.glue.Place`.
+    """
+
+    def enter(self, place: Any, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Any, list[Received]]:
+        """Where the stage runs, and what it is given there, without dummy rows."""
+
+    def leave(
+        self, place: Any, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What it made there, with a dummy row where there is nothing else, in the layout that others see."""
+
+    def share(self, sizes: Mapping[str, int], n: int) -> float:
+        """What the busiest of n ranks has of the work."""
 
 
 class Stage:
     """A submodule and its pattern.
 
     `inside` are those of its own submodules that communicate, so that it may be sharded along a dim that it computes
-    over: `reach`. Then it is sharded along no other; with `whole` along none, whatever its pattern says.
+    over: `reach`. Then it is sharded along no other; with `whole` along none, whatever its pattern says. `around` leads
+    to another layout still, that the stage alone sees.
     """
 
     def __init__(self, name: str, module: nn.Module, text: str) -> None:
@@ -159,6 +190,7 @@ class Stage:
             raise NotationError(f"{self.where}: {error}") from None
         self.signature = Signature(module, self.pattern, self.where)
         self.inside: list[Inside] = []
+        self.around: Around | None = None
         self.reach: str | None = None
         self.whole = False
 

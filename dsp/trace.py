@@ -789,8 +789,9 @@ class Tracer(Recorder, TorchFunctionMode):
 
     def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
         if self.in_stage:
-            for option in self.pending[3]:
-                more = inside.sends(args, kwargs, option.name, self.n)
+            _, _, sizes, options = self.pending
+            for option in options:
+                more = inside.sends(args, kwargs, option.name, sizes, self.n)
                 self.sends[option.name] = self.sends.get(option.name, Sends()) + more
 
     def abandon(self) -> None:

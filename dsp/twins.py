@@ -89,9 +89,7 @@ def fingerprint(module: nn.Module, foreign: Callable[[Any], bool] = lambda hook:
     return _Reader(lambda _, t: ("tensor", id(t))).module(module, foreign)
 
 
-def alike(
-    modules: Iterable[nn.Module], foreign: Callable[[Any], bool] = lambda hook: False
-) -> list[list[nn.Module]]:
+def alike(modules: Iterable[nn.Module], foreign: Callable[[Any], bool] = lambda hook: False) -> list[list[nn.Module]]:
     """The modules in groups of one fingerprint."""
     groups: dict[Hashable, list[nn.Module]] = {}
     for module in modules:

@@ -1,4 +1,7 @@
-"""One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them."""
+"""One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
+
+`eight_ranks` is a pool of eight, for a module that needs them.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _worker(rank: int, store: str, pipe: Any) -> None:
+def _worker(rank: int, world: int, store: str, pipe: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     faulthandler.enable()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in range(1, WORLD + 1)}
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    sizes = range(1, world + 1) if world == WORLD else [world]
+    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in sizes}
+    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "sp"))
     while True:
         job = pipe.recv()
         if job is None:
@@ -54,15 +58,16 @@ def _worker(rank: int, store: str, pipe: Any) -> None:
 
 
 class Pool:
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD) -> None:
+        self.world = world
         self.workers: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         store = tempfile.mktemp(prefix="dsp-tests-")
-        for rank in range(WORLD):
+        for rank in range(self.world):
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_worker, args=(rank, store, there), daemon=True)
+            process = spawn.Process(target=_worker, args=(rank, self.world, store, there), daemon=True)
             process.start()
             self.workers.append((process, here))
 
@@ -102,6 +107,13 @@ def fresh_ranks(ranks: Pool) -> Pool:
     """The pool anew: process groups of one's own can only be made if all ranks have made as many before."""
     ranks.stop()
     return ranks
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Pool]:
+    pool = Pool(8)
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")

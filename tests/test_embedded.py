@@ -197,23 +197,25 @@ def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], ca
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
+SHAPE = {"frames": 4, "height": 8, "width": 8}
+
+
 def recomputed(model: nn.Module, how: str | None) -> None:
-    """Checkpoint stages inside their hooks, as train.py does, or blocks outside of them, as a model may itself."""
+    """Checkpoint stages inside their hooks, blocks outside of them, or both, as train.py does."""
     again: dict = {"context_fn": dsp.embedded.save_exchanges} if how == "saved" else {}
-    modules = [m for b in model.blocks for m in (b.spatial, b.temporal)] if how in ("stages", "saved") else []
-    for module in [*modules, *(model.blocks if how == "blocks" else [])]:
+    stages = [m for b in model.blocks for m in (b.spatial, b.temporal)]
+    modules = stages if how in ("stages", "saved", "both") else []
+    modules += model.blocks if how in ("blocks", "both") else []
+    for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, **again)
 
 
-def step(mesh: DeviceMesh, case: str, method: str, how: str | None) -> dict:
+def step(mesh: DeviceMesh, case: str, method: str, how: str | None, shape: dict[str, int]) -> dict:
     single, model = build(case), build(case)
-    inputs = doubled(example(single, 2, frames=4, height=8, width=8))
+    inputs = doubled(example(single, 2, **shape))
     single(**inputs).square().mean().backward()
-    if how == "blocks":
-        recomputed(model, how)
+    recomputed(model, how)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    if how != "blocks":
-        recomputed(model, how)
     with dsp.count_comm() as comm:
         out = model(**inputs)
         dsp.mean(out * out).backward()
@@ -225,23 +227,23 @@ def sent(counts: dict, phase: str, *collectives: str) -> int:
     return sum(counts[phase].get(name, {"bytes": 0})["bytes"] for name in collectives)
 
 
-@pytest.mark.parametrize("how", [None, "stages", "saved", "blocks"])
+@pytest.mark.parametrize("how", [None, "stages", "saved", "blocks", "both"])
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how: str | None) -> None:
     n, case = 4, "transformer2d"
     model = build(case)
-    inputs = doubled(example(model, 2, frames=4, height=8, width=8))
-    again = how in ("stages", "saved", "blocks")
-    plan = dsp.embedded.plan(
-        model, kwargs=inputs, size=n, method=method, recompute=again, save_exchanges=how == "saved"
-    )
+    inputs = doubled(example(model, 2, **SHAPE))
+    recomputed(model, how)
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, save_exchanges=how == "saved")
     layer = 2 * 4 * 16 * 48 * 8  # M
     forward, backward = {
         "ulysses": (4 * layer // n, 4 * layer // n),
         "ring": (2 * layer, 2 * layer + 2 * layer * n // (n - 1)),
     }[method]
-    for counts in ranks(step, n, case, method, how):
-        inside = {"forward": forward, "backward": backward, "recompute": again and how != "saved" and forward}
+    again = {"stages": 1, "blocks": 1, "both": 2}.get(how or "", 0)
+    for counts in ranks(step, n, case, method, how, SHAPE):
+        print(how, counts, plan.bytes)
+        inside = {"forward": forward, "backward": backward, "recompute": again * forward}
         for phase, expect in inside.items():
             expect = model.config.depth * expect * (n - 1) // n
             ends = sum(s.bytes for s in plan.switches) if phase != "recompute" else 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dsp.embedded.grid import Grid
 from dsp.glue import Place, current_place
 from dsp.layout import Axis
 from dsp.notation import NotationError
@@ -54,7 +55,7 @@ class Distributed:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
         raise NotImplementedError
 
     def run(self, place: Place, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -97,6 +98,7 @@ class AttentionCore(Distributed):
     def __init__(self, core: Stage, stage: Stage, along: str) -> None:
         super().__init__(core.name, core.module)
         self.along = along
+        self.grid: Grid | None = None
         pattern = core.pattern
         layouts = [p.axes for p in pattern.inputs]
         if len(layouts) != 3 or any(len(axes) != 4 or axes[1] != (along,) for axes in layouts):
@@ -121,14 +123,24 @@ class AttentionCore(Distributed):
             )
         return tensors[0], tensors[1], tensors[2]
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
-        return Sends() if along != self.along or n == 1 else self.price(*self.bind(args, kwargs), n)
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+        if along != self.along or n == 1:
+            return Sends()
+        q, k, v = self.bind(args, kwargs)
+        if self.grid is None:
+            return self.price(q, k, v, chunk_sizes(q.shape[1], n))
+        dim, switch, within = self.grid.factors(sizes, n)
+        if within == 1:
+            return Sends()
+        own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # the batch of attention has t in it
+        return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
+        """What the busiest rank sends where each has its part of the places."""
         raise NotImplementedError
 
     def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-        if place.dim != self.along:
+        if place.dim != self.along or len(place.peers.ranks) == 1:
             return forward(*args, **kwargs)
         q, k, v = self.bind(args, kwargs)
         rows = q.shape[1]

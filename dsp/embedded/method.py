@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dsp.embedded.core import AttentionCore, Distributed
+from dsp.embedded.grid import Grid
 from dsp.embedded.ring import Ring
 from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
@@ -44,6 +45,25 @@ def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
                 raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave its cores out")
             stage.reach = along
             stage.inside.append(kind(core, stage, along))
+        return stages, root
+
+    return prepare
+
+
+def hybrid(kind: type[AttentionCore]) -> Callable[..., Prepared]:
+    """DSP's switch over some of the ranks and a method inside attention over the others, for stages with cores."""
+
+    def prepare(model: nn.Module, along: str | None = None) -> Prepared:
+        stages, root = attention(kind)(model, along)
+        for stage in stages:
+            if stage.reach is None:
+                continue
+            grid = Grid(stage, stage.reach)
+            for core in stage.inside:
+                assert isinstance(core, AttentionCore)
+                core.grid = grid
+            stage.around = grid
+            stage.inside.insert(0, grid)
         return stages, root
 
     return prepare
@@ -131,6 +151,8 @@ METHODS: dict[str, Callable[..., Prepared]] = {
     "dsp": lambda model: stages_of(model, None),
     "ulysses": attention(Ulysses),
     "ring": attention(Ring),
+    "dsp_ulysses": hybrid(Ulysses),
+    "dsp_ring": hybrid(Ring),
     "megatron_sp": megatron_sp,
     "megatron_lm": megatron_lm,
     "dap": dap,
@@ -160,8 +182,8 @@ def parallelize(
         Runtime(model, axis, stages, root, gather_output).install()
         for stage in stages:
             for inside in stage.inside:
-                assert isinstance(inside, Distributed)
-                inside.install(axis)
+                if isinstance(inside, Distributed):
+                    inside.install(axis)
     return model
 
 

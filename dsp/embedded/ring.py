@@ -10,7 +10,7 @@ Letters: b batch, n places of this rank, h heads, g heads of keys and values, e 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore, busiest
-from dsp.glue import Place
-from dsp.planner import chunk_sizes
+from dsp.glue import Peers, Place
 from dsp.stages import Sends
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
-_lib.define("ring_attention(Tensor q, Tensor k, Tensor v, int size, bool causal, str group) -> (Tensor, Tensor)")
 _lib.define(
-    "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int size, bool causal, "
-    "str group) -> (Tensor, Tensor, Tensor)"
+    "ring_attention(Tensor q, Tensor k, Tensor v, int[] parts, int[] among, bool causal, str group) -> (Tensor, Tensor)"
+)
+_lib.define(
+    "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] parts, "
+    "int[] among, bool causal, str group) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -39,21 +40,24 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causa
     q (b n h e), k and v (b n g e), of one dtype: this rank's `torch.chunk` of `size` places -> (b n h e). `causal`: no
     place sees a later one. `group` is the name of a process group. A rank holds two blocks of keys and values at once.
     """
-    return torch.ops.dsp.ring_attention(q, k, v, size, causal, group)[0]
+    n, _ = ranks(group)
+    peers = Peers.all(size, n)
+    return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, causal, group)[0]
 
 
 class _Hop:
     """A tensor on its way to the next rank while one from the rank before arrives; `wait` gives that one."""
 
-    def __init__(self, send: Tensor, shape: tuple[int, ...], group: str) -> None:
+    def __init__(self, send: Tensor, shape: tuple[int, ...], among: list[int], group: str) -> None:
         pg = _resolve_process_group(group)  # type: ignore[arg-type]
-        n, rank = pg.size(), pg.rank()
+        place = among.index(pg.rank())
+        after, before = among[(place + 1) % len(among)], among[place - 1]
         self.sent, self.received = send.contiguous(), send.new_empty(shape)
         ops = []
         if self.sent.numel():  # both sides know the sizes, and that nothing need be sent of nothing
-            ops.append(dist.P2POp(dist.isend, self.sent, group=pg, group_peer=(rank + 1) % n))
+            ops.append(dist.P2POp(dist.isend, self.sent, group=pg, group_peer=after))
         if self.received.numel():
-            ops.append(dist.P2POp(dist.irecv, self.received, group=pg, group_peer=(rank - 1) % n))
+            ops.append(dist.P2POp(dist.irecv, self.received, group=pg, group_peer=before))
         self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> Tensor:
@@ -62,14 +66,15 @@ class _Hop:
         return self.received
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: str) -> tuple[Tensor, Tensor]:
-    n, rank = ranks(group)
-    parts = chunk_sizes(size, n)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[int], among: list[int], causal: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    n, rank = len(among), among.index(ranks(group)[1])
     kv = torch.stack([k, v])
     out = lse = None
     for step in range(n):
         owner = (rank - step) % n
-        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
+        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), among, group) if step < n - 1 else None
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
             found = block(q, kv[0], kv[1], causal and owner == rank)
             out, lse = found if out is None or lse is None else merge(out, lse, *found)
@@ -81,16 +86,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: st
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, size: int, causal: bool, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    n, rank = ranks(group)
-    parts = chunk_sizes(size, n)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[int], among: list[int],
+    causal: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n, rank = len(among), among.index(ranks(group)[1])
     kv = torch.stack([k, v])
     dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
     home: _Hop | None = None  # the gradients that travel, with their block but a step later
     for step in range(n):
         owner = (rank - step) % n
-        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), group) if step < n - 1 else None
+        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), among, group) if step < n - 1 else None
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
             more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, causal and owner == rank)
@@ -98,7 +103,7 @@ def _backward(
             dkv = torch.stack(both)
         if home is not None:
             dkv += home.wait()
-        home = _Hop(dkv, _block_shape(dkv, parts[owner - 1]), group)
+        home = _Hop(dkv, _block_shape(dkv, parts[owner - 1]), among, group)
         if hop is not None:
             kv = hop.wait()
     assert home is not None
@@ -120,44 +125,46 @@ for _device in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("dsp::ring_attention", lib=_lib)
-def _(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, group: str) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[int], among: list[int], causal: bool, group: str
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), _no_lse(q)
 
 
 @torch.library.register_fake("dsp::ring_attention_backward", lib=_lib)
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, size: int, causal: bool, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[int], among: list[int],
+    causal: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.size, ctx.causal, ctx.group = inputs
+    q, k, v, ctx.parts, ctx.among, ctx.causal, ctx.group = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _adjoint(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    found = torch.ops.dsp.ring_attention_backward(grad, *ctx.saved_tensors, ctx.size, ctx.causal, ctx.group)
-    return *found, None, None, None
+    where = ctx.parts, ctx.among, ctx.causal, ctx.group
+    return *torch.ops.dsp.ring_attention_backward(grad, *ctx.saved_tensors, *where), None, None, None, None
 
 
 torch.library.register_autograd("dsp::ring_attention", _adjoint, setup_context=_keep, lib=_lib)
 
 
-def hops(sizes: tuple[int, ...], rank: int, count: int) -> int:
+def hops(sizes: Sequence[int], rank: int, count: int) -> int:
     """Places that one rank sends on in the first `count` hops: its own block, then those of the ranks before it."""
     return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
 
 
 def ring_bytes(name: str, *args: Any) -> int:
     """What this rank sends in one call of `dsp::ring_attention` or its backward."""
-    k, size, group = args[1 + name.endswith("backward")], args[-3], args[-1]
-    n, rank = ranks(group)
-    forward, backward = _cost(k, chunk_sizes(size, n), rank)
+    k, (parts, among, _, group) = args[1 + name.endswith("backward")], args[-4:]
+    forward, backward = _cost(k, parts, among.index(ranks(group)[1]))
     return backward if name.endswith("backward") else forward
 
 
-def _cost(k: Tensor, sizes: tuple[int, ...], rank: int) -> tuple[int, int]:
+def _cost(k: Tensor, sizes: Sequence[int], rank: int) -> tuple[int, int]:
     unit, n = 2 * k.shape[0] * k.shape[2] * k.shape[3], len(sizes)
     forward = hops(sizes, rank, n - 1) * unit * k.element_size()
     return forward, forward + hops(sizes, rank, n) * unit * max(k.element_size(), 4)
@@ -168,10 +175,11 @@ class Ring(AttentionCore):
 
     def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = bool(getattr(self.module, "causal", False))
-        return ring_attention(q, k, v, place.size, place.axis.group, causal)
+        peers = place.peers
+        return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, causal, place.axis.group)[0]
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
-        sizes = chunk_sizes(k.shape[1], n)
+    def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Sends:
+        n = len(sizes)
         forward = busiest(n, lambda r: _cost(k, sizes, r)[0])
         backward = busiest(n, lambda r: _cost(k, sizes, r)[1])
         return Sends((forward, n - 1), (backward, 2 * n - 1), (forward, n - 1))

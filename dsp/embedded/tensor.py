@@ -141,7 +141,7 @@ class Region(Distributed):
                 linear.cut(axis)
         super().install(axis)
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
         for linear in self.linears:
             linear.index(n, 0)
         if n == 1:

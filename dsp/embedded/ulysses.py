@@ -10,7 +10,7 @@ Letters: b batch, n places of this rank, m of all ranks, h heads, g heads of key
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore, busiest
-from dsp.glue import Place
+from dsp.glue import Peers, Place
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 from dsp.stages import Sends
@@ -34,25 +34,31 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, size: int
     three over all places and a part of the heads. `group` is the name of a process group. Backward sends what forward
     sends. Raises ValueError where there are more ranks than heads.
     """
-    n, rank = ranks(group)
+    n, _ = ranks(group)
+    return _attention(q, k, v, attend, Peers.all(size, n), group)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, peers: Peers, group: str) -> Tensor:
+    """The same among some ranks of a group, each with its part of the places."""
+    n, rank = len(peers.ranks), peers.ranks.index(ranks(group)[1])
     deal = deal_heads(q.shape[2], k.shape[2], n)
     if deal.kv is not None:
         k, v = (torch.cat([x.narrow(2, i, 1) for i in deal.kv], 2) for x in (k, v))
-    h, w = deal.q_parts[rank], deal.kv_parts[rank]
-    even = all(len(set(parts)) == 1 for parts in (deal.q_parts, deal.kv_parts)) and q.dtype == k.dtype == v.dtype
+    # all that goes to one rank side by side: one tensor to switch
+    dealt = zip(*(x.split(parts, 2) for x, parts in ((q, deal.q_parts), (k, deal.kv_parts), (v, deal.kv_parts))))
+    qkv = torch.cat([x for to_one in dealt for x in to_one], 2)
+    heads = [h + 2 * g for h, g in zip(deal.q_parts, deal.kv_parts)]
     # with places leading, what arrives joins without a copy
-    if even:  # each rank's heads of all three side by side: one tensor to switch
-        dealt = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], 3).flatten(2, 3)
-        q, k, v = torch.ops.dsp.switch(dealt.transpose(0, 1), 0, 2, size, group).transpose(0, 1).split([h, w, w], 2)
-    else:
-        parts = [x.transpose(0, 1) for x in (q, k, v)]
-        q, k, v = (x.transpose(0, 1) for x in torch.ops.dsp.switch_many(parts, [0] * 3, [2] * 3, [size] * 3, group))
+    qkv = torch.ops.dsp.switch_among(qkv.transpose(0, 1), 0, 2, peers.parts, heads, peers.ranks, group).transpose(0, 1)
+    h, g = deal.q_parts[rank], deal.kv_parts[rank]
+    q, k, v = qkv.split([h, g, g], 2)
     if h:
         k, v = (deal.local(x, rank) for x in (k, v))
         y = attend(q, k, v)
     else:  # no heads for this rank, which takes part all the same
         y = q + k[:, :, :0] + v[:, :, :0]
-    return torch.ops.dsp.switch(y.transpose(0, 1), 2, 0, sum(deal.q_parts), group).transpose(0, 1)
+    y = torch.ops.dsp.switch_among(y.transpose(0, 1), 2, 0, deal.q_parts, peers.parts, peers.ranks, group)
+    return y.transpose(0, 1)
 
 
 class Deal(NamedTuple):
@@ -79,7 +85,8 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     if n > h:
         raise NotationError(
             f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take at most "
-            f"{h} ranks (parallel.sp={h}), a model of more heads, or method='dsp' or 'ring', which heads do not limit"
+            f"{h} ranks (parallel.sp={h}), a model of more heads, method='dsp_ulysses', which deals them over fewer, "
+            "or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
         )
     each = h // g
     q_parts = chunk_sizes(h, n)
@@ -97,11 +104,11 @@ class Ulysses(AttentionCore):
     label = "ulysses"
 
     def attend(self, place: Place, forward: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ulysses_attention(q, k, v, forward, place.size, place.axis.group)
+        return _attention(q, k, v, forward, place.peers, place.axis.group)
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
-        b, m, h, e = q.shape
-        deal, rows = deal_heads(h, k.shape[2], n), chunk_sizes(m, n)
+    def price(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> Sends:
+        (b, m, h, e), n = q.shape, len(rows)
+        deal = deal_heads(h, k.shape[2], n)
         unit, kv = b * e * q.element_size(), sum(deal.kv_parts)
 
         def to_heads(r: int) -> int:

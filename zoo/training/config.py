@@ -51,7 +51,7 @@ class Parallel:
     sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
     method: str = option(
         "dsp", "of sequence parallelism in training; others than DSP act inside stages (docs/embedded.md)",
-        choices=("dsp", "ulysses", "ring", "megatron_sp", "megatron_lm", "dap"),
+        choices=("dsp", "ulysses", "ring", "dsp_ulysses", "dsp_ring", "megatron_sp", "megatron_lm", "dap"),
     )  # fmt: skip
     save_exchanges: bool = option(False, "with checkpoint_activations: keep what ulysses or ring exchanged in a stage")
     memory: float | None = option(None, "GiB of a device, for the advice of dry_run; null for 80", least=0)

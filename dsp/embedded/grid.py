@@ -1,0 +1,196 @@
+"""DSP on more ranks than a dim has places: N = N1 · N2, a switch over N1 of them and heads or a ring over N2.
+
+A stage that computes over s is sharded along t under DSP, and t may be shorter than N: 16 frames on 32 ranks. Between
+the stages the activation, of M bytes, lies along s on all N ranks; for such a stage it is switched to t among N1 of
+them, and N2 share the s of a frame, over which attention then reaches:
+
+    rank r = i2 · N1 + i1        outside: part r of s        inside: part i1 of t, and the s that N1 ranks had together
+
+The two switches of a stage (paper, equation 10) send 2 M/N, of which (N1-1)/N1 travel, as DSP's do; the attention
+inside what Ulysses or a ring sends on N2 ranks. On N2 = 1 it is DSP, on N1 = 1 the method inside alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.glue import Peers, Place
+from dsp.layout import Cut, factor, narrow
+from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
+from dsp.planner import chunk_sizes
+from dsp.stages import Received, Sends, Stage, cut_for
+
+
+def switch_ranks(n: int, size: int) -> int:
+    """N1: the most ranks, of those that divide n, over which a dim of `size` is dealt and none has nothing."""
+    return next(d for d in range(min(n, size), 0, -1) if n % d == 0 and chunk_sizes(size, d)[-1])
+
+
+class Factors(NamedTuple):
+    """How n ranks share a stage: N1 = `switch` the dim `dim`, and N2 = `within` the one that it computes over."""
+
+    dim: str
+    switch: int
+    within: int
+
+
+class Block(NamedTuple):
+    """What one rank knows of a stage call: the parts that are exchanged."""
+
+    ranks: tuple[int, ...]  # N1 of them, among whom it is switched
+    across: tuple[int, ...]  # what each of these has of `dim` inside
+    along: tuple[int, ...]  # and of the dim that the stage computes over, outside
+    own: int  # which of them this rank is
+    factors: Factors
+
+
+class Grid:
+    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.stages.Around`."""
+
+    label = "switch"
+
+    def __init__(self, stage: Stage, along: str) -> None:
+        self.stage, self.module, self.along = stage, stage.module, along
+        layouts = [stage.pattern.inputs[0], *stage.pattern.outputs]
+        self.dims = [
+            name for name in stage.pattern.free if name not in BATCH_NAMES and all(name in p.names for p in layouts)
+        ]
+        if not self.dims:
+            raise ValueError(
+                f"{stage.where} leaves no dim but batch to switch to: '{stage.pattern.text}'; use method='ulysses' or "
+                "'ring', which switch to none"
+            )
+
+    def factors(self, sizes: Mapping[str, int], n: int) -> Factors:
+        ways = [(switch_ranks(n, sizes.get(dim, 1)), dim) for dim in self.dims]
+        switch, dim = max(ways, key=lambda way: way[0])
+        return Factors(dim, switch, n // switch)
+
+    def share(self, sizes: Mapping[str, int], n: int) -> float:
+        dim, switch, _ = self.factors(sizes, n)
+        return chunk_sizes(sizes[dim], switch)[0] / sizes[dim] * self.parts(sizes, n)[0] / sizes[self.along]
+
+    def parts(self, sizes: Mapping[str, int], n: int) -> tuple[int, ...]:
+        """What each of N2 ranks holds of the dim that the stage computes over."""
+        switch, own = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
+        return tuple(sum(own[i : i + switch]) for i in range(0, n, switch))
+
+    def block(self, sizes: Mapping[str, int], n: int, rank: int) -> Block:
+        factors = self.factors(sizes, n)
+        first = rank - rank % factors.switch
+        ranks = tuple(range(first, first + factors.switch))
+        along = chunk_sizes(sizes[self.along], n)[first : first + factors.switch]
+        return Block(ranks, chunk_sizes(sizes[factors.dim], factors.switch), along, rank - first, factors)
+
+    def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
+        axis = place.axis
+        block = self.block(sizes, axis.size, axis.rank)
+        peers = tuple(range(block.own, axis.size, block.factors.switch))
+        inside = Place(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
+        return inside, [self.received(block, axis.group, sizes, x) for x in given]
+
+    def received(self, block: Block, group: str, sizes: Mapping[str, int], x: Received) -> Received:
+        """A tensor as the stage gets it: switched; gathered along s if it has no t; cut along t if it has no s."""
+        dim, n1, _ = block.factors
+        across = cut_for(x.pattern, x.shape, dim, sizes)
+        if across is None and x.cut is None:
+            return x
+        if x.cut is None:
+            assert across is not None
+            return x._replace(local=narrow(x.local, across, n1, block.own))
+        shape, outer = list(x.shape), x.cut.outer
+        shape[x.cut.dim] = shape[x.cut.dim] // sizes[self.along] * sum(block.along)
+        if across is None:  # every rank of the block is sent the same
+            fine, (i,) = factor(x.shape, (x.cut,))
+            fine[i] = block.along[block.own]
+            spread = x.local.reshape(1, *fine).expand(n1, *fine)
+            ones = (1,) * n1
+            local = torch.ops.dsp.switch_among(spread, i + 1, 0, block.along, ones, block.ranks, group)
+        else:
+            fine, (i, j) = factor(x.shape, (x.cut, across))
+            fine[i] = block.along[block.own]
+            shape[across.dim] = shape[across.dim] // sizes[dim] * block.across[block.own]
+            local = x.local.reshape(fine)
+            local = torch.ops.dsp.switch_among(local, i, j, block.along, block.across, block.ranks, group)
+            if across.dim == x.cut.dim and outer > across.outer:  # of a fold (t s)
+                outer = outer // sizes[dim] * block.across[block.own]
+        return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
+
+    def leave(
+        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+    ) -> list[Tensor]:
+        axis = place.axis
+        block = self.block(sizes, axis.size, axis.rank)
+        return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
+
+    def returned(self, block: Block, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor) -> Tensor:
+        """What a stage made, back along the dim that it computes over."""
+        dim, along = block.factors.dim, self.along
+        held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
+        shape, inside = list(x.shape), list(x.shape)
+        for axis in {pattern.axis_of(dim), pattern.axis_of(along)}:
+            names = pattern.axes[axis]
+            inside[axis], shape[axis] = (math.prod(of[name] for name in names) for of in (held, sizes))
+        if inside != list(x.shape):
+            raise NotationError(
+                f"{self.stage.where}, run on {held[dim]} of {sizes[dim]} along {dim!r} and {held[along]} of "
+                f"{sizes[along]} along {along!r}, returned {tuple(x.shape)} where '{pattern}' wants {tuple(inside)}: "
+                f"it is not independent along {dim!r}"
+            )
+        cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
+        fine, (i, j) = factor(shape, cuts)
+        fine[i], fine[j] = held[along], held[dim]
+        x = x.reshape(fine).narrow(i, 0, sum(block.along))  # without the dummy row, if it is all there is
+        x = torch.ops.dsp.switch_among(x, j, i, block.across, block.along, block.ranks, group)
+        for axis in {pattern.axis_of(dim), pattern.axis_of(along)}:
+            names = pattern.axes[axis]
+            shape[axis] = math.prod({**sizes, along: block.along[block.own]}[name] for name in names)
+        return x.reshape(shape)
+
+    # --- what it sends ---
+
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+        """Of the busiest rank, before and after the stage, which activation checkpoints of the stage do not repeat."""
+        dim, n1, _ = self.factors(sizes, n)
+        if along != self.along or n1 == 1:
+            return Sends()
+        blocks = [self.block(sizes, n, rank) for rank in range(n)]
+        there = [b.along[b.own] * (sizes[dim] - b.across[b.own]) for b in blocks]  # s x t, of a channel
+        back = [b.across[b.own] * (sum(b.along) - b.along[b.own]) for b in blocks]
+        spread = [b.along[b.own] * (n1 - 1) for b in blocks]
+        reduced = [sum(b.along) - b.along[b.own] for b in blocks]
+        before = after = adjoint = 0
+        calls = 0
+        _, bound = self.stage.signature.bind(args, kwargs)
+        for b in bound:
+            if cut_for(b.pattern, b.tensor.shape, along, sizes) is None:
+                continue
+            whole = b.tensor.numel() * b.tensor.element_size() // sizes[along]
+            calls += 1
+            if cut_for(b.pattern, b.tensor.shape, dim, sizes) is None:
+                before += max(spread) * whole
+                adjoint += max(reduced) * whole if b.tensor.requires_grad else 0
+            else:
+                before += max(there) * whole // sizes[dim]
+                adjoint += max(back) * whole // sizes[dim] if b.tensor.requires_grad else 0
+        itemsize = bound[0].tensor.element_size()
+        for pattern in self.stage.pattern.outputs:
+            unknown = [name for name in pattern.names if name not in sizes]
+            if unknown:
+                raise NotationError(f"{self.stage.where} returns a dim that no input has, {unknown[0]!r}: '{pattern}'")
+            rest = math.prod(sizes[name] for name in pattern.names if name not in (along, dim)) * itemsize
+            after += max(back) * rest
+            adjoint += max(there) * rest
+        outputs = len(self.stage.pattern.outputs)
+        return Sends(
+            forward=(before + after, calls + outputs), backward=(adjoint, calls + outputs),
+            before=(before, calls), after=(after, outputs),
+        )  # fmt: skip
+
+
+__all__ = ["Factors", "Grid", "switch_ranks"]
