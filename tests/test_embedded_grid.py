@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_embedded import parity, recomputed, sent, step
 from test_parallel import averaged, same
+from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from dsp.embedded.grid import switch_ranks
 from dsp.notation import NotationError
 
 METHODS = ("dsp_ulysses", "dsp_ring")
+LOSSES = ("loss", "grad_norm")
 
 
 @pytest.mark.parametrize(
@@ -198,3 +200,14 @@ def test_stages_without_another_dim_are_errors() -> None:
 
     with pytest.raises(ValueError, match="leaves no dim but batch to switch to"):
         dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses")
+
+
+# ---------------------------------------------------------------------------------------------------------- train.py
+
+
+def test_training_gives_the_losses_of_one_process(run, fresh_ranks) -> None:  # noqa: F811
+    few = ("data.frames=2", "train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
+    grid = ("name=grid", "parallel={sp: 4, method: dsp_ulysses}", "train.checkpoint_activations=both")
+    fresh_ranks(_run_here, 4, run.arguments(*few, *grid))
+    expect, got = (metrics(run(*few, "name=one"), *LOSSES), metrics(run.directory / "runs/grid", *LOSSES))
+    assert {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()} == got
