@@ -21,6 +21,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer2d": ("transformer2d", {}),
     "transformer2d-class": ("transformer2d", {"num_classes": 10}),
     "transformer2d-stdit": ("transformer2d", {"block": "stdit", "caption_channels": 8}),
+    "transformer2d-low-rank": ("transformer2d", {"low_rank": (5, 20)}),
+    "transformer2d-stdit-low-rank": ("transformer2d", {"block": "stdit", "caption_channels": 0, "low_rank": (5, 20)}),
     "latte": ("latte", {"conditioning": "none"}),
     "latte-class": ("latte", {"conditioning": "class", "num_classes": 5}),
     "latte-text": ("latte", {"conditioning": "text", "caption_channels": 8}),
@@ -52,10 +54,10 @@ def example(model: nn.Module, batch: int, **lengths: int) -> dict[str, Tensor]:
     return model.example_inputs(batch, **{name: length for name, length in lengths.items() if name in known})
 
 
-def build(case: str) -> nn.Module:
+def build(case: str, **more: Any) -> nn.Module:
     name, overrides = CASES[case]
     torch.manual_seed(0)
-    model = zoo.create(name, "test", **overrides).double()
+    model = zoo.create(name, "test", **overrides, **more).double()
     for p in model.parameters():  # zero-initialised gates would hide everything
         nn.init.normal_(p, std=0.1)
     return model
