@@ -185,7 +185,8 @@ class Ring(AttentionCore):
 
     @classmethod
     def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
-        return (LowRank if hasattr(core.module, "project") else cls)(core, stage, along)
+        sums = all(hasattr(core.module, name) for name in ("rows", "project", "attend"))
+        return (LowRank if sums else cls)(core, stage, along)
 
     def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = bool(getattr(self.module, "causal", False))
