@@ -16,6 +16,7 @@ many patches, by ring attention and by its sparse form, and the longest such fra
 import argparse
 import gc
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from hosts import GIVE_PAGES, Ranks, serve, stoppable
 from rivals import COLOURS, METHODS, ROOT, Shape, Step, circumstances
 
 FINE = 16  # bisection ends within a sixteenth
+LONG = {"hidden": 32, "heads": 1, "depth": 1, "frames": 1}  # attention to all keys takes minutes for a long sequence
 
 
 def resident(field: str = "VmRSS") -> int:
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--side", type=int, default=8, help="patches a side of a frame")
     parser.add_argument("--limit", type=int, default=1024, help="frames at most, and rows of patches of a long frame")
     parser.add_argument("--long", type=int, nargs="*", default=[448, 256], help="patches of one long frame; or nothing")
-    parser.add_argument("--long-budget", type=float, default=512, help="MiB a rank")
+    parser.add_argument("--long-budget", type=float, default=256, help="MiB a rank")
     parser.add_argument("--low-rank", type=int, default=32, help="sums of keys that Linformer attends to")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/memory", help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
     found = circumstances(shape, arguments) | {"budget": budget, "methods": options.methods, "rows": []}
     if options.long:
         side, wide = options.long
-        long = replace(shape, frames=1, side=side, wide=wide, heads=1, depth=1, low_rank=options.low_rank)
+        long = Shape(**LONG, side=side, wide=wide, low_rank=options.low_rank)
         found["long"] = {"shape": vars(long), "budget": int(options.long_budget * 2**20), "rows": []}
     print("| method | ranks | MiB a rank (x ranks / one rank's) | recomputed | longest, frames | batch |")
     print("|---|---|---|---|---|---|")
@@ -183,6 +185,7 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
+        logging.getLogger("dsp").setLevel(logging.ERROR)  # for every shape anew: a single frame is embedded on all ranks
         serve({"peak": peak})
     else:
         sys.exit(main(sys.argv[1:]))

@@ -104,8 +104,11 @@ class Shape:
         return model
 
     def inputs(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere."""
-        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
+        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere.
+
+        So is a single frame, which nobody can have a part of before it is embedded.
+        """
+        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh and self.frames > 1 else (1, 0)
         whole = (self.batch, 4, self.frames, 2 * self.side, 2 * (self.wide or self.side))
         if n == 1:
             torch.manual_seed(1)

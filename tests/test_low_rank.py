@@ -22,11 +22,14 @@ import dsp
 import zoo
 from zoo.attention import LowRankAttention, SelfAttention
 
-CASES = ("transformer2d-low-rank", "transformer2d-stdit-low-rank")  # 5 sums of up to 20 places
-ROWS, WIDTH, DEPTH = 5, 48, 2
+ROWS, PLACES, WIDTH, DEPTH = 5, 20, 48, 2
 
 
-# ------------------------------------------------------------------------------------------------------------ one process
+def make(case: str = "transformer2d", **more: int) -> nn.Module:
+    return build(case, low_rank=(ROWS, PLACES), **more)
+
+
+# -------------------------------------------------------------------------------------------------------- one process
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, core: LowRankAttention) -> Tensor:
@@ -114,7 +117,7 @@ def test_what_cannot_be_is_refused(make, message: str) -> None:
 
 
 def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int, int]], heads: int = 4) -> None:
-    single, model = (build(case, heads=heads) for _ in range(2))
+    single, model = (make(case, heads=heads) for _ in range(2))
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     for frames, height, width in shapes:
         inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
@@ -131,27 +134,30 @@ def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int
         same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("method", ["dsp", "ring", "ulysses"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_models(ranks, case: str, n: int, method: str) -> None:
-    """15 places, 9 (of 4 ranks the last has none) and one, in one model: of its 20 weights the first are used."""
-    ranks(parity, n, case, method, [(5, 6, 10), (2, 6, 6), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("method", "n", "case"),
+    [
+        *(("ring", n, "transformer2d") for n in (2, 3, 4)), ("ring", 4, "transformer2d-stdit"),
+        ("ulysses", 2, "transformer2d-stdit"), ("ulysses", 4, "transformer2d"), ("dsp", 3, "transformer2d"),
+    ],
+)  # fmt: skip
+def test_models(ranks, method: str, n: int, case: str) -> None:
+    """15 places and 9, of which the last of 4 ranks has none, in one model: of its 20 weights the first are used."""
+    ranks(parity, n, case, method, [(5, 6, 10), (2, 6, 6)])
 
 
 @pytest.mark.parametrize("method", ["megatron_lm", "megatron_sp"])
 def test_with_cut_weights(ranks, method: str) -> None:
-    ranks(parity, 2, CASES[0], method, [(3, 6, 10)])
+    ranks(parity, 2, "transformer2d", method, [(3, 6, 10)])
 
 
 def test_a_rank_without_heads_has_gradients(ranks) -> None:
-    ranks(parity, 4, CASES[0], "ulysses", [(3, 6, 10)], 6)  # 2, 2, 2 and 0
+    ranks(parity, 4, "transformer2d", "ulysses", [(3, 6, 10)], 6)  # 2, 2, 2 and 0
 
 
-def step(mesh: DeviceMesh, shape: tuple[int, int, int], how: str | None) -> dict:
-    single, model = build(CASES[0]), build(CASES[0])
-    frames, height, width = shape
-    inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
+def step(mesh: DeviceMesh, how: str | None) -> dict:
+    single, model = make(), make()
+    inputs = doubled(example(single, 2, frames=4, height=6, width=10))
     single(**inputs).square().mean().backward()
     if how == "blocks":
         recomputed(model, how)
@@ -168,38 +174,21 @@ def step(mesh: DeviceMesh, shape: tuple[int, int, int], how: str | None) -> dict
 @pytest.mark.parametrize("how", [None, "stages", "saved", "blocks"])
 def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(ranks, how: str | None) -> None:
     n, again, frames = 4, how is not None, 4
-    once = DEPTH * 2 * (2 * frames) * 2 * ROWS * WIDTH * 8 * (n - 1) // n  # keys and values of 2 x 4 frames, all-reduced
-    for height, width in ((8, 8), (4, 4)):
-        inputs = doubled(example(build(CASES[0]), 2, frames=frames, height=height, width=width))
+    sums = 2 * frames * 2 * ROWS * WIDTH * 8  # of keys and of values
+    once = DEPTH * 2 * sums * (n - 1) // n
+    counted = ranks(step, n, how)  # 15 places: 4, 4, 4 and 3
+    for height, width in ((6, 10), (2, 4)):
+        inputs = doubled(example(make(), 2, frames=frames, height=height, width=width))
         plan = dsp.embedded.plan(
-            build(CASES[0]), kwargs=inputs, size=n, method="ring", recompute=again, save_exchanges=how == "saved"
+            make(), kwargs=inputs, size=n, method="ring", recompute=again, save_exchanges=how == "saved"
         )
-        ends = sum(s.bytes for s in plan.switches)
-        for counts in ranks(step, n, (frames, height, width), how):
+        inside = plan.bytes["forward"] - sum(s.bytes for s in plan.switches)
+        for counts in counted:
             loss = 2 * 8 * (n - 1) // n
-            for phase in ("forward", "backward"):
-                assert sent(counts, phase, "switch") == ends
-                assert sent(counts, phase, "all_reduce") - loss == once == plan.bytes[phase] - ends
+            assert sent(counts, "forward", "all_reduce") - loss == once == inside
+            assert sent(counts, "backward", "all_reduce") - loss == once
             expect = once if how in ("stages", "blocks") else 0
             assert sent(counts, "recompute", "all_reduce") == expect == plan.bytes["recompute"]
-
-
-def uneven(mesh: DeviceMesh) -> int:
-    model = build(CASES[0])
-    inputs = doubled(example(model, 2, frames=3, height=6, width=10))
-    dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
-    with dsp.count_comm() as comm:
-        model(**inputs)
-    return comm.forward.bytes["all_reduce"]
-
-
-def test_bytes_where_lengths_do_not_divide(ranks) -> None:
-    n = 4
-    model = build(CASES[0])
-    inputs = doubled(example(model, 2, frames=3, height=6, width=10))
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method="ring")
-    planned = plan.bytes["forward"] - sum(s.bytes for s in plan.switches)
-    assert ranks(uneven, n) == [planned] * n
 
 
 def test_the_plan_says_what_it_is_and_sends_less() -> None:
@@ -238,7 +227,7 @@ def test_low_precision(ranks) -> None:
 
 
 def fsdp(mesh: DeviceMesh) -> None:
-    single, model = build(CASES[0]), build(CASES[0])
+    single, model = make(), make()
     inputs = doubled(example(single, 2, frames=3, height=2, width=6))  # 3 places on 2 ranks
     expect = single(**inputs).square().mean()
     expect.backward()
@@ -260,7 +249,7 @@ def test_fully_shard(ranks) -> None:
 
 def too_long(mesh: DeviceMesh, method: str) -> None:
     """24 places for weights of 20: every rank says so, before anything is sent, and the model lives on."""
-    single, model = build(CASES[0]), build(CASES[0])
+    single, model = make(), make()
     dsp.embedded.parallelize(model, mesh, method)
     with pytest.raises(ValueError, match=re.escape("weights for 20 places and got 24: build the model with low_rank")):
         model(**doubled(example(model, 1, frames=4, height=8, width=12)))

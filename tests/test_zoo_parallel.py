@@ -21,8 +21,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer2d": ("transformer2d", {}),
     "transformer2d-class": ("transformer2d", {"num_classes": 10}),
     "transformer2d-stdit": ("transformer2d", {"block": "stdit", "caption_channels": 8}),
-    "transformer2d-low-rank": ("transformer2d", {"low_rank": (5, 20)}),
-    "transformer2d-stdit-low-rank": ("transformer2d", {"block": "stdit", "caption_channels": 0, "low_rank": (5, 20)}),
     "latte": ("latte", {"conditioning": "none"}),
     "latte-class": ("latte", {"conditioning": "class", "num_classes": 5}),
     "latte-text": ("latte", {"conditioning": "text", "caption_channels": 8}),

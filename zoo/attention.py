@@ -123,9 +123,12 @@ class LowRankAttention(nn.Module):
                 f"attention of low rank has weights for {self.places} places and got {size}: build the model with "
                 f"low_rank=({self.rows}, {size}), or give it shorter sequences"
             )
-        own = [weight[:, start : start + k.shape[1]].expand(len(k), -1, -1) for weight in (self.of_keys, self.of_values)]
-        more_keys, more_values = (torch.bmm(w, x.flatten(2)).unflatten(2, x.shape[2:]) for w, x in zip(own, (k, v)))
-        return more_keys, more_values
+
+        def weighed(x: Tensor, weight: Tensor) -> Tensor:
+            own = weight[:, start : start + x.shape[1]].expand(len(x), -1, -1)
+            return torch.bmm(own, x.flatten(2)).unflatten(2, x.shape[2:])
+
+        return weighed(k, self.of_keys), weighed(v, self.of_values)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (b n h e) and the sums over all places."""
