@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        logging.getLogger("dsp").setLevel(logging.ERROR)  # for every shape anew: a single frame is embedded on all ranks
+        logging.getLogger("dsp").setLevel(logging.ERROR)  # a frame alone is embedded whole, every time
         serve({"peak": peak})
     else:
         sys.exit(main(sys.argv[1:]))
