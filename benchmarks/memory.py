@@ -106,7 +106,7 @@ def of_long(measure: Measure, shape: Shape, budget: int, limit: int) -> list[dic
         measure.warm(one)
         took, seconds = measure.timed(one)
         rows.append({"ranks": measure.ranks.size, "low_rank": low_rank, "peak": took, "seconds": seconds})
-    rows[-1]["longest"] = shape.wide * most(lambda k: measure(replace(one, side=k)) <= budget, limit, 4 * FINE)
+    rows[-1]["longest"] = shape.wide * most(lambda k: measure(replace(one, side=k)) <= budget, limit, 2 * FINE)
     return rows
 
 
