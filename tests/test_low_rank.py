@@ -146,6 +146,12 @@ def test_models(ranks, method: str, n: int, case: str) -> None:
     ranks(parity, n, case, method, [(5, 6, 10), (2, 6, 6)])
 
 
+@pytest.mark.parametrize("method", ["dsp_ring", "dsp_ulysses"])
+def test_mixed_with_dsp(ranks, method: str) -> None:
+    """2 x 2 ranks for two frames, 15 places, and 2 of which one block has none; 1 x 4 for one; DSP for four."""
+    ranks(parity, 4, "transformer2d", method, [(2, 6, 10), (3, 2, 4), (1, 6, 6), (4, 6, 6)])
+
+
 @pytest.mark.parametrize("method", ["megatron_lm", "megatron_sp"])
 def test_with_cut_weights(ranks, method: str) -> None:
     ranks(parity, 2, "transformer2d", method, [(3, 6, 10)])
@@ -189,6 +195,23 @@ def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(ranks, how:
             assert sent(counts, "backward", "all_reduce") - loss == once
             expect = once if how in ("stages", "blocks") else 0
             assert sent(counts, "recompute", "all_reduce") == expect == plan.bytes["recompute"]
+
+
+def mixed(mesh: DeviceMesh) -> tuple[dict, dict]:
+    model = make()
+    inputs = doubled(example(model, 2, frames=2, height=8, width=8))
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dsp_ring")
+    dsp.embedded.parallelize(model, mesh, "dsp_ring", gather_output=False)
+    with dsp.count_comm() as comm:
+        out = model(**inputs)
+        dsp.mean(out * out).backward()
+    return plan.bytes, comm.by_collective()
+
+
+def test_bytes_of_a_mixture(ranks) -> None:
+    found = ranks(mixed, 4)  # of which two have a frame to begin with
+    for phase in ("forward", "backward"):
+        assert max(sent(counts, phase, "switch") for _, counts in found) == found[0][0][phase]
 
 
 def test_the_plan_says_what_it_is_and_sends_less() -> None:

@@ -4,6 +4,8 @@ Linformer (Wang et al., arXiv 2006.04768) attends to r weighted sums of all keys
 weight for each place. A rank weighs and adds its own; the sums of all ranks come together in one all-reduce of 2 r g e
 numbers a sample, in fp32 at least, and one in backward. That does not grow with the length, and queries stay.
 
+Where DSP's switch shares the ranks (`dsp.embedded.grid`), each sends its sums to those that have the same frames.
+
 The weights are used on every rank, each for its own places, so that their gradients are averaged as ever.
 
 Letters: b batch, n places of this rank, r sums, h heads, g heads of keys and values, e channels of a head.
@@ -11,7 +13,7 @@ Letters: b batch, n places of this rank, r sums, h heads, g heads of keys and va
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +21,7 @@ from torch import Tensor
 
 from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore
-from dsp.glue import Place
-from dsp.layout import chunk
+from dsp.glue import Peers, Place
 from dsp.stages import Sends
 
 
@@ -31,13 +32,27 @@ def low_rank_attention(q: Tensor, k: Tensor, v: Tensor, core: Any, size: int, gr
     size)`` takes the keys and values of the places from `start` on and returns what they add to the sums, (b r g e)
     each; ``core.attend(q, k, v)`` takes the queries and the sums. `group` is the name of a process group.
     """
-    start, _ = chunk(size, *ranks(group))
-    own = torch.stack(core.project(k, v, start, size))
+    n, rank = ranks(group)
+    return _attention(q, k, v, core, Peers.all(size, n), rank, lambda x: torch.ops.dsp.all_reduce(x, group))
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, core: Any, peers: Peers, rank: int, add_up: Callable[[Tensor], Tensor]
+) -> Tensor:
+    start = sum(peers.parts[: peers.ranks.index(rank)])
+    own = torch.stack(core.project(k, v, start, sum(peers.parts)))
     wide = torch.promote_types(own.dtype, torch.float32)
-    sums = torch.ops.dsp.all_reduce(own.to(wide), group).to(own.dtype)
+    sums = add_up(own.to(wide)).to(own.dtype)
     if not q.shape[1]:  # no places here: nothing asks for the sums, and their gradient is zero
         return q + sums.flatten()[:0].sum()
     return core.attend(q, *sums.unbind())
+
+
+def _add_up_among(x: Tensor, peers: Sequence[int], group: str) -> Tensor:
+    """An all-reduce among some ranks of a group: each sends what it has to all of them."""
+    ones = (1,) * len(peers)
+    spread = x.expand(1, len(peers), *x.shape)
+    return torch.ops.dsp.switch_among(spread, 0, 1, ones, ones, peers, group).sum((0, 1))
 
 
 class LowRank(AttentionCore):
@@ -46,12 +61,17 @@ class LowRank(AttentionCore):
     label = "ring (all-reduce)"
 
     def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return low_rank_attention(q, k, v, self.module, place.size, place.axis.group)
+        axis, peers = place.axis, place.peers
+        if self.grid is None:
+            return low_rank_attention(q, k, v, self.module, place.size, axis.group)
+        return _attention(
+            q, k, v, self.module, peers, axis.rank, lambda x: _add_up_among(x, peers.ranks, axis.group)
+        )  # fmt: skip
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
         rows: Any = self.module.rows
-        own = 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
-        once = -(-2 * own * (n - 1) // n), 1
+        n, own = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
+        once = (-(-2 * own * (n - 1) // n) if self.grid is None else own * (n - 1)), 1
         return Sends(once, once, once)
 
 
