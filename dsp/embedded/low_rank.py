@@ -14,6 +14,7 @@ Letters: b batch, n places of this rank, r sums, h heads, g heads of keys and va
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +65,8 @@ class LowRank(AttentionCore):
         axis, peers = place.axis, place.peers
         if self.grid is None:
             return low_rank_attention(q, k, v, self.module, place.size, axis.group)
-        return _attention(
-            q, k, v, self.module, peers, axis.rank, lambda x: _add_up_among(x, peers.ranks, axis.group)
-        )  # fmt: skip
+        add_up = partial(_add_up_among, peers=peers.ranks, group=axis.group)
+        return _attention(q, k, v, self.module, peers, axis.rank, add_up)
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
         rows: Any = self.module.rows
