@@ -9,13 +9,16 @@ back to the system at once. `peak` is one shape on all numbers of ranks, with no
 against the memory of one rank divided by their number. `longest` (frames) and `batch` (samples) are the most that stay
 within the budget a rank, found by doubling and bisection of measured peaks, as in the two figures of Ring
 Self-Attention (Li et al., arXiv 2105.13120): there against tensor parallelism, with attention that keeps its matrix,
-which none here does. Its run of 114K tokens needs sparse attention (Linformer), which is not here.
+which none here does. Its run of 114K tokens is one sequence with sparse attention (Linformer): here one frame of as
+many patches, by ring attention and by its sparse form, and the longest such frame that fits `--long-budget`.
 """
 
 import argparse
 import gc
 import json
+import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from hosts import GIVE_PAGES, Ranks, serve, stoppable
 from rivals import COLOURS, METHODS, ROOT, Shape, Step, circumstances
 
 FINE = 16  # bisection ends within a sixteenth
+LONG = {"hidden": 32, "heads": 1, "depth": 1, "frames": 1}  # attention to all keys takes minutes for a long sequence
 
 
 def resident(field: str = "VmRSS") -> int:
@@ -35,27 +39,28 @@ def resident(field: str = "VmRSS") -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak(method: str, shape: dict[str, int], recompute: str) -> int:
-    """Bytes of a step on this rank: its weights, and what forward and backward took at most."""
+def peak(method: str, shape: dict[str, int], recompute: str) -> tuple[int, float]:
+    """Bytes of a step on this rank, its weights and what forward and backward took at most; and their seconds."""
     step = Step(method, Shape(**shape), recompute)
     gc.collect()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before = resident()
+    before, began = resident(), time.perf_counter()
     step.backward(step.forward())
+    seconds = time.perf_counter() - began
     took = resident("VmHWM") - before + step.weights[0]
     del step
     gc.collect()
-    return took
+    return took, seconds
 
 
-def most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest count that fits, to a sixteenth: doubled until one does not, then bisected. 0 if not even 1 does."""
+def most(fits: Callable[[int], bool], limit: int, fine: int = FINE) -> int:
+    """The largest count that fits, to a part in `fine`: doubled until one does not, then bisected. 0 if 1 does not."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high
     high = min(high, limit + 1)
-    while low and high - low > max(1, low // FINE):
+    while low and high - low > max(1, low // fine):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
@@ -68,11 +73,16 @@ class Measure:
         self.ranks, self.method = ranks, method
 
     def __call__(self, shape: Shape, recompute: str = "no") -> int:
-        return max(self.ranks.ask("peak", method=self.method, shape=vars(shape), recompute=recompute))
+        return self.timed(shape, recompute)[0]
+
+    def timed(self, shape: Shape, recompute: str = "no") -> tuple[int, float]:
+        """With the seconds of the slowest."""
+        found = self.ranks.ask("peak", method=self.method, shape=vars(shape), recompute=recompute)
+        return max(took for took, _ in found), max(seconds for _, seconds in found)
 
     def warm(self, shape: Shape) -> None:
         """What is loaded once is loaded, and connections are made."""
-        small = replace(shape, frames=2 * self.ranks.size, side=4)
+        small = replace(shape, frames=2 * self.ranks.size, side=4, wide=0)
         for recompute in ("no", "again"):
             self(small, recompute)
 
@@ -86,6 +96,18 @@ def of_method(measure: Measure, shape: Shape, budget: int, unit: int, limit: int
     short = replace(shape, frames=unit)
     row["batch"] = most(lambda k: measure(replace(short, batch=k)) <= budget, limit // unit)
     return row
+
+
+def of_long(measure: Measure, shape: Shape, budget: int, limit: int) -> list[dict[str, Any]]:
+    """Two rows: attention to all keys, and to `shape.low_rank` sums; `longest` is in tokens of one frame."""
+    rows = []
+    for low_rank in (0, shape.low_rank):
+        one = replace(shape, low_rank=low_rank)
+        measure.warm(one)
+        took, seconds = measure.timed(one)
+        rows.append({"ranks": measure.ranks.size, "low_rank": low_rank, "peak": took, "seconds": seconds})
+    rows[-1]["longest"] = shape.wide * most(lambda k: measure(replace(one, side=k)) <= budget, limit, 2 * FINE)
+    return rows
 
 
 def show(row: dict[str, Any], one: dict[str, Any]) -> str:
@@ -125,7 +147,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--frames", type=int, default=64)
     parser.add_argument("--side", type=int, default=8, help="patches a side of a frame")
-    parser.add_argument("--limit", type=int, default=1024, help="frames at most")
+    parser.add_argument("--limit", type=int, default=1024, help="frames at most, and rows of patches of a long frame")
+    parser.add_argument("--long", type=int, nargs="*", default=[448, 256], help="patches of one long frame; or nothing")
+    parser.add_argument("--long-budget", type=float, default=256, help="MiB a rank")
+    parser.add_argument("--low-rank", type=int, default=32, help="sums of keys that Linformer attends to")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/memory", help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     if 1 not in options.ranks:
@@ -136,6 +161,10 @@ def main(arguments: Sequence[str]) -> int:
     shape = Shape(options.hidden, max(8, *options.ranks), options.depth, 1, options.frames, options.side)
     budget, unit = int(options.budget * 2**20), max(options.ranks)
     found = circumstances(shape, arguments) | {"budget": budget, "methods": options.methods, "rows": []}
+    if options.long:
+        side, wide = options.long
+        long = Shape(**LONG, side=side, wide=wide, low_rank=options.low_rank)
+        found["long"] = {"shape": vars(long), "budget": int(options.long_budget * 2**20), "rows": []}
     print("| method | ranks | MiB a rank (x ranks / one rank's) | recomputed | longest, frames | batch |")
     print("|---|---|---|---|---|---|")
     with stoppable():
@@ -144,6 +173,10 @@ def main(arguments: Sequence[str]) -> int:
                 for method in options.methods if n > 1 else ["dsp"]:  # one rank alone has no method
                     found["rows"].append(of_method(Measure(ranks, method), shape, budget, unit, options.limit))
                     print(show(found["rows"][-1], found["rows"][0]), flush=True)
+                if options.long:
+                    for row in of_long(Measure(ranks, "ring"), long, found["long"]["budget"], options.limit):
+                        found["long"]["rows"].append(row)
+                        print(row, flush=True)
     options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     options.out.with_suffix(".svg").write_text(picture(found))
     print(f"wrote {options.out}.json and {options.out}.svg")
@@ -152,6 +185,7 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
+        logging.getLogger("dsp").setLevel(logging.ERROR)  # a frame alone is embedded whole, every time
         serve({"peak": peak})
     else:
         sys.exit(main(sys.argv[1:]))

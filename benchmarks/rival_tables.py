@@ -60,7 +60,7 @@ def when(name: str) -> Iterator[str]:
 def described(shape: dict[str, int]) -> str:
     one = Shape(**shape)
     return (
-        f"The model has hidden size {one.hidden} and {one.heads} heads; T = {one.frames}, S = {one.side**2}, "
+        f"The model has hidden size {one.hidden} and {one.heads} heads; T = {one.frames}, S = {one.places}, "
         f"batch {one.batch}."
     )
 
@@ -239,6 +239,32 @@ def rsa_table() -> Iterator[str]:
         yield f"| {title} | {RSA[key]} | {' | '.join(ratios)} |"
 
 
+def long_table() -> Iterator[str]:
+    """RSA's 114K tokens: one sequence, with attention to all keys and to sums of them."""
+    memory = read("memory")
+    found = memory.get("long") if memory else None
+    if found is None:
+        yield missing("memory")
+        return
+    one, budget = Shape(**found["shape"]), found["budget"]
+    size = f"{budget / 2**20:.0f} MiB"
+    first = {row["low_rank"]: row for row in found["rows"] if row["ranks"] == 1}
+    yield (
+        f"| {one.tokens:,} tokens, attention to | ranks | MiB a rank | fit in {size} | a step, s | longest in {size} |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for row in sorted(found["rows"], key=lambda row: (row["low_rank"], row["ranks"])):
+        alone = first[row["low_rank"]]
+        name = f"{row['low_rank']} sums (Linformer)" if row["low_rank"] else "all keys"
+        cells = [name, str(row["ranks"])]
+        cells.append(f"{row['peak'] / 2**20:.0f} ({row['peak'] * row['ranks'] / alone['peak']:.2f})")
+        cells.append("yes" if row["peak"] <= budget else "no")
+        cells.append(f"{row['seconds']:.1f}")
+        ratio = row.get("longest", 0) / max(alone.get("longest", 0), 1)
+        cells.append(f"{row['longest']:,} ({ratio:.2f}×)" if "longest" in row else "")
+        yield "| " + " | ".join(cells) + " |"
+
+
 def gpu_table() -> Iterator[str]:
     found = read("gpu")
     if found is None:
@@ -270,6 +296,7 @@ TABLES = {
     "memory-when": lambda: when("memory"),
     "memory": memory_table,
     "rsa": rsa_table,
+    "long": long_table,
     "gpu": gpu_table,
 }
 

@@ -70,7 +70,7 @@ def formula(method: str, n: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its inputs: `side` patches a side of a frame, so s = side²."""
+    """A model and its inputs; a frame is `side` x `wide` patches, or square. `low_rank`: sums of keys, if not 0."""
 
     hidden: int = 64
     heads: int = 8
@@ -78,10 +78,16 @@ class Shape:
     batch: int = 1
     frames: int = 64
     side: int = 16
+    wide: int = 0
+    low_rank: int = 0
+
+    @property
+    def places(self) -> int:
+        return self.side * (self.wide or self.side)
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.frames * self.side**2
+        return self.batch * self.frames * self.places
 
     @property
     def activation(self) -> int:
@@ -91,15 +97,19 @@ class Shape:
     def model(self) -> Any:
         """The same weights on all ranks; none is zero, and no gradient vanishes."""
         torch.manual_seed(0)
-        model = zoo.create("transformer2d", hidden=self.hidden, heads=self.heads, depth=self.depth)
+        low_rank = (self.low_rank, self.places) if self.low_rank else None
+        model = zoo.create("transformer2d", hidden=self.hidden, heads=self.heads, depth=self.depth, low_rank=low_rank)
         for p in model.parameters():
             nn.init.normal_(p, std=0.5 / p.shape[-1] ** 0.5 if p.ndim > 1 else 0.02)
         return model
 
     def inputs(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere."""
-        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
-        whole = (self.batch, 4, self.frames, 2 * self.side, 2 * self.side)
+        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere.
+
+        So is a single frame, which nobody can have a part of before it is embedded.
+        """
+        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh and self.frames > 1 else (1, 0)
+        whole = (self.batch, 4, self.frames, 2 * self.side, 2 * (self.wide or self.side))
         if n == 1:
             torch.manual_seed(1)
             x = torch.randn(whole)

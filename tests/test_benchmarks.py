@@ -80,6 +80,7 @@ def test_the_largest_that_fits(script) -> None:
         assert most(lambda k, limit=limit: k <= limit, 1024) == limit
     for limit in (100, 777):  # to a sixteenth, from below
         assert limit * 15 / 16 < most(lambda k, limit=limit: k <= limit, 1024) <= limit
+        assert limit * 63 / 64 < most(lambda k, limit=limit: k <= limit, 1024, 64) <= limit
     assert 60 <= most(lambda k: True, 64) <= 64  # without a limit of memory
 
 
@@ -112,10 +113,16 @@ def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
 @pytest.mark.measurement
 def test_memory(script, tmp_path: Path) -> None:
     options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "4"]
+    options += ["--long", "4", "256", "--low-rank", "4", "--long-budget", "8"]
     assert script("memory").main([*options, "--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]) == 0
-    one, two = json.loads((tmp_path / "m.json").read_text())["rows"]
+    found = json.loads((tmp_path / "m.json").read_text())
+    one, two = found["rows"]
     assert 0 < two["peak"] < one["peak"]
     assert 0 < one["longest"] <= two["longest"] <= 4
+    assert [(row["ranks"], row["low_rank"]) for row in found["long"]["rows"]] == [(1, 0), (1, 4), (2, 0), (2, 4)]
+    for alone, together in zip(found["long"]["rows"][:2], found["long"]["rows"][2:]):
+        assert 0 < together["peak"] < alone["peak"]
+        assert 0 <= alone.get("longest", 0) <= together.get("longest", 0) <= 4 * 256
     ElementTree.parse(tmp_path / "m.svg")
 
 
@@ -235,13 +242,20 @@ def test_the_page_takes_every_measurement(script, monkeypatch, tmp_path: Path) -
         {"method": m, "ranks": n, "peak": 2**24, "recomputed": 2**23, "longest": 8 * n, "batch": 2 * n}
         for n in (1, 4) for m in rivals.METHODS if n > 1 or m == "dsp"
     ]  # fmt: skip
+    long = [
+        {"ranks": n, "low_rank": k, "peak": 2**26 // n, "seconds": 1.5} | ({"longest": 1000 * n} if k else {})
+        for n in (1, 4) for k in (0, 32)
+    ]  # fmt: skip
     made = {
         "wire": json.loads((HOME / "docs/images/wire.json").read_text()),
         "cluster": base | {
             "methods": list(rivals.METHODS), "scaling_rate": 1000, "sweep": {"ranks": 4, "rates": rates},
             "scaling": scaling,
         },
-        "memory": base | {"budget": 2**27, "rows": fits, "methods": list(rivals.METHODS)},
+        "memory": base | {
+            "budget": 2**27, "rows": fits, "methods": list(rivals.METHODS),
+            "long": {"shape": vars(rivals.Shape(frames=1, side=448, wide=256)), "budget": 2**25, "rows": long},
+        },
     }  # fmt: skip
     for name, found in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
@@ -252,6 +266,9 @@ def test_the_page_takes_every_measurement(script, monkeypatch, tmp_path: Path) -
     assert "| 100 Mbit/s | 25% / 50% |" in page
     assert "| DSP | 2 all-to-all | 914 | 1.0 | 1.0 | 1.0 |" in page
     assert "| longest | 3.0 | 1.0 |" in page
+    assert "| 114,688 tokens, attention to | ranks |" in page
+    assert "| all keys | 1 | 64 (1.00) | no | 1.5 |  |" in page
+    assert "| 32 sums (Linformer) | 4 | 16 (1.00) | yes | 1.5 | 4,000 (4.00×) |" in page
     for line in page.splitlines():
         if line.startswith("|"):
             assert "nan" not in line

@@ -18,6 +18,7 @@ VARIANTS = [
     ("transformer2d", {"num_classes": 10, "in_channels": 1}),
     ("transformer2d", {"block": "stdit", "caption_channels": 20, "learn_sigma": True}),
     ("transformer2d", {"block": "stdit", "caption_channels": 0, "num_classes": 10}),
+    ("transformer2d", {"low_rank": (6, 20)}),
     ("latte", {}),
     ("latte", {"conditioning": "class", "num_classes": 10}),
     ("latte", {"conditioning": "text", "caption_channels": 20}),

@@ -52,10 +52,10 @@ def example(model: nn.Module, batch: int, **lengths: int) -> dict[str, Tensor]:
     return model.example_inputs(batch, **{name: length for name, length in lengths.items() if name in known})
 
 
-def build(case: str) -> nn.Module:
+def build(case: str, **more: Any) -> nn.Module:
     name, overrides = CASES[case]
     torch.manual_seed(0)
-    model = zoo.create(name, "test", **overrides).double()
+    model = zoo.create(name, "test", **overrides, **more).double()
     for p in model.parameters():  # zero-initialised gates would hide everything
         nn.init.normal_(p, std=0.1)
     return model

@@ -1,4 +1,5 @@
-"""Attention, with the options that the models choose from: grouped keys, rotary positions, normalised heads, a bias.
+"""Attention, with the options that the models choose from: grouped keys, rotary positions, normalised heads, a bias,
+fewer keys than places.
 
 Letters: b batch, n queries, m keys, h heads, g heads of keys and values, e channels of a head, t frames, s patches of a
 frame, c channels, l text tokens.
@@ -88,14 +89,60 @@ class SoftmaxAttention(nn.Module):
         return attend(q, k, v, causal=self.causal)
 
 
+class LowRankAttention(nn.Module):
+    """Linformer (Wang et al., arXiv 2006.04768): attention to `rows` weighted sums of all keys, and of all values.
+
+    The weights E and F (`rows` x `places`) are learned, a column for each place, and all heads share them. A sequence
+    of fewer places takes the first columns; of more it is refused. What queries see is as long whatever the sequence,
+    so that the cost grows with the places, not with their square.
+    """
+
+    def __init__(self, rows: int, places: int):
+        super().__init__()
+        if rows < 1 or places < 1:
+            raise ValueError(f"low_rank=({rows}, {places}): it is (rows, places), how many sums of up to how many keys")
+        self.rows, self.places = rows, places
+        self.of_keys = nn.Parameter(torch.empty(rows, places))
+        self.of_values = nn.Parameter(torch.empty(rows, places))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A sum over all places starts as large as one of them, if those are independent."""
+        for weight in (self.of_keys, self.of_values):
+            nn.init.normal_(weight, std=self.places**-0.5)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, *self.project(k, v))
+
+    def project(self, k: Tensor, v: Tensor, start: int = 0, size: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values (b m g e) of the places from `start` on, of `size` -> what they add to the sums (b r g e)."""
+        size = k.shape[1] if size is None else size
+        if size > self.places:
+            raise ValueError(
+                f"attention of low rank has weights for {self.places} places and got {size}: build the model with "
+                f"low_rank=({self.rows}, {size}), or give it shorter sequences"
+            )
+
+        def weighed(x: Tensor, weight: Tensor) -> Tensor:
+            own = weight[:, start : start + x.shape[1]].expand(len(x), -1, -1)
+            return torch.bmm(own, x.flatten(2)).unflatten(2, x.shape[2:])
+
+        return weighed(k, self.of_keys), weighed(v, self.of_values)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries (b n h e) and the sums over all places."""
+        return attend(q, k, v)
+
+
 class SelfAttention(nn.Module):
     """Self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
 
     ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one. ``kv_heads``
     is the number of heads of keys and values: ``heads`` of them unless told otherwise, fewer for grouped-query
     attention, 1 for multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an
-    RMSNorm with weights of its own on each head of them, "before" or "after" that. All but ``core`` is the same for
-    every place, unless there is a rotation.
+    RMSNorm with weights of its own on each head of them, "before" or "after" that. ``low_rank``, (rows, places), is
+    Linformer's: see ``LowRankAttention``. All but ``core`` is the same for every place, unless there is a rotation.
     """
 
     # what `core` computes over, for models to say where theirs are; query heads (g r) in groups that share a head g
@@ -115,10 +162,13 @@ class SelfAttention(nn.Module):
         kv_heads: int | None = None,
         rope: str | None = None,
         qk_norm: str | None = None,
+        low_rank: tuple[int, int] | None = None,
     ):
         super().__init__()
         width = dim if width is None else width
-        self.core = SoftmaxAttention(causal)
+        if low_rank is not None and causal:
+            raise ValueError(f"low_rank={low_rank} sums over later places too: it cannot be causal")
+        self.core = SoftmaxAttention(causal) if low_rank is None else LowRankAttention(*low_rank)
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         if width % heads:
             raise ValueError(f"{width} channels do not divide into heads={heads}")

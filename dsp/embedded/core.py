@@ -92,8 +92,14 @@ class AttentionCore(Distributed):
     """Softmax attention of queries, keys and values that are ready, each (batch, place, heads, channels).
 
     Its pattern, in the stage notation, computes over the places and names the heads: "(b t) [s] (g r) [e], (b t) [s] g
-    [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]". It has no parameters, and `causal` if no place sees a later one.
+    [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]". Parameters it has are the same for all heads; `causal` is True if no
+    place sees a later one.
     """
+
+    @classmethod
+    def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
+        """What runs this core by the method."""
+        return cls(core, stage, along)
 
     def __init__(self, core: Stage, stage: Stage, along: str) -> None:
         super().__init__(core.name, core.module)

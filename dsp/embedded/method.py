@@ -44,7 +44,7 @@ def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
             if any(along not in p.names for p in stage.pattern.outputs):
                 raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave its cores out")
             stage.reach = along
-            stage.inside.append(kind(core, stage, along))
+            stage.inside.append(kind.of(core, stage, along))
         return stages, root
 
     return prepare

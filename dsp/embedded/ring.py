@@ -21,8 +21,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore, busiest
+from dsp.embedded.low_rank import LowRank
 from dsp.glue import Peers, Place
-from dsp.stages import Sends
+from dsp.notation import NotationError
+from dsp.stages import Sends, Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
 _lib.define(
@@ -172,6 +174,19 @@ def _cost(k: Tensor, sizes: Sequence[int], rank: int) -> tuple[int, int]:
 
 class Ring(AttentionCore):
     label = "ring"
+
+    def __init__(self, core: Stage, stage: Stage, along: str) -> None:
+        super().__init__(core, stage, along)
+        if next(core.module.parameters(), None) is not None:
+            raise NotationError(
+                f"core {core.name!r} has parameters, and ring attention is softmax attention alone: give it the sums "
+                "of Linformer (rows, project, attend: dsp.embedded.low_rank), or use method='dsp' or 'ulysses'"
+            )
+
+    @classmethod
+    def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
+        sums = all(hasattr(core.module, name) for name in ("rows", "project", "attend"))
+        return (LowRank if sums else cls)(core, stage, along)
 
     def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = bool(getattr(self.module, "causal", False))

@@ -12,7 +12,7 @@ both readings. Parameters, with 4 latent channels in and out:
 modulated by adaLN-single (Open-Sora's kind; the paper names none). ``block="stdit"`` follows the names: the layer of
 Open-Sora 1.0 (STDiT), 20 hidden^2 with text and 16 without, is modulated spatial attention, temporal attention on the
 plain residual behind the same gate, attention to text, and one modulated MLP. Table 5 prints 2038 for the hidden size
-of 3b, which 32 heads do not divide: 2048.
+of 3b, which 32 heads do not divide: 2048. ``low_rank`` makes the spatial attention Linformer's, for very large frames.
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
 channels, l text tokens, k what is left of a conditioning vector.
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention, SelfAttention
+from zoo.attention import CrossAttention, LowRankAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
@@ -62,9 +62,12 @@ class Config:
     block: str = "paper"  # or "stdit"
     num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
     caption_channels: int | None = None  # of the text, 0 for none; None is 4096 (T5) with "stdit" and 0 with "paper"
+    low_rank: tuple[int, int] | None = None  # spatial attention to so many sums of keys, of up to so many patches
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
+        if self.low_rank is not None:
+            object.__setattr__(self, "low_rank", tuple(self.low_rank))
         if self.block not in ("paper", "stdit"):
             raise ValueError(f"block={self.block!r}: there are 'paper' and 'stdit'")
         if self.caption_channels is None:
@@ -81,9 +84,9 @@ class Config:
 class PaperLayer(nn.Module):
     """Two whole blocks, one over space and one over time (appendix A.1, figure 10)."""
 
-    def __init__(self, dim: int, heads: int, first: bool):
+    def __init__(self, dim: int, heads: int, first: bool, low_rank: tuple[int, int] | None):
         super().__init__()
-        self.spatial = Block(dim, heads, "s", ScaleShiftTable(dim, 6))
+        self.spatial = Block(dim, heads, "s", ScaleShiftTable(dim, 6), low_rank=low_rank)
         self.temporal = Block(dim, heads, "t", ScaleShiftTable(dim, 6), positions=first)
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
@@ -96,7 +99,7 @@ class Transformer2D(nn.Module):
 
     x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes``, context (b l caption_channels)
     and context_mask (b l, True for tokens to be seen) with ``caption_channels`` -> (b o t h w). Any number of frames;
-    frames of any size.
+    frames of any size, or with ``low_rank`` of up to as many patches as it says.
     """
 
     def __init__(self, config: Config):
@@ -123,11 +126,11 @@ class Transformer2D(nn.Module):
         self.caption = MLP(config.caption_channels, dim, dim) if config.caption_channels else None
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(
-            PaperLayer(dim, heads, first=i == 0)
+            PaperLayer(dim, heads, first=i == 0, low_rank=config.low_rank)
             if config.block == "paper"
             else stdit.Layer(
                 ScaleShiftTable(dim, 6),
-                stdit.Spatial(dim, heads),
+                stdit.Spatial(dim, heads, low_rank=config.low_rank),
                 stdit.Temporal(dim, heads, text, time_scale=1.0 if i == 0 else None),
             )
             for i in range(config.depth)
@@ -168,7 +171,8 @@ class Transformer2D(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too, as PixArt-alpha and Open-Sora 1.0 do.
 
         Xavier, biases zero; the embedding MLPs at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer
-        and, in the stdit block, temporal and text attention start as nothing.
+        and, in the stdit block, temporal and text attention start as nothing. Attention of low rank has a start of its
+        own.
         """
         init_linear(self)
         for mlp in filter(None, (self.t_embed.mlp, self.caption)):
@@ -184,6 +188,8 @@ class Transformer2D(nn.Module):
                 init_zero(module.attention.out)
             if isinstance(module, CrossAttention):
                 init_zero(module.out)
+            if isinstance(module, LowRankAttention):
+                module.reset_parameters()
         init_zero(self.final.linear)
 
     def example_inputs(
