@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -35,7 +35,7 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks
 from zoo.training import config as cfg
 from zoo.training.ema import MovingAverage
-from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward
+from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward, total
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
@@ -295,7 +295,7 @@ def dry_run(config: cfg.Config) -> None:
         objective = task.objective(model)
         compile_and_recompute(config, model)
         plan = make_plan(config, task, objective, sp)
-    activations, table = estimate(config, task, model)
+    activations, table, whole = estimate(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
@@ -310,27 +310,134 @@ def dry_run(config: cfg.Config) -> None:
         print(f"  {size(held):>10}  {what}")
     print(f"\n{advise(config, model, table, sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    if hardware := known_hardware(config):
+        steps = Steps(config, task, objective, hardware, table, whole)
+        print(f"\n{steps.table(dp, sp, replicate)}")
 
 
-def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[..., Any]]:
-    """What a forward keeps, and the table of memory a rank for any sp, and for any way to recompute."""
+def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[..., Any], int]:
+    """What a forward keeps, the table of memory a rank for any sp and any way to recompute, and of what a forward
+    keeps the bytes that a method needs on every rank which has activations whole."""
     dtype, stages, way = compute_dtype(config), repeated_stages(model), config.train.checkpoint_activations
     kept = saved_for_backward(
         lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
         lambda objective: recomputed_modules(objective.model), dtype=dtype,
         once=lambda modules, *told: twins.once(twins.alike(modules), *told),
     )  # fmt: skip
-    return kept[way], lambda sp, way=way: memory_table(
-        model, stages, shards=config.parallel.dp_shard * sp, ema=config.train.ema > 0,
+    return kept[way], lambda sp, way=way, shard=config.parallel.dp_shard: memory_table(
+        model, stages, shards=shard * sp, ema=config.train.ema > 0,
         accumulation=config.train.accumulation, width=dtype.itemsize,
         activations=-(-kept[way].bytes // sp),
+    ), total(kept[way].always)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step by a method on dp x sp ranks: its seconds, what it holds of a rank's memory, and its tokens."""
+
+    method: str
+    dp: int
+    sp: int
+    seconds: dsp.hardware.Estimate
+    held: int
+    tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds.step
+
+
+class Steps:
+    """How long a step takes on some hardware, by method and mesh, and whether it fits; on one process, from plans."""
+
+    def __init__(
+        self, config: cfg.Config, task: Task, objective: nn.Module, hardware: dsp.Hardware,
+        table: Callable[..., Any], whole: int,
+    ) -> None:  # fmt: skip
+        self.config, self.task, self.objective, self.hardware = config, task, objective, hardware
+        self.memory_table, self.whole = table, whole
+        self.count = sum(p.numel() for p in objective.parameters())
+        self.stages = len(repeated_stages(objective.model))
+
+    def plan(self, method: str, sp: int) -> dsp.Plan:
+        parallel = replace(self.config.parallel, method=method)
+        with torch.device("meta"):
+            return make_plan(replace(self.config, parallel=parallel), self.task, self.objective, sp)
+
+    def timing(self, method: str, dp: int, sp: int, replicate: int = 1) -> Timing:
+        """Of dp groups of sp ranks, of which `replicate` sets have the weights each; UserError if it cannot be."""
+        plan, train, shard = self.plan(method, sp), self.config.train, dp // replicate
+        width, rest = compute_dtype(self.config).itemsize, self.count - plan.cut_weights
+        weights = dsp.hardware.fully_sharded(
+            rest * width, rest * 4, shard * sp, replicate=replicate, calls=self.stages + 1, batches=train.accumulation
+        )
+        weights += dsp.hardware.all_reduced(plan.cut_weights / sp * 4, dp, stride=sp)
+        seconds = plan.takes(self.hardware, weights, batches=train.accumulation)
+        held = self.memory_table(sp, shard=shard)[-1][1]
+        held += 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
+        held += 0 if plan.chosen else self.whole * (sp - 1) // sp
+        return Timing(method, dp, sp, seconds, held, self.task.batch_tokens() * train.accumulation * dp)
+
+    def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
+        """Of all methods that can run so."""
+        found = []
+        for method in dsp.embedded.METHODS if sp > 1 else ("dsp",):  # one rank has no method
+            with suppress(UserError):
+                found.append(self.timing(method, dp, sp, replicate))
+        return found
+
+    def fits(self, timing: Timing) -> bool:
+        return timing.held <= (self.config.parallel.memory or math.inf) * 2**30 and timing.held <= self.hardware.memory
+
+    def best(self, ranks: int) -> Timing | None:
+        """Which (dp, sp, method) trains on most tokens a second, of those that fit, the weights over all ranks."""
+        sizes = [sp for sp in range(1, ranks + 1) if ranks % sp == 0]
+        fitting = [found for sp in sizes for found in self.supported(ranks // sp, sp) if self.fits(found)]
+        return max(fitting, key=lambda found: found.rate, default=None)
+
+    def table(self, dp: int, sp: int, replicate: int = 1) -> str:
+        options, far = self.config.hardware, self.hardware.network
+        where = f"{self.hardware.link.name} in nodes of {options.node}, {far.name} between"  # type: ignore[union-attr]
+        head = ["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]
+        rows = [head]
+        for found in self.supported(dp, sp, replicate):
+            e = found.seconds
+            parts = [f"{100 * part / e.step:.1f}%" for part in (e.compute, e.comm, e.weights)]
+            held = size(found.held) + ("" if self.fits(found) else ", too much")
+            rows.append([found.method, dsp.hardware.clock(e.step), *parts, amount(found.rate), held])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        best = self.best(dp * sp)
+        verdict = f"no dp x sp of {dp * sp} ranks fits {size(self.hardware.memory)}"
+        if best:
+            method = f" with {best.method}" if best.sp > 1 else ""
+            verdict = (
+                f"the most tokens/s on {dp * sp} ranks: dp={best.dp} x sp={best.sp}{method}, "
+                f"{dsp.hardware.clock(best.seconds.step)} a step, {amount(best.rate)} tokens/s"
+            )
+        title = (
+            f"a step on {options.device} (products at {options.products:.0%} of the peak), {where}: shares of "
+            "computing, of sequence parallelism's communication, and of the weights' that computing does not hide"
+        )
+        return "\n".join([title, *lines, verdict])
+
+
+def known_hardware(config: cfg.Config) -> dsp.Hardware | None:
+    """What the configuration says that it runs on, if it does."""
+    options = config.hardware
+    if options.device is None:
+        return None
+    return user_error(
+        dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
+        stream=options.stream, link=options.link, network=options.network, node=options.node, prefix="hardware: ",
     )  # fmt: skip
 
 
 def advise(config: cfg.Config, model: nn.Module, table: Callable[..., Any], sp: int) -> str:
-    memory = int((config.parallel.memory or 80) * 2**30)
+    hardware = known_hardware(config)
+    memory = config.parallel.memory * 2**30 if config.parallel.memory else hardware.memory if hardware else 80 * 2**30
     needs = {way: lambda n, way=way: table(n, way)[-1][1] for way in recomputed_modules(model)}
-    return fitting(needs, config.train.checkpoint_activations, memory, sp)
+    return fitting(needs, config.train.checkpoint_activations, int(memory), sp)
 
 
 def out_of_memory(config: cfg.Config) -> UserError:
@@ -339,7 +446,7 @@ def out_of_memory(config: cfg.Config) -> UserError:
     task = cfg.create_task(config)
     with torch.device("meta"):
         model = task.model()
-    activations, table = estimate(config, task, model)
+    activations, table, _ = estimate(config, task, model)
     largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
     advice = advise(config, model, table, sp)
     error = UserError(f"out of memory: {advice}\n  largest activations, over {sp} ranks: {largest}")

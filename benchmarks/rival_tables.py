@@ -3,11 +3,12 @@
     python benchmarks/rival_tables.py          prints them
     python benchmarks/rival_tables.py --write  and puts them into the page
 
-They are read from docs/images/{wire,cluster,memory,gpu}.json; what has not been measured says so. The paper is Zhao et
-al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
+They are read from docs/images/{wire,cluster,memory,gpu,cost-model}.json; what has not been measured says so. The paper
+is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -283,6 +284,169 @@ def gpu_table() -> Iterator[str]:
     yield f"| the copies of a switch / one copy, at {rate:,.0f} GB/s | {copies:.2f} |"
 
 
+def cost() -> dict[str, Any] | None:
+    return read("cost-model")
+
+
+def no_cost() -> str:
+    return "Not made yet: `python benchmarks/cost_model.py` writes `images/cost-model.json`, which this is read from."
+
+
+def cost_when_table() -> Iterator[str]:
+    found = cost()
+    if found is None:
+        yield no_cost()
+        return
+    one, values = found["calibration"], found["calibration"]["parameters"]
+    over = f"{one['over']} of {len(one['points'])} are over {found['aim']:.0%}"
+    again = one["repeats"]
+    yield (
+        f"`{found['command']}`, {found['date']}, from the measurements of {found['measured']['date']}: the error of a "
+        f"point has a median of {one['median']:.1%} and is {one['worst']:.0%} at the worst; {over}. (What was measured "
+        f"twice, {again['count']} points, differs by {again['median']:.1%}, at most {again['worst']:.0%}.) Fitted: "
+        f"{1e-9 / values['compute'] if values['compute'] else math.inf:.3g} GFLOP/s a core, "
+        f"{1e-9 / values['memory'] if values['memory'] else math.inf:.3g} GB/s of its memory, "
+        f"{1e3 * values['latency']:.2g} ms a collective, and times the bytes at the link's measured rate: "
+        + ", ".join(f"{name} {values[name]:.2f}" for name in ("all-to-all", "hops", "gathers", "all-reduce"))
+        + "."
+    )
+    yield "\n![The cost model beside the measurements, and for clusters](images/cost-model.svg)"
+
+
+def cost_table() -> Iterator[str]:
+    """Signed errors of every point, predicted without it: of the step, and of the forward."""
+    found = cost()
+    if found is None:
+        yield no_cost()
+        return
+    points = {(p["kind"], p["rate"], p["ranks"], p["method"], p["mode"]): p for p in found["calibration"]["points"]}
+    methods = [m for m in METHODS if any(key[3] == m for key in points)]
+
+    def error(key: tuple[Any, ...]) -> str:
+        if key not in points:
+            return ""
+        value = points[key]["error"]
+        return f"**{value:+.0%}**" if abs(value) > found["aim"] else f"{value:+.0%}"
+
+    yield "| link | ranks | " + " | ".join(METHODS[m] for m in methods) + " |"
+    yield "|---|---|" + "---|" * len(methods)
+    for kind, rate, n in dict.fromkeys(key[:3] for key in points):
+        pairs = ([error((kind, rate, n, m, mode)) for mode in ("train", "infer")] for m in methods)
+        cells = [" / ".join(filter(None, pair)) for pair in pairs]
+        name = rate_name(rate) if kind == "sweep" else f"{rate_name(rate)}, {kind}"
+        yield f"| {name} | {n} | " + " | ".join(cells) + " |"
+
+
+def between(values: list[float], form: str = ".2f") -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def cost_paper_table() -> Iterator[str]:
+    """Every number that the paper's text has of its figures 5 to 8 and table 9, and the model's."""
+    found = cost()
+    if found is None:
+        yield no_cost()
+        return
+    five = {(r["size"], r["frames"], r["method"]): r for r in found["figure_5"]}
+
+    def ahead(method: str) -> str:
+        return between([five[s, f, "dsp"]["rate"] / r["rate"] for (s, f, m), r in five.items() if m == method])
+
+    def lost(method: str) -> list[float]:
+        drops = []
+        for size in {key[0] for key in five}:
+            mine = sorted((f, r["useful"]) for (s, f, m), r in five.items() if (s, m) == (size, method))
+            drops.append(1 - mine[-1][1] / mine[0][1])
+        return drops
+
+    def gains(figure: str, key: str, method: str) -> str:
+        rows = {(r["size"], r["frames"], r["ranks"], r["method"]): r[key] for r in found[figure] if key in r}
+        pairs = [(rows[(*case, "dsp")], value) for (*case, m), value in rows.items() if m == method]
+        return between([a / b if key == "rate" else b / a for a, b in pairs])
+
+    def rate(figure: str, size: str, frames: int, n: int) -> float:
+        rows = (r for r in found[figure] if (r["size"], r["frames"], r["ranks"]) == (size, frames, n))
+        return next(r["rate"] for r in rows if r["method"] == "dsp")
+
+    others = [m for m in METHODS if m != "dsp"]
+    in_five = [m for m in others if any(key[2] == m for key in five)]
+    all_of = {m: METHODS[m] for m in others}
+    yield "| | paper | model |"
+    yield "|---|---|---|"
+    yield f"| figure 5, tokens/s of DSP / Ulysses | 1.32 to 1.75 | {ahead('ulysses')} |"
+    rest = ", ".join(f"{METHODS[m]} {ahead(m)}" for m in in_five if m != "ulysses")
+    yield f"| figure 5, of DSP / others | up to 10 | {rest} |"
+    yield f"| figure 5, FLOPS of DSP lost from 0.5M to 4M tokens | 23% at most | {between(lost('dsp'), '.1%')} |"
+    rest = ", ".join(f"{METHODS[m]} {between(lost(m), '.0%')}" for m in in_five)
+    yield f"| figure 5, of the others, to their longest | 40% at least | {rest} |"
+    rest = ", ".join(f"{name} {gains('figure_6', 'rate', m)}" for m, name in all_of.items())
+    yield f"| figure 6, weak scaling: tokens/s of DSP / others | more than 1.807 | {rest} |"
+    loss = 1 - rate("figure_6", "3b", 128, 64) / rate("figure_6", "3b", 128, 8) / 8
+    yield f"| figure 6, lost by DSP a GPU from 8 to 64 | 15% | {loss:.1%} (3B) |"
+    speed = [rate("figure_7", s, f, n) / rate("figure_7", s, f, 1) for s, f, n in (("720m", 64, 8), ("3b", 16, 4))]
+    both = ", ".join(f"{s:.2f}" for s in speed)
+    yield f"| figure 7, strong scaling: DSP on 8 (720M) and 4 (3B) GPUs / one | 8, 4 (linear) | {both} |"
+    rest = ", ".join(f"{name} {gains('figure_7', 'rate', m)}" for m, name in all_of.items())
+    yield f"| figure 7, tokens/s of DSP / others | more, no number | {rest} |"
+    rest = ", ".join(f"{name} {gains('figure_7', 'forward', m)}" for m, name in all_of.items())
+    yield f"| figure 8, latency of others / DSP | more, no number | {rest} |"
+    nine = {(r["method"], r["ranks"]): r["seconds"] for r in found["table_9"]}
+    sizes = sorted({n for _, n in nine})
+    for method, (_, ms) in ((m, row) for m, row in TABLE_9.items() if m != "dsp"):
+        ratios = ", ".join(f"{nine[method, n] / nine['dsp', n]:.1f} on {n}" for n in sizes)
+        yield f"| table 9, communication of {METHODS[method]} / DSP at 8M tokens | {ms / 914:.1f} | {ratios} |"
+
+
+def cost_ranks_table() -> Iterator[str]:
+    """By method over N: one sample on all ranks, in seconds; and the best dp x sp, in tokens/s."""
+    found = cost()
+    if found is None:
+        yield no_cost()
+        return
+    rows = {(r["kind"], r["ranks"], r["method"]): r for r in found["ranks"]}
+    sizes = sorted({n for _, n, _ in rows})
+    yield "| | method | " + " | ".join(f"{n}" for n in sizes) + " |"
+    yield "|---|---|" + "---|" * len(sizes)
+    for kind, title in (("one sample", "4M tokens on all, s"), ("best", "0.5M tokens, best dp × sp, k tokens/s")):
+        for method in METHODS:
+            cells = []
+            for n in sizes:
+                r = rows.get((kind, n, method))
+                if r is None:
+                    cells.append("none")
+                elif kind == "best":
+                    cells.append(f"{r['tokens_per_s'] / 1e3:.0f} ({r['dp']} × {r['sp']})")
+                else:
+                    cells.append(f"{r['seconds']:.1f}" + ("" if r["fits"] else "*"))
+            yield f"| {title} | {METHODS[method]} | " + " | ".join(cells) + " |"
+
+
+def cost_best_table() -> Iterator[str]:
+    """The best (dp, sp, method) for a model, a length and a cluster."""
+    found = cost()
+    if found is None:
+        yield no_cost()
+        return
+    yield "| model | tokens a sample | cluster | best | a step | tokens/s | GiB a rank | best without DSP |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for r in found["best"]:
+        tokens = r["frames"] * found["patches"]
+        head = [r["size"].upper(), f"{tokens / 2**20:g}M", f"{r['ranks']} {r['device'].upper()}"]
+        best, rival = r["best"], r["rival"]
+        if best is None:
+            yield "| " + " | ".join([*head, "does not fit", "", "", "", ""]) + " |"
+            continue
+        name = f"dp {best['dp']} × sp {best['sp']}" + (f", {METHODS[best['method']]}" if best["sp"] > 1 else "")
+        numbers = [f"{best['seconds']:.1f} s", f"{best['tokens_per_s']:,.0f}", f"{best['held'] / 2**30:.0f}"]
+        other = ""
+        if rival and best["sp"] > 1:
+            how = METHODS[rival["method"]] if rival["sp"] > 1 else "no sp"
+            lead = rival["tokens_per_s"] / best["tokens_per_s"] - 1
+            other = f"dp {rival['dp']} × sp {rival['sp']}, {how}: {lead:+.1%}"
+        yield "| " + " | ".join([*head, name, *numbers, other]) + " |"
+
+
 TABLES = {
     "wire-when": lambda: when("wire"),
     "wire": wire_table,
@@ -298,6 +462,11 @@ TABLES = {
     "rsa": rsa_table,
     "long": long_table,
     "gpu": gpu_table,
+    "cost-when": cost_when_table,
+    "cost": cost_table,
+    "cost-paper": cost_paper_table,
+    "cost-ranks": cost_ranks_table,
+    "cost-best": cost_best_table,
 }
 
 

@@ -1,16 +1,21 @@
 """What a mesh axis runs on: links, memory and speed of a rank; and what a plan then takes in seconds.
 
 A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / bandwidth`` (Hockney's model): alpha is
-latency, what it takes however little it carries. Compute is counted FLOPs over the FLOP/s that a rank achieves. Nothing
-overlaps. This is arithmetic for decisions (how many ranks, are they worth it), not a prediction to the percent:
-operations limited by memory, data loading, and the collectives of data parallelism are not in it.
+latency, what it takes however little it carries. Compute is counted FLOPs over the FLOP/s that a rank achieves, and,
+where the rate of its memory is given, the bytes that operations touch over that. What sequence parallelism sends waits
+for what it computes; the collectives of the weights may run beside computing. This is arithmetic for decisions (how
+many ranks, which method, are they worth it); benchmarks/cost_model.py holds it to measurements. Data loading and the
+optimizer are not in it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,13 +65,53 @@ LINKS: dict[str, Link] = {
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind over `size` ranks: the bytes that the busiest one sends in all of them, and how many.
+
+    The kinds are those of `dsp.count_comm`: "switch" is an all-to-all, and so is "reduce_scatter", with a sum of its
+    own; "gather" and "all_reduce"; "ring" for hops to the next rank; and FSDP's "all_gather_into_tensor" and
+    "reduce_scatter_tensor". stride: how far apart the ranks are, 1 for neighbours, the size of the axes inside of this
+    one for an axis that is not innermost on the mesh.
+    """
+
+    kind: str
+    bytes: float
+    calls: int
+    size: int
+    stride: int = 1
+
+
+def all_reduced(gradients: float, size: int, *, stride: int = 1, calls: int = 1) -> list[Exchange]:
+    """What averages so many bytes of gradients over ranks that all have them, as DDP does."""
+    return [Exchange("all_reduce", 2 * gradients * (size - 1) / size, calls, size, stride)] if size > 1 else []
+
+
+def fully_sharded(
+    weights: float, gradients: float, shard: int, *, replicate: int = 1, calls: int = 1, batches: int = 1
+) -> list[Exchange]:
+    """What FSDP sends in a step in which `shard` neighbours share the weights, and `replicate` such groups have them.
+
+    weights, gradients: bytes of all that are gathered and of all that are averaged, each in its own dtype. Weights are
+    gathered `calls` at a time for forward and again for backward, in each of `batches` that a step accumulates; then
+    gradients are reduce-scattered, and a rank's part of them is averaged with the other groups'.
+    """
+    found = []
+    if shard > 1:
+        part = (shard - 1) / shard
+        found.append(Exchange("all_gather_into_tensor", 2 * batches * weights * part, 2 * batches * calls, shard))
+        found.append(Exchange("reduce_scatter_tensor", gradients * part, calls, shard))
+    return found + all_reduced(gradients / shard, replicate, stride=shard, calls=calls)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What the ranks of one mesh axis are, and how they are joined.
 
     link: between the ranks of a node (a `Link`, or a name in `LINKS`); memory: bytes a rank has; flops: FLOP/s that a
     rank achieves on this model, such as 0.4 times the peak of its data sheet; network: the link between nodes, for an
     axis that is longer than one; node: how many ranks of this axis share a node. For an axis that is not innermost on
-    the mesh, `node` is 1.
+    the mesh, `node` is 1. stream: bytes a second that memory gives operations; without it they take their FLOPs alone.
+    share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given.
     """
 
     link: Link | str
@@ -74,6 +119,8 @@ class Hardware:
     flops: float
     network: Link | str | None = None
     node: int = 8
+    stream: float = math.inf
+    share: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("link", "network"):
@@ -82,43 +129,91 @@ class Hardware:
                 if value not in LINKS:
                     raise ValueError(f"no link {value!r} in the table; it has {', '.join(LINKS)}, or make a dsp.Link")
                 object.__setattr__(self, name, LINKS[value])
-        if not (self.memory > 0 and self.flops > 0 and self.node >= 1):
+        if not (self.memory > 0 and self.flops > 0 and self.node >= 1 and self.stream > 0):
             raise ValueError(
-                f"memory is in bytes, flops a second and node in ranks, got memory={self.memory!r}, "
-                f"flops={self.flops!r}, node={self.node!r}"
+                f"memory is in bytes, flops and stream a second and node in ranks, got memory={self.memory!r}, "
+                f"flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
             )
 
-    def axis(self, size: int) -> Link:
-        """The link of an axis of `size` ranks.
+    def axis(self, size: int, kind: str = "switch", stride: int = 1) -> Link:
+        """The link of an axis of `size` ranks, `stride` apart, as a kind of collective has it.
 
-        Within a node it is `link`. Beyond, a rank sends (size - node) of every (size - 1) bytes over the network and
-        the rest over its node's link at the same time; the slower of the two decides, nearly always the network.
+        Within a node it is `link`. Beyond, in an all-to-all a rank sends (size - node) of every (size - 1) bytes over
+        the network and the rest over its node's link at the same time; the slower of the two decides, nearly always
+        the network. What goes from rank to rank crosses the network once a node: gathers and reductions do so in as
+        many rings as a node has ranks, each with a network port of its own; a ring of hops waits for its slowest.
         """
         assert isinstance(self.link, Link)
-        if size <= self.node:
-            return self.link
+        node, part = max(1, self.node // stride), self.share.get(kind, 1.0)
+        if size <= node:
+            return self.link if part == 1 else Link(self.link.name, self.link.alpha, self.link.bandwidth * part)
         if self.network is None:
             raise ValueError(
-                f"{size} ranks are more than one node of {self.node}: say what joins the nodes, such as "
+                f"{size} ranks are more than one node of {node}: say what joins the nodes, such as "
                 'dsp.Hardware(..., network="infiniband-ndr"), or how many ranks a node has, node='
             )
         assert isinstance(self.network, Link)
-        near = self.link.bandwidth * (size - 1) / (self.node - 1) if self.node > 1 else float("inf")
-        far = self.network.bandwidth * (size - 1) / (size - self.node)
-        return Link(self.network.name, max(self.link.alpha, self.network.alpha), min(near, far))
+        near, far = self.link.bandwidth, self.network.bandwidth
+        if kind in ("switch", "reduce_scatter"):
+            near = near * (size - 1) / (node - 1) if node > 1 else math.inf
+            far = far * (size - 1) / (size - node)
+        elif kind != "ring":
+            near = near * node / (node - 1) if node > 1 else math.inf
+            far = far * node
+        return Link(self.network.name, max(self.link.alpha, self.network.alpha), min(near, far) * part)
+
+    def seconds(self, *exchanges: Exchange) -> float:
+        return sum(self.axis(e.size, e.kind, e.stride).seconds(e.bytes, e.calls) for e in exchanges)
+
+    def computing(self, flops: float, touched: float) -> float:
+        return flops / self.flops + touched / self.stream
+
+
+# name: peak FLOP/s in bf16 and in fp32 (no TF32), memory in GB and its GB/s, link within a node of 8, network between,
+# all of data sheets: dense products, SXM modules with one 400 Gbit/s port each (A100 and L40S: 200 and 100)
+ACCELERATORS: dict[str, tuple[float, float, float, float, str, str]] = {
+    "a100": (312e12, 19.5e12, 80, 2039, "nvlink3", "infiniband-hdr"),
+    "h100": (989e12, 67e12, 80, 3350, "nvlink4", "infiniband-ndr"),
+    "h200": (989e12, 67e12, 141, 4800, "nvlink4", "infiniband-ndr"),
+    "b200": (2250e12, 75e12, 180, 7700, "nvlink5", "infiniband-ndr"),
+    "l40s": (362e12, 91.6e12, 48, 864, "pcie4", "ethernet-100g"),
+}
+
+
+def accelerator(
+    name: str, *, dtype: torch.dtype = torch.bfloat16, products: float = 0.5, stream: float = 0.8, **changes: Any
+) -> Hardware:
+    """The hardware of nodes of a known accelerator; `changes` are other arguments of `Hardware`, None for the table's.
+
+    products: the share of the peak that matrix products and attention reach; stream: the share of its memory's rate
+    that all operations reach.
+    """
+    if name not in ACCELERATORS:
+        raise ValueError(f"no accelerator {name!r} in the table; it has {', '.join(ACCELERATORS)}")
+    if not (0 < products <= 1 and 0 < stream <= 1):
+        raise ValueError(f"products and stream are shares of the data sheet's, in (0, 1], got {products} and {stream}")
+    half, single, memory, rate, link, network = ACCELERATORS[name]
+    peak = half if dtype.itemsize == 2 else single
+    known: dict[str, Any] = {"link": link, "network": network, "memory": memory * GB}
+    known |= {key: value for key, value in changes.items() if value is not None}
+    return Hardware(flops=products * peak, stream=stream * rate * GB, **known)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step: computing, and communicating, on the busiest rank; and all of it on one rank alone."""
+    """Seconds of one step: computing, and communicating, on the busiest rank; and all of it on one rank alone.
+
+    weights: what the collectives of the weights take beside that, where the step was given any.
+    """
 
     compute: float
     comm: float
     alone: float
+    weights: float = 0.0
 
     @property
     def step(self) -> float:
-        return self.compute + self.comm
+        return self.compute + self.comm + self.weights
 
     @property
     def speedup(self) -> float:
@@ -163,4 +258,7 @@ def clock(seconds: float) -> str:
     raise AssertionError
 
 
-__all__ = ["LINKS", "Estimate", "Hardware", "Link", "clock", "measure"]
+__all__ = [
+    "ACCELERATORS", "LINKS", "Estimate", "Exchange", "Hardware", "Link", "accelerator", "all_reduced", "clock",
+    "fully_sharded", "measure",
+]  # fmt: skip

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsp.hardware import Estimate, Hardware, clock
+from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
 from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
-from dsp.stages import Sends, Stage, find_stages
+from dsp.stages import Sends, Sent, Stage, add_sent, find_stages
 from dsp.trace import Trace, trace
 
 
@@ -89,9 +89,10 @@ class Plan:
     checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
     forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
     gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
-    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. `exact`
-    is False when the search was cut. hardware: what the plan is for, if that was said; then `estimate` has the seconds
-    of a step.
+    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. touched:
+    bytes that operations read and write in a step, likewise, where nothing is fused. sends: bytes and calls by phase
+    and kind of collective. `exact` is False when the search was cut. hardware: what the plan is for, if that was said;
+    then `estimate` has the seconds of a step.
     """
 
     size: int
@@ -106,6 +107,10 @@ class Plan:
     flops: int = 0
     flops_alone: int = 0
     flops_whole: int = 0
+    touched: int = 0
+    touched_alone: int = 0
+    cut_weights: int = 0  # numbers of all ranks' weights that the method cuts over them
+    sends: dict[str, Sent] = field(default_factory=dict)
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
@@ -124,9 +129,34 @@ class Plan:
         """Seconds of a step. Raises ValueError for a plan made without ``hardware=``."""
         if self.hardware is None:
             raise ValueError("how long a step takes depends on the hardware: dsp.plan(..., hardware=dsp.Hardware(...))")
-        link, speed = self.hardware.axis(self.size), self.hardware.flops
-        comm = link.seconds(sum(self.bytes.values()), sum(self.calls.values()))
-        return Estimate(self.flops / speed, comm, self.flops_alone / speed)
+        return self.takes(self.hardware)
+
+    def takes(
+        self, hardware: Hardware, weights: Sequence[Exchange] = (), *, batches: int = 1, overlap: bool = True
+    ) -> Estimate:
+        """Seconds of a step on some hardware, of so many such batches.
+
+        weights: the collectives of data parallelism (`dsp.hardware.all_reduced`, `fully_sharded`). With `overlap` they
+        run beside computing, as far as it lasts; else after it.
+        """
+        compute, alone = (
+            batches * hardware.computing(flops, touched)
+            for flops, touched in ((self.flops, self.touched), (self.flops_alone, self.touched_alone))
+        )
+        comm = batches * hardware.seconds(*self.exchanges)
+        waits = hardware.seconds(*weights)
+        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What the axis of this plan sends in a step, by kind."""
+        total = add_sent(*self.sends.values())
+        return [Exchange(kind, nbytes, calls, self.size) for kind, (nbytes, calls) in total.items()]
+
+    @property
+    def _mostly(self) -> str:
+        """The kind of collective that sends most: the rows of the table are priced as it."""
+        return max(self.exchanges, key=lambda e: e.bytes, default=Exchange("switch", 0, 0, self.size)).kind
 
     @property
     def advice(self) -> str:
@@ -154,7 +184,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = ["stage", "computes", "sharded", "move", "sends", "peak"]
-        link = self.hardware.axis(self.size) if self.hardware is not None else None
+        link = self.hardware.axis(self.size, self._mostly) if self.hardware is not None else None
         if link is not None:
             head.insert(5, "takes")
         rows = [
@@ -206,7 +236,7 @@ class Plan:
         ]
 
     def _timing(self, hardware: Hardware) -> list[str]:
-        link, e, calls = hardware.axis(self.size), self.estimate, sum(self.calls.values())
+        link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())
         lines = [
             f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
             f"on one rank {clock(e.alone)}"
@@ -363,12 +393,10 @@ def make_plan(
         return ("push", m.after) if push.get(m.value, "") == m.dst else ("use", m.before)
 
     taken = [op.choices[c] for op, c in zip(t.ops, solution.choices)]
-    total = dict.fromkeys(("forward", "backward", "recompute"), 0)
-    calls = dict(total)
+    sends: dict[str, Sent] = {phase: {} for phase in ("forward", "backward", "recompute")}
 
-    def count(phase: str, nbytes: int, times: int = 1) -> None:
-        total[phase] += nbytes
-        calls[phase] += times
+    def count(phase: str, kind: str, nbytes: int, times: int = 1) -> None:
+        sends[phase] = add_sent(sends[phase], {kind: (nbytes, times)})
 
     own_call: dict[Move, int] = {}
     seen: set[Any] = set()
@@ -381,15 +409,16 @@ def make_plan(
             if happens:
                 new = (phase, collective(m)) not in seen
                 seen.add((phase, collective(m)))
-                count(phase, sent, int(new))
+                back = phase == "backward" and m.kind == "gather"
+                count(phase, "reduce_scatter" if back else m.kind, sent, int(new))
                 if phase == "forward":
                     own_call[m] = int(new)
     for i, (event, own) in enumerate(zip(t.events, taken)):
-        alike = own.bytes, own.calls  # a sum in glue is its own adjoint
-        sends = event.sends[solution.choices[i]] if event.kind == "stage" else Sends(alike, alike, alike)
-        count("forward", *sends.forward)
+        alike = {"all_reduce": (own.bytes, own.calls)} if own.calls else {}  # a sum in glue is its own adjoint
+        inside = event.sends[solution.choices[i]] if event.kind == "stage" else Sends(alike, alike, alike)
+        sends["forward"] = add_sent(sends["forward"], inside.forward)
         if event.grad:
-            count("backward", *sends.backward)
+            sends["backward"] = add_sent(sends["backward"], inside.backward)
         if event.kind != "stage":
             times = int(again(i, after=True))
         elif kept_inside or not event.grad:
@@ -399,28 +428,36 @@ def make_plan(
             # within a region that is one, which saves the inputs of its last stage and stops there
             itself = again_inside or event.own
             times = itself + again(i, after=itself)
-        for _ in range(times):
-            count("recompute", *sends.recompute)
+        sends["recompute"] = add_sent(sends["recompute"], *[inside.recompute] * times)
         if event.grad:
-            for around, after in ((sends.before, False), (sends.after, True)):
+            for around, after in ((inside.before, False), (inside.after, True)):
                 if again(i, after):
-                    count("recompute", *around)
+                    sends["recompute"] = add_sent(sends["recompute"], around)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
     for size in t.whole_grads:
-        count("backward", 2 * size * (n - 1) // n)
+        count("backward", "all_reduce", 2 * size * (n - 1) // n)
     for param, v in t.inputs.items():
         if t.grads[v] and t.values[v].home == (None,):
-            count("backward", (1 if script.inputs[param] else 2) * t.values[v].nbytes * (n - 1) // n)
+            kind, times = ("gather", 1) if script.inputs[param] else ("all_reduce", 2)
+            count("backward", kind, times * t.values[v].nbytes * (n - 1) // n)
     if n == 1:
-        calls = dict.fromkeys(calls, 0)
+        sends = {phase: {} for phase in sends}
+    total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
+    calls = {phase: sum(times for _, times in sent.values()) for phase, sent in sends.items()}
 
-    everything = [t.flops(event) for event in t.events]
+    everything = [t.forwards(event) * event.flops for event in t.events]
+    touched = [tuple(t.forwards(event) * part for part in event.touched) for event in t.events]
     shares = [_share(t, stages, i, solution.choices[i], n) for i in range(len(t.ops))]
     return Plan(
         n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
         flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,
+        touched=int(sum(_touched(t, stages, i, both, shares[i]) for i, both in enumerate(touched))) + t.whole_touched
+        + 2 * sum(total.values()),  # what is sent is copied once, to lie as it goes or comes
+        touched_alone=sum(map(sum, touched)) + t.whole_touched,
+        cut_weights=sum(inside.cut for stage in stages.values() for inside in stage.inside),
+        sends=sends,
         hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
         chosen=not any(stage.whole for stage in stages.values()),
     )  # fmt: skip
@@ -463,6 +500,13 @@ def _share(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> flo
         if key is not None:
             return t.values[v].local_bytes(key, n) / max(t.values[v].nbytes, 1)
     return 1.0
+
+
+def _touched(t: Trace, stages: Mapping[str, Stage], i: int, touched: tuple[int, ...], share: float) -> float:
+    """What the busiest rank reads and writes of an op: as it computes, but for what lies outside of cut weights."""
+    event = t.events[i]
+    whole = event.kind == "stage" and stages[event.name].whole
+    return touched[0] * (1.0 if whole else share) + touched[1] * share
 
 
 def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
@@ -554,7 +598,9 @@ def plan_stages(
 ) -> Plan:
     """`plan` for stages that were found already."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    t = trace(model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype)
+    t = trace(
+        model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype, recompute=again_inside
+    )
     return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside)
 
 

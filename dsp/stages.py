@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -118,19 +118,29 @@ class Option:
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
 
 
+Sent = dict[str, tuple[int, int]]  # by kind of collective: bytes of the busiest rank, and calls
+
+
+def add_sent(*sents: Mapping[str, tuple[int, int]]) -> Sent:
+    total: Sent = {}
+    for kind, (nbytes, calls) in (item for sent in sents for item in sent.items()):
+        before = total.get(kind, (0, 0))
+        total[kind] = before[0] + nbytes, before[1] + calls
+    return total
+
+
 @dataclass(frozen=True)
 class Sends:
-    """(bytes of the busiest rank, collectives) of communication inside a stage call, by phase of a step."""
+    """Communication inside a stage call, by phase of a step; the kinds are those of `dsp.count_comm`."""
 
-    forward: tuple[int, int] = (0, 0)
-    backward: tuple[int, int] = (0, 0)
-    recompute: tuple[int, int] = (0, 0)  # if activation checkpointing runs the stage again
-    before: tuple[int, int] = (0, 0)  # of forward, where it is outside of what runs again: before the stage,
-    after: tuple[int, int] = (0, 0)  # and after it
+    forward: Sent = field(default_factory=dict)
+    backward: Sent = field(default_factory=dict)
+    recompute: Sent = field(default_factory=dict)  # if activation checkpointing runs the stage again
+    before: Sent = field(default_factory=dict)  # of forward, where it is outside of what runs again: before the stage,
+    after: Sent = field(default_factory=dict)  # and after it
 
     def __add__(self, other: Sends) -> Sends:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(Sends))
-        return Sends(*((a[0] + b[0], a[1] + b[1]) for a, b in pairs))
+        return Sends(*(add_sent(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(Sends)))
 
 
 class Inside(Protocol):
@@ -138,6 +148,10 @@ class Inside(Protocol):
 
     module: nn.Module
     label: str
+
+    @property
+    def cut(self) -> int:
+        """How many numbers its weights have that are cut over ranks."""
 
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
         """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim.

@@ -119,6 +119,7 @@ class Event:
     grad: bool = False  # whether its outputs take part in backward
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
+    touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
     random: bool = False
     sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
     shared: bool = False  # a glue op that writes into memory of which there are views
@@ -141,14 +142,15 @@ class Trace:
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
+    whole_touched: int = 0  # bytes, likewise
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
 
-    def flops(self, event: Event) -> int:
-        """Of a step, at full size: backward costs twice the forward, every activation checkpoint one forward more."""
+    def forwards(self, event: Event) -> int:
+        """What a step costs in forwards: backward is two, every activation checkpoint one more."""
         region = event.region is not None
         again = region + (event.own or (self.recompute and event.kind == "stage" and not region))
-        return event.flops * (1 + (2 + again) * event.grad)
+        return 1 + (2 + again) * event.grad
 
 
 def skeleton(
@@ -216,17 +218,26 @@ FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+# they return memory as it is
+UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
+
+
 class Watch(TorchDispatchMode):
-    """Peak bytes of the tensors a block of code makes, its FLOPs, and whether it draws random numbers."""
+    """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
+
+    `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while
+    `inside` is not 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.round = self.live = self.peak = self.flops = 0
-        self.random = False
+        self.round = 0
+        self.restart()
 
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
         self.live = self.peak = self.flops = 0
+        self.touched, self.inside = [0, 0], 0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,6 +248,13 @@ class Watch(TorchDispatchMode):
             self.flops += count(*args, **kwargs, out_val=out)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
+        aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        made = tensors_in(out)
+        if made and all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED:
+            tensors = tensors_in((args, kwargs)) + made
+            # of an expanded tensor there is less than its size
+            sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+            self.touched[self.inside > 0] += sum(sizes)
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
             return out
         for t in out if isinstance(out, (tuple, list)) else (out,):
@@ -598,6 +616,7 @@ class Recorder:
         work: int = 0,
         saved: int = 0,
         flops: int = 0,
+        touched: tuple[int, int] = (0, 0),
         random: bool = True,
         keeps_inputs: bool = False,
         sends: Mapping[str | None, Sends] | None = None,
@@ -653,7 +672,8 @@ class Recorder:
                     work=int(work * share),
                     saved=int(saved * share) + kept,
                     rank=int(option.last_resort),
-                    **dict(zip(("bytes", "calls"), inside[-1].forward)),
+                    bytes=sum(nbytes for nbytes, _ in inside[-1].forward.values()),
+                    calls=sum(calls for _, calls in inside[-1].forward.values()),
                 )
             )
         produced = [
@@ -661,7 +681,7 @@ class Recorder:
             for t, s, c in zip(tensors, out_sizes, out_cuts)
         ]
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
-        event.memory, event.flops, event.random = (work, saved), flops, random
+        event.memory, event.flops, event.touched, event.random = (work, saved), flops, touched, random
         event.grad = any(t.requires_grad for t in tensors)
         event.constants, event.sends = constants_in(output), inside
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
@@ -724,7 +744,7 @@ class Tracer(Recorder, TorchFunctionMode):
         super().__init__(n, root_sizes)
         self.recompute = recompute
         self.now: dict[str, Any] = {}  # measured of the stage that runs
-        self.whole_flops = 0
+        self.whole_flops = self.whole_touched = 0
         self.in_stage = False
         self.depth = 0
         self.glue_ops = 0
@@ -744,15 +764,17 @@ class Tracer(Recorder, TorchFunctionMode):
         with saving(kept) if region is not None else nullcontext():
             out = func(*args, **kwargs)
         self.random_glue |= self.watch.random
-        flops, known = self.watch.flops, len(self.ops)
+        flops, touched, known = self.watch.flops, sum(self.watch.touched), len(self.ops)
         self.record(index, name, args, kwargs, out, in_place(func))
         if region is not None and kept:  # an op that is no event comes after the one before
             self.saves[region] = known if len(self.events) > known else known - 0.5
-        if flops and len(self.ops) > known:
-            self.events[-1].flops = flops
-        elif flops:
+        if len(self.ops) > known:
+            self.events[-1].flops, self.events[-1].touched = flops, (touched, 0)
+        elif flops or touched:
             grad = any(t.requires_grad for t in tensors_in(out))
-            self.whole_flops += flops * (1 + (2 + (checkpoint_frame() is not None)) * grad)
+            forwards = 1 + (2 + (checkpoint_frame() is not None)) * grad
+            self.whole_flops += flops * forwards
+            self.whole_touched += touched * forwards
         return out
 
     def is_view(self, out: Tensor, x: Tensor) -> bool:
@@ -793,6 +815,11 @@ class Tracer(Recorder, TorchFunctionMode):
             for option in options:
                 more = inside.sends(args, kwargs, option.name, sizes, self.n)
                 self.sends[option.name] = self.sends.get(option.name, Sends()) + more
+            self.watch.inside += 1
+
+    def leave_inside(self) -> None:
+        if self.in_stage:
+            self.watch.inside -= 1
 
     def abandon(self) -> None:
         """Leave nothing behind if a stage raised."""
@@ -814,6 +841,7 @@ class Tracer(Recorder, TorchFunctionMode):
             "work": self.watch.peak,
             "saved": sum(storage.nbytes() for storage in self.saved.values()),
             "flops": self.watch.flops,
+            "touched": tuple(self.watch.touched),
             "random": self.watch.random,
             "sends": self.sends,
             "keeps": self.keeps,
@@ -899,6 +927,7 @@ def trace(
             own = memo.get(id(inside.module))
             if own is not None:  # else its stage is the twin of another
                 handles.append(own.register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
+                handles.append(own.register_forward_hook(lambda m, a, out: tracer.leave_inside()))
     before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
     once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
@@ -916,7 +945,7 @@ def trace(
             gather_output=gather_output, dtype=dtype, given=given, recompute=recompute, twins=False,
         )  # fmt: skip
     found = tracer.trace(resident)
-    found.recompute, found.whole_flops = recompute, tracer.whole_flops
+    found.recompute, found.whole_flops, found.whole_touched = recompute, tracer.whole_flops, tracer.whole_touched
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
     for t in tensors_in((args, kwargs)):
         if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:

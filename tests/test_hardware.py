@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dsp
 import zoo
-from dsp.hardware import measure
+from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
 
 FLOPS = 1e12
 
@@ -184,3 +184,101 @@ def test_a_measured_link(ranks) -> None:
     assert links[0].bandwidth > 1e3
     with pytest.raises(BaseException, match="two ranks or more"):
         ranks(measured, 1)
+
+
+# ---------------------------------------------------------------------------------------- collectives by kind, weights
+
+
+def test_collectives_of_the_weights() -> None:
+    """Bytes by hand: of W weights in bf16 and fp32 gradients, on 2 copies that 4 ranks share each."""
+    count = 1000
+    gather, scatter, replicas = fully_sharded(2 * count, 4 * count, 4, replicate=2, calls=3, batches=5)
+    assert gather == Exchange("all_gather_into_tensor", 2 * 5 * 2000 * 3 / 4, 2 * 5 * 3, 4)
+    assert scatter == Exchange("reduce_scatter_tensor", 4000 * 3 / 4, 3, 4)
+    assert replicas == Exchange("all_reduce", 2 * 1000 * 1 / 2, 3, 2, stride=4)
+    assert fully_sharded(2 * count, 4 * count, 1) == all_reduced(4 * count, 1) == []
+    assert all_reduced(4 * count, 4) == [Exchange("all_reduce", 2 * 4000 * 3 / 4, 1, 4)]
+
+
+def test_a_link_by_kind_of_collective() -> None:
+    near, far = dsp.Link("near", 1e-5, 100e9), dsp.Link("far", 5e-5, 10e9)
+    hardware = dsp.Hardware(near, 1e9, 1e12, network=far, node=4, share={"ring": 0.5})
+    assert hardware.axis(4, "gather") == near
+    assert hardware.axis(4, "ring").bandwidth == 50e9
+    assert hardware.axis(16, "reduce_scatter") == hardware.axis(16)  # ours is an all-to-all and a sum
+    # four rings cross from node to node, by a port each; within a node a rank has its neighbour in three of them
+    assert hardware.axis(16, "all_reduce").bandwidth == 40e9
+    slow = dsp.Hardware(near, 1e9, 1e12, network=dsp.Link("far", 5e-5, 90e9), node=4)
+    assert slow.axis(16, "gather").bandwidth == 100e9 * 4 / 3
+    assert hardware.axis(16, "ring").bandwidth == 5e9  # a hop waits for the rank at the end of its node
+    # ranks 2 apart: two to a node
+    assert hardware.axis(2, "all_reduce", stride=2) == near
+    assert hardware.axis(8, "all_reduce", stride=2).bandwidth == 20e9
+    assert hardware.axis(8, "all_reduce", stride=4).bandwidth == 10e9
+    assert hardware.seconds(Exchange("all_reduce", 1e9, 3, 8, stride=4)) == pytest.approx(3 * 5e-5 + 0.1)
+
+
+def test_seconds_with_memory_and_weights() -> None:
+    model, x = Products(), torch.randn(1, 8, 8, 8)
+    plan = dsp.plan(model, (x,), size=4)
+    assert plan.sends == {"forward": {"switch": (384, 1)}, "backward": {"switch": (384, 1)}, "recompute": {}}
+    # a product with a bias reads its input, weights and bias and writes its output, each of three three times a step
+    one = 4 * (2 * 8**3 + 8 * 8 + 8)
+    assert plan.touched_alone == 3 * 3 * one
+    assert plan.touched == 3 * 3 * one // 4 + 2 * 2 * 384  # and what is sent is copied once
+    memory = machine(stream=1e9)
+    bare, full = plan.takes(machine()), plan.takes(memory)
+    assert full.compute == pytest.approx(bare.compute + plan.touched / 1e9)
+    assert (full.comm, full.weights) == (bare.comm, 0)
+    averaged = all_reduced(1e6, 4)
+    assert plan.takes(memory, averaged, overlap=False).weights == pytest.approx(1e-3 + 1.5e6 / 1e9)
+    assert plan.takes(memory, averaged).weights == pytest.approx(1e-3 + 1.5e6 / 1e9 - full.compute)
+    assert plan.takes(machine(stream=1e3), averaged).weights == 0  # computing lasts longer
+    twice = plan.takes(memory, averaged, batches=2, overlap=False)
+    assert (twice.compute, twice.comm, twice.alone) == (2 * full.compute, 2 * full.comm, 2 * full.alone)
+    assert twice.step == twice.compute + twice.comm + twice.weights
+
+
+def test_recomputed_stages_cost_a_forward_more() -> None:
+    with torch.device("meta"):
+        model = zoo.create("transformer2d", "test")
+        kwargs = model.example_inputs()
+    made = {
+        again: dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses", recompute=again)
+        for again in (False, True)
+    }
+    with torch.no_grad():
+        forward = dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses")
+    assert made[False].flops == pytest.approx(3 * forward.flops, rel=1e-3)
+    assert 3.9 * forward.flops < made[True].flops < 4 * forward.flops  # what is in glue is not recomputed
+    (before,) = made[False].switches  # the first block, which no recomputation sends again
+    nbytes, calls = made[False].sends["forward"]["switch"]
+    assert made[True].sends["recompute"] == {"switch": (nbytes - before.bytes, calls - 1)}
+
+
+def test_whole_activations_are_touched_on_every_rank() -> None:
+    """Megatron-LM's norms and additions run on all ranks alike; Megatron-SP's do not."""
+    with torch.device("meta"):
+        model = zoo.create("transformer2d", "test")
+        kwargs = model.example_inputs()
+    lm, sp = (dsp.embedded.plan(model, kwargs=kwargs, size=2, method=f"megatron_{kind}") for kind in ("lm", "sp"))
+    assert lm.touched_alone == sp.touched_alone
+    assert sp.touched < lm.touched < lm.touched_alone + 2 * sum(lm.bytes.values())
+    assert set(lm.sends["forward"]) == {"all_reduce"}
+    assert {"gather", "reduce_scatter"} <= set(sp.sends["backward"])
+    hidden, depth = model.config.hidden, model.config.depth
+    assert lm.cut_weights == sp.cut_weights == 2 * depth * (12 * hidden**2 + 3 * hidden + 4 * hidden)
+
+
+def test_accelerators() -> None:
+    h100 = accelerator("h100", products=0.4)
+    assert (h100.flops, h100.memory, h100.link) == (0.4 * 989e12, 80e9, dsp.LINKS["nvlink4"])
+    assert accelerator("h100", dtype=torch.float32, products=0.4).flops == 0.4 * 67e12
+    other = accelerator("h100", link="pcie5", network=None, node=4)
+    assert (other.link, other.network, other.node) == (dsp.LINKS["pcie5"], dsp.LINKS["infiniband-ndr"], 4)
+    with pytest.raises(ValueError, match="no accelerator 'h1000' in the table; it has a100, h100"):
+        accelerator("h1000")
+    with pytest.raises(ValueError, match=r"shares of the data sheet's, in \(0, 1\], got 1.5"):
+        accelerator("h100", products=1.5)
+    with pytest.raises(ValueError, match="no link 'nvlink9' in the table"):
+        accelerator("h100", link="nvlink9")

@@ -524,6 +524,31 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())  # nothing is written
 
 
+def test_dry_run_says_how_long_a_step_takes(trainer, run, capsys):
+    mesh = ["parallel.sp=2", "parallel.dp_shard=2", "dry_run=true"]
+    assert trainer.main([*run.arguments(), *mesh]) == 0
+    assert "tokens/s" not in capsys.readouterr().out
+    assert trainer.main([*run.arguments(), *mesh, "hardware.device=h100", "hardware.network=ethernet-10g"]) == 0
+    out = capsys.readouterr().out
+    assert "a step on h100 (products at 50% of the peak), nvlink4 in nodes of 8, ethernet-10g between" in out
+    for method in ("dsp", "ulysses", "ring", "megatron_sp", "megatron_lm"):
+        found = re.search(rf"^ +{method} +[\d.]+ .?s +([\d.]+)% +([\d.]+)% +([\d.]+)% +\S+ +[\d.]+ .iB$", out, re.M)
+        assert found, method
+        assert sum(map(float, found.groups())) == pytest.approx(100, abs=0.2)
+    # so little is not worth sending
+    assert re.search(r"the most tokens/s on 4 ranks: dp=4 x sp=1, [\d.]+ .?s a step", out)
+    assert trainer.main([*run.arguments(), *mesh, "hardware.device=h100", "parallel.memory=1e-6"]) == 0
+    out = capsys.readouterr().out
+    assert "too much" in out
+    assert "no dp x sp of 4 ranks fits" in out
+    for wrong, said in (
+        ("hardware.device=h1000", "hardware: no accelerator 'h1000' in the table; it has a100, h100"),
+        ("hardware.link=nvlink9", "hardware: no link 'nvlink9' in the table; it has nvlink3"),
+    ):
+        assert trainer.main([*run.arguments(), *mesh, "hardware.device=h100", wrong]) == 2
+        assert f"error: {said}" in capsys.readouterr().err
+
+
 def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, capsys):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

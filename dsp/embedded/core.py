@@ -51,6 +51,7 @@ class Distributed:
     """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.stages.Inside`."""
 
     label = ""
+    cut = 0  # numbers of its weights that are cut over ranks
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module

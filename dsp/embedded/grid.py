@@ -53,6 +53,7 @@ class Grid:
     """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.stages.Around`."""
 
     label = "switch"
+    cut = 0
 
     def __init__(self, stage: Stage, along: str) -> None:
         self.stage, self.module, self.along = stage, stage.module, along
@@ -188,8 +189,8 @@ class Grid:
             adjoint += max(there) * rest
         outputs = len(self.stage.pattern.outputs)
         return Sends(
-            forward=(before + after, calls + outputs), backward=(adjoint, calls + outputs),
-            before=(before, calls), after=(after, outputs),
+            forward={"switch": (before + after, calls + outputs)}, backward={"switch": (adjoint, calls + outputs)},
+            before={"switch": (before, calls)}, after={"switch": (after, outputs)},
         )  # fmt: skip
 
 

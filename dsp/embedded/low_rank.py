@@ -71,7 +71,7 @@ class LowRank(AttentionCore):
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
         rows: Any = self.module.rows
         n, own = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
-        once = (-(-2 * own * (n - 1) // n) if self.grid is None else own * (n - 1)), 1
+        once = {"all_reduce": (-(-2 * own * (n - 1) // n), 1)} if self.grid is None else {"switch": (own * (n - 1), 1)}
         return Sends(once, once, once)
 
 

@@ -197,7 +197,8 @@ class Ring(AttentionCore):
         n = len(sizes)
         forward = busiest(n, lambda r: _cost(k, sizes, r)[0])
         backward = busiest(n, lambda r: _cost(k, sizes, r)[1])
-        return Sends((forward, n - 1), (backward, 2 * n - 1), (forward, n - 1))
+        there = {"ring": (forward, n - 1)}
+        return Sends(there, {"ring": (backward, 2 * n - 1)}, there)
 
 
 __all__ = ["Ring", "ring_attention", "ring_bytes"]

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dsp.embedded.core import Distributed, busiest
+from dsp.embedded.core import Distributed
 from dsp.glue import Place
 from dsp.layout import Axis
 from dsp.notation import NotationError, TensorPattern
 from dsp.ops import ScaleGradient
 from dsp.planner import chunk_sizes
-from dsp.stages import Sends, find_modules
+from dsp.stages import Sends, Sent, find_modules
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ class Region(Distributed):
                 f"named are {', '.join(x.name for x in linears)}"
             )
         self.rows = rows[0]
+        cut = [(x.module.weight, x.module.bias if x.columns else None) for x in linears]
+        self.cut = sum(p.numel() for pair in cut for p in pair if p is not None)
 
     def install(self, axis: Axis) -> None:
         if not any(isinstance(x.module.__dict__.get("forward"), _Local) for x in self.linears):
@@ -150,13 +152,19 @@ class Region(Distributed):
         own = x.numel() * x.element_size()
         made = own // x.shape[-1] * self.rows.out_features
         if along is None:
-            both = (-(-2 * made * (n - 1) // n), 1)
+            both = {"all_reduce": (-(-2 * made * (n - 1) // n), 1)}
             return Sends(both, both, both)
         size = x.shape[self.axis_of(along)]
         parts = chunk_sizes(size, n)
-        forward = busiest(n, lambda r: (parts[r] * (n - 1) * own + (size - parts[r]) * made) // size)
-        backward = busiest(n, lambda r: ((size - parts[r]) * own + parts[r] * (n - 1) * made) // size)
-        return Sends((forward, 2), (backward, 2), (forward, 2))
+
+        def there_and_back(there: int, back: int) -> Sent:
+            """Of the rank that sends most in an all-gather of `there` bytes and a reduce-scatter of `back` bytes."""
+            sent = [(p * (n - 1) * there // size, (size - p) * back // size) for p in parts]
+            gather, scatter = max(sent, key=sum)
+            return {"gather": (gather, 1), "reduce_scatter": (scatter, 1)}
+
+        forward = there_and_back(own, made)
+        return Sends(forward, there_and_back(made, own), forward)
 
     def activation(self, args: Any) -> Tensor:
         if not args or not isinstance(args[0], Tensor) or args[0].ndim != len(self.pattern.axes):

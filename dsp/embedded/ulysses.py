@@ -126,7 +126,8 @@ class Ulysses(AttentionCore):
             return rows[r] * (h - deal.q_parts[r]) + (m - rows[r]) * (deal.q_parts[r] + 2 * deal.kv_parts[r])
 
         forward = busiest(n, lambda r: to_heads(r) + to_places(r)) * unit
-        return Sends((forward, 2), (busiest(n, adjoint) * unit, 2), (forward, 2))
+        there = {"switch": (forward, 2)}
+        return Sends(there, {"switch": (busiest(n, adjoint) * unit, 2)}, there)
 
 
 __all__ = ["Deal", "Ulysses", "deal_heads", "ulysses_attention"]

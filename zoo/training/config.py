@@ -29,7 +29,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     train.py configs/demo.yaml train.steps=100 parallel.sp=1
     train.py configs/demo.yaml help=1          every key, its meaning and its value
     train.py data.name=video_folder help=1     the keys of another data set
-    train.py configs/demo.yaml dry_run=true    the plan, memory and bytes a rank; nothing is allocated"""
+    train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated"""
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
@@ -54,7 +54,19 @@ class Parallel:
         choices=("dsp", "ulysses", "ring", "dsp_ulysses", "dsp_ring", "megatron_sp", "megatron_lm", "dap"),
     )  # fmt: skip
     save_exchanges: bool = option(False, "with checkpoint_activations: keep what ulysses or ring exchanged in a stage")
-    memory: float | None = option(None, "GiB of a device, for the advice of dry_run; null for 80", least=0)
+    memory: float | None = option(
+        None, "GiB of a device, for the advice of dry_run; null for hardware.device's, or else 80", least=0
+    )  # fmt: skip
+
+
+@dataclass
+class Hardware:
+    device: str | None = option(None, "a100, h100, h200, b200, l40s: dry_run=true says how long a step takes there")
+    products: float = option(0.5, "share of its peak that matrix products reach", least=0, most=1)
+    stream: float = option(0.8, "share of its memory's rate that operations reach", least=0, most=1)
+    link: str | None = option(None, "within a node, a name in dsp.LINKS; null for what the device has")
+    network: str | None = option(None, "between nodes, likewise")
+    node: int = option(8, "devices of a node", least=1)
 
 
 @dataclass
@@ -116,11 +128,12 @@ class Config:
     name: str | None = option(None, "name of the run; null for the name of the file")
     runs_dir: str = option("runs", "the run's files go to <runs_dir>/<name>/")
     resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
-    dry_run: bool = option(False, "print the plan, memory and bytes a rank, then stop; nothing is allocated")
+    dry_run: bool = option(False, "print the plan, memory, bytes and time (hardware.device) a rank; allocates nothing")
     model: Model = field(default_factory=Model)
     data: Any = field(default_factory=lambda: _task("digits").DATA["digits"]())
     objective: Any = field(default_factory=lambda: _task("digits").Objective())
     parallel: Parallel = field(default_factory=Parallel)
+    hardware: Hardware = field(default_factory=Hardware)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     eval: Any = field(default_factory=lambda: _task("digits").Eval())
