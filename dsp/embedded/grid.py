@@ -92,6 +92,8 @@ class Grid:
         block = self.block(sizes, axis.size, axis.rank)
         peers = tuple(range(block.own, axis.size, block.factors.switch))
         inside = Place(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
+        if block.factors.switch == 1:
+            return inside, list(given)
         return inside, [self.received(block, axis.group, sizes, x) for x in given]
 
     def received(self, block: Block, group: str, sizes: Mapping[str, int], x: Received) -> Received:
@@ -126,6 +128,8 @@ class Grid:
     ) -> list[Tensor]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
+        if block.factors.switch == 1:
+            return [x if place.own else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
 
     def returned(self, block: Block, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor) -> Tensor:
