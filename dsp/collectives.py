@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -118,6 +119,8 @@ class SwitchPlan:
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
         n, _ = ranks(group)
+        if any(a >= b for a, b in pairwise(among)):
+            raise ValueError(f"ranks {list(among)} should be in ascending order, in which what they send arrives")
         splits = [0] * n, [0] * n
         for i, peer in enumerate(among):
             splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
