@@ -18,6 +18,7 @@ import dsp
 import zoo
 from dsp.embedded.grid import switch_ranks
 from dsp.notation import NotationError
+from dsp.rules import GlueError
 
 METHODS = ("dsp_ulysses", "dsp_ring")
 LOSSES = ("loss", "grad_norm")
@@ -193,6 +194,31 @@ def folded(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
 @pytest.mark.parametrize(("t", "s", "fold"), [(2, 8, 3), (3, 8, 3), (3, 6, 1)])
 def test_dims_that_others_are_folded_into(ranks, method: str, t: int, s: int, fold: int) -> None:
     ranks(folded, 4, method, t, s, fold)
+
+
+class Writer(Space):
+    def forward(self, x: Tensor, frame: Tensor, place: Tensor, shared: Tensor) -> Tensor:
+        return super().forward(x, frame, place.add_(1), shared)
+
+
+class Written(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spaces = nn.ModuleList(Writer() for _ in range(2))
+        del self.place
+        self.register_buffer("place", torch.zeros(64, 8))
+
+
+def written(mesh: DeviceMesh, method: str) -> None:
+    model = dsp.embedded.parallelize(Written(), mesh, method)
+    with pytest.raises(GlueError, match="in place into its part of a tensor that is whole"):
+        model(torch.randn(2, 2, 8, 8), torch.randn(2, 1, 8))
+
+
+@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
+def test_writing_into_a_part_is_an_error(ranks, method: str) -> None:
+    """What a stage is given after a switch is a copy: what it wrote there would be lost."""
+    ranks(written, 4, method)
 
 
 def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
