@@ -11,8 +11,9 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,6 +52,18 @@ def _all_to_all(send: Tensor, out_splits: list[int], in_splits: list[int], group
 
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
+
+
+def _in_bytes(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel that moves the places of one tensor, for every dtype."""
+
+    @wraps(kernel)
+    def run(x: Tensor, *args: Any) -> Tensor:
+        if x.dtype in _CARRIED:
+            return kernel(x, *args)
+        return kernel(x.contiguous().unsqueeze(-1).view(torch.uint8), *args).view(x.dtype).squeeze(-1)
+
+    return run
 
 
 class SwitchPlan:
@@ -106,6 +119,8 @@ class SwitchPlan:
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
         n, _ = ranks(group)
+        if any(a >= b for a, b in pairwise(among)):
+            raise ValueError(f"ranks {list(among)} should be in ascending order, in which what they send arrives")
         splits = [0] * n, [0] * n
         for i, peer in enumerate(among):
             splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
@@ -130,14 +145,13 @@ def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Swi
     return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
 
 
+@_in_bytes
 def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
-    if x.dtype not in _CARRIED:
-        raw = x.contiguous().unsqueeze(-1).view(torch.uint8)
-        return _switch(raw, src, dst, src_size, group).view(x.dtype).squeeze(-1)
     plan = switch_plan(x, src, dst, src_size, group)
     return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
 
 
+@_in_bytes
 def _switch_among(
     x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
 ) -> Tensor:
@@ -163,10 +177,8 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
 
 
+@_in_bytes
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    if x.dtype not in _CARRIED:
-        raw = x.contiguous().unsqueeze(-1).view(torch.uint8)
-        return _gather(raw, dim, size, group).view(x.dtype).squeeze(-1)
     n, rank = ranks(group)
     parts = chunk_sizes(size, n)
     lead = x.movedim(dim, 0).contiguous()

@@ -204,10 +204,10 @@ class Run:
         if lent is not None:
             self.stale.append((lent, who))
         mine = memory(t if shell is None else shell.local)
+        if shell is None and local is not t:
+            raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
         if mine != memory(local):
             self.stale.append((mine, who))
-        elif shell is None and local is not t:
-            raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
 
     def view(self, shell: Shell, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
         home = shell.home

@@ -81,7 +81,12 @@ class Axis:
 
     def narrow(self, x: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a whole tensor: no communication, and a view unless the dim is a fold."""
-        return narrow(x, cut, self.size, self.rank)
+        extent = x.shape[cut.dim] // cut.outer
+        start, length = chunk(extent, self.size, self.rank)
+        if cut.outer == 1:
+            return x.narrow(cut.dim, start, length)
+        unfolded = x.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
+        return unfolded.flatten(cut.dim, cut.dim + 1)
 
     def wrap(
         self, local: Tensor, cut: Cut, shape: Sequence[int], *, guard: bool = False, hand_over: bool = False
@@ -105,16 +110,6 @@ class Axis:
             raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
         with torch._C.DisableTorchFunction():
             return (_HandedOver if hand_over else _GuardedWrap if guard else _Wrap).apply(local, spec)
-
-
-def narrow(x: Tensor, cut: Cut, n: int, rank: int) -> Tensor:
-    """The part of a whole tensor that one of n ranks has."""
-    extent = x.shape[cut.dim] // cut.outer
-    start, length = chunk(extent, n, rank)
-    if cut.outer == 1:
-        return x.narrow(cut.dim, start, length)
-    unfolded = x.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
-    return unfolded.flatten(cut.dim, cut.dim + 1)
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -293,6 +288,5 @@ __all__ = [
     "covered_exit",
     "cut_of",
     "factor",
-    "narrow",
     "sp_view",
 ]

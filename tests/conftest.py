@@ -96,7 +96,7 @@ class Pool:
                 ok, value = False, "the process died"
             (results if ok else errors).append(value if ok else f"rank {rank}:\n{value}")
         if errors:
-            if len(errors) < len(active) or any("died" in e for e in errors):
+            if len(errors) < len(active) or any("died" in e or "no answer" in e for e in errors):
                 self.stop()  # somebody may still wait in a collective
             pytest.fail("\n".join(errors), pytrace=False)
         return results

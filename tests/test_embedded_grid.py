@@ -18,6 +18,7 @@ import dsp
 import zoo
 from dsp.embedded.grid import switch_ranks
 from dsp.notation import NotationError
+from dsp.rules import GlueError
 
 METHODS = ("dsp_ulysses", "dsp_ring")
 LOSSES = ("loss", "grad_norm")
@@ -140,6 +141,102 @@ def test_folds_and_what_else_a_stage_is_given(ranks, method: str, t: int, s: int
     ranks(toy, 4, method, t, s)
 
 
+class Inner(nn.Module):
+    """Attention over the first of two dims of an axis, batch and frames being another axis in either order."""
+
+    def __init__(self, fold: int) -> None:
+        super().__init__()
+        self.fold, self.qkv, self.core, self.out = fold, nn.Linear(8, 24), Core(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(1, (-1, self.fold)).transpose(1, 2)
+        q, k, v = self.qkv(y.flatten(0, 1)).unflatten(-1, (3, 4, 2)).unbind(-3)
+        y = self.out(self.core(q, k, v).flatten(-2))
+        return x + y.unflatten(0, (len(x), self.fold)).transpose(1, 2).flatten(1, 2)
+
+
+class Folded(nn.Module):
+    stages: Mapping[str, str] = {
+        "": "x=t b s k c -> t b s k c",
+        "spaces.*": "(t b) ([s] k) [c]",
+        "times.*": "b [t] (s k) [c]",
+    }
+    cores: Mapping[str, str] = {"spaces.*.core": "(t b k) [s] h [e], (t b k) [s] h [e], (t b k) [s] h [e]"}
+
+    def __init__(self, fold: int) -> None:
+        super().__init__()
+        self.spaces = nn.ModuleList(Inner(fold) for _ in range(2))
+        self.times = nn.ModuleList(Time() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, b, s, k, c = x.shape
+        for space, time in zip(self.spaces, self.times):
+            y = space(x.reshape(t * b, s * k, c)).reshape(t, b, s * k, c)
+            x = time(y.transpose(0, 1)).transpose(0, 1).reshape(t, b, s, k, c)
+        return x
+
+
+def folded(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
+    torch.manual_seed(0)
+    single, model = Folded(fold).double(), Folded(fold).double()
+    model.load_state_dict(single.state_dict())
+    x = torch.randn(t, 2, s, fold, 8).double()
+    expect = single(x)
+    expect.square().mean().backward()
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    out = model(x)
+    dsp.mean(out * out).backward()
+    torch.testing.assert_close(dsp.gather(out), expect)
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("t", "s", "fold"), [(2, 8, 3), (3, 8, 3), (3, 6, 1)])
+def test_dims_that_others_are_folded_into(ranks, method: str, t: int, s: int, fold: int) -> None:
+    ranks(folded, 4, method, t, s, fold)
+
+
+class Writer(Space):
+    def forward(self, x: Tensor, frame: Tensor, place: Tensor, shared: Tensor) -> Tensor:
+        return super().forward(x, frame, place.add_(1), shared)
+
+
+class Written(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spaces = nn.ModuleList(Writer() for _ in range(2))
+        del self.place
+        self.register_buffer("place", torch.zeros(64, 8))
+
+
+def written(mesh: DeviceMesh, method: str) -> None:
+    model = dsp.embedded.parallelize(Written(), mesh, method)
+    with pytest.raises(GlueError, match="in place into its part of a tensor that is whole"):
+        model(torch.randn(2, 2, 8, 8), torch.randn(2, 1, 8))
+
+
+@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
+def test_writing_into_a_part_is_an_error(ranks, method: str) -> None:
+    """What a stage is given after a switch is a copy: what it wrote there would be lost."""
+    ranks(written, 4, method)
+
+
+def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    rank, group = mesh.get_local_rank(), mesh.get_group().group_name
+    among = [rank % 2, rank % 2 + 2]
+    whole = torch.arange(30).reshape(5, 3, 2).remainder(3).to(dtype)
+    own = whole.split([4, 1])[rank // 2]
+    found = torch.ops.dsp.switch_among(own, 0, 1, [4, 1], [1, 2], among, group)
+    assert torch.equal(found, whole.split([1, 2], 1)[rank // 2])
+    with pytest.raises(ValueError, match="ascending order"):
+        torch.ops.dsp.switch_among(own, 0, 1, [1, 4], [1, 2], among[::-1], group)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex64])
+def test_every_dtype_is_switched_among_some(ranks, dtype: torch.dtype) -> None:
+    ranks(switched_among, 4, dtype)
+
+
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
@@ -163,6 +260,16 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
     if how in (None, "stages", "saved"):  # the switches are outside of what is recomputed
         assert found["recompute"] == (layers * inside[0] if how == "stages" else 0)
     assert found == plan.bytes
+
+
+def test_nobody_to_switch_with_is_no_exchange(ranks) -> None:
+    """No two of three ranks can switch two frames: what is exchanged is Ulysses' own, in as many calls as planned."""
+    case, method, shape = "transformer2d", "dsp_ulysses", {"frames": 2, "height": 6, "width": 10}
+    model = build(case)
+    plan = dsp.embedded.plan(model, kwargs=doubled(example(model, 2, **shape)), size=3, method=method)
+    for counts in ranks(step, 3, case, method, None, shape):
+        for phase in ("forward", "backward"):
+            assert counts[phase]["switch"]["calls"] == plan.calls[phase]
 
 
 def test_thirty_two_ranks_on_sixteen_frames() -> None:

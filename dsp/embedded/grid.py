@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsp.glue import Peers, Place
-from dsp.layout import Cut, factor, narrow
+from dsp.layout import Cut, factor
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
 from dsp.planner import chunk_sizes
 from dsp.stages import Received, Sends, Stage, cut_for
@@ -93,6 +93,8 @@ class Grid:
         block = self.block(sizes, axis.size, axis.rank)
         peers = tuple(range(block.own, axis.size, block.factors.switch))
         inside = Place(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
+        if block.factors.switch == 1:
+            return inside, list(given)
         return inside, [self.received(block, axis.group, sizes, x) for x in given]
 
     def received(self, block: Block, group: str, sizes: Mapping[str, int], x: Received) -> Received:
@@ -101,25 +103,27 @@ class Grid:
         across = cut_for(x.pattern, x.shape, dim, sizes)
         if across is None and x.cut is None:
             return x
+        own, shape = block.own, list(x.shape)
+        if across is not None:
+            shape[across.dim] = shape[across.dim] // sizes[dim] * block.across[own]
         if x.cut is None:
             assert across is not None
-            return x._replace(local=narrow(x.local, across, n1, block.own))
-        shape, outer = list(x.shape), x.cut.outer
-        shape[x.cut.dim] = shape[x.cut.dim] // sizes[self.along] * sum(block.along)
+            fine, (j,) = factor(x.shape, (across,))
+            parts = _scaled(block.across, fine[j] // sizes[dim])
+            return x._replace(local=x.local.reshape(fine).narrow(j, sum(parts[:own]), parts[own]).reshape(shape))
+        shape[x.cut.dim], outer = shape[x.cut.dim] // sizes[self.along] * sum(block.along), x.cut.outer
+        fine, (i, *rest) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
+        along = _scaled(block.along, fine[i] // sizes[self.along])
+        fine[i] = along[own]
         if across is None:  # every rank of the block is sent the same
-            fine, (i,) = factor(x.shape, (x.cut,))
-            fine[i] = block.along[block.own]
             spread = x.local.reshape(1, *fine).expand(n1, *fine)
-            ones = (1,) * n1
-            local = torch.ops.dsp.switch_among(spread, i + 1, 0, block.along, ones, block.ranks, group)
+            local = torch.ops.dsp.switch_among(spread, i + 1, 0, along, (1,) * n1, block.ranks, group)
         else:
-            fine, (i, j) = factor(x.shape, (x.cut, across))
-            fine[i] = block.along[block.own]
-            shape[across.dim] = shape[across.dim] // sizes[dim] * block.across[block.own]
-            local = x.local.reshape(fine)
-            local = torch.ops.dsp.switch_among(local, i, j, block.along, block.across, block.ranks, group)
+            (j,) = rest
+            parts = _scaled(block.across, fine[j] // sizes[dim])
+            local = torch.ops.dsp.switch_among(x.local.reshape(fine), i, j, along, parts, block.ranks, group)
             if across.dim == x.cut.dim and outer > across.outer:  # of a fold (t s)
-                outer = outer // sizes[dim] * block.across[block.own]
+                outer = outer // sizes[dim] * block.across[own]
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 
     def leave(
@@ -127,6 +131,8 @@ class Grid:
     ) -> list[Tensor]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
+        if block.factors.switch == 1:
+            return [x if place.own else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
 
     def returned(self, block: Block, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor) -> Tensor:
@@ -145,9 +151,10 @@ class Grid:
             )
         cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
         fine, (i, j) = factor(shape, cuts)
-        fine[i], fine[j] = held[along], held[dim]
-        x = x.reshape(fine).narrow(i, 0, sum(block.along))  # without the dummy row, if it is all there is
-        x = torch.ops.dsp.switch_among(x, j, i, block.across, block.along, block.ranks, group)
+        there, back = _scaled(block.along, fine[i] // sizes[along]), _scaled(block.across, fine[j] // sizes[dim])
+        fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.own]
+        x = x.reshape(fine).narrow(i, 0, sum(there))  # without the dummy row, if it is all there is
+        x = torch.ops.dsp.switch_among(x, j, i, back, there, block.ranks, group)
         for axis in {pattern.axis_of(dim), pattern.axis_of(along)}:
             names = pattern.axes[axis]
             shape[axis] = math.prod({**sizes, along: block.along[block.own]}[name] for name in names)
@@ -192,6 +199,11 @@ class Grid:
             forward={"switch": (before + after, calls + outputs)}, backward={"switch": (adjoint, calls + outputs)},
             before={"switch": (before, calls)}, after={"switch": (after, outputs)},
         )  # fmt: skip
+
+
+def _scaled(parts: Sequence[int], inner: int) -> tuple[int, ...]:
+    """Parts of a dim that others are folded into: (t b), and not (b t)."""
+    return tuple(part * inner for part in parts)
 
 
 __all__ = ["Factors", "Grid", "switch_ranks"]

@@ -168,7 +168,7 @@ def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepar
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True, **options: Any
 ) -> nn.Module:
-    """`dsp.parallelize` with another method: "ulysses" or "ring" ("dsp" is DSP itself); in place, and returned.
+    """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
