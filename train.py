@@ -8,12 +8,11 @@ One file for every architecture, read from top to bottom: config, mesh, data, mo
 
 import math
 import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -37,6 +36,7 @@ from zoo.training import config as cfg
 from zoo.training.ema import MovingAverage
 from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward, total
 from zoo.training.schedule import ahead, due, learning_rate
+from zoo.training.stages import recomputed_modules, repeated_stages
 from zoo.training.task import Inputs, Part, Task, user_error
 from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
 
@@ -311,8 +311,13 @@ def dry_run(config: cfg.Config) -> None:
     print(f"\n{advise(config, model, table, sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
     if hardware := known_hardware(config):
-        steps = Steps(config, task, objective, hardware, table, whole)
-        print(f"\n{steps.table(dp, sp, replicate)}")
+        options, (link, network) = config.hardware, (hardware.link, hardware.network)
+        print(
+            f"\na step on {options.device} (products at {options.products:.0%} of the peak), {link.name} in nodes of "
+            f"{options.node}, {network.name} between: shares of computing, of sequence parallelism's communication, "
+            "and of the weights' that computing does not hide"
+        )
+        print(steps_on(hardware, config, task, objective, table, whole).table(dp, sp, replicate))
 
 
 def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[..., Any], int]:
@@ -331,95 +336,23 @@ def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activati
     ), total(kept[way].always)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A step by a method on dp x sp ranks: its seconds, what it holds of a rank's memory, and its tokens."""
+def steps_on(
+    hardware: dsp.Hardware, config: cfg.Config, task: Task, objective: nn.Module, table: Callable[..., Any], whole: int
+) -> dsp.embedded.Steps:
+    """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
 
-    method: str
-    dp: int
-    sp: int
-    seconds: dsp.hardware.Estimate
-    held: int
-    tokens: int
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds.step
-
-
-class Steps:
-    """How long a step takes on some hardware, by method and mesh, and whether it fits; on one process, from plans."""
-
-    def __init__(
-        self, config: cfg.Config, task: Task, objective: nn.Module, hardware: dsp.Hardware,
-        table: Callable[..., Any], whole: int,
-    ) -> None:  # fmt: skip
-        self.config, self.task, self.objective, self.hardware = config, task, objective, hardware
-        self.memory_table, self.whole = table, whole
-        self.count = sum(p.numel() for p in objective.parameters())
-        self.stages = len(repeated_stages(objective.model))
-
-    def plan(self, method: str, sp: int) -> dsp.Plan:
-        parallel = replace(self.config.parallel, method=method)
+    def plan(method: str, sp: int) -> dsp.Plan:
         with torch.device("meta"):
-            return make_plan(replace(self.config, parallel=parallel), self.task, self.objective, sp)
+            return make_plan(replace(config, parallel=replace(config.parallel, method=method)), task, objective, sp)
 
-    def timing(self, method: str, dp: int, sp: int, replicate: int = 1) -> Timing:
-        """Of dp groups of sp ranks, of which `replicate` sets have the weights each; UserError if it cannot be."""
-        plan, train, shard = self.plan(method, sp), self.config.train, dp // replicate
-        width, rest = compute_dtype(self.config).itemsize, self.count - plan.cut_weights
-        weights = dsp.hardware.fully_sharded(
-            rest * width, rest * 4, shard * sp, replicate=replicate, calls=self.stages + 1, batches=train.accumulation
-        )
-        weights += dsp.hardware.all_reduced(plan.cut_weights / sp * 4, dp, stride=sp)
-        seconds = plan.takes(self.hardware, weights, batches=train.accumulation)
-        held = self.memory_table(sp, shard=shard)[-1][1]
-        held += 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
-        held += 0 if plan.chosen else self.whole * (sp - 1) // sp
-        return Timing(method, dp, sp, seconds, held, self.task.batch_tokens() * train.accumulation * dp)
+    def held(plan: dsp.Plan, shard: int, sp: int) -> int:
+        cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
+        return table(sp, shard=shard)[-1][1] + cut + (0 if plan.chosen else whole * (sp - 1) // sp)
 
-    def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
-        """Of all methods that can run so."""
-        found = []
-        for method in dsp.embedded.METHODS if sp > 1 else ("dsp",):  # one rank has no method
-            with suppress(UserError):
-                found.append(self.timing(method, dp, sp, replicate))
-        return found
-
-    def fits(self, timing: Timing) -> bool:
-        return timing.held <= (self.config.parallel.memory or math.inf) * 2**30 and timing.held <= self.hardware.memory
-
-    def best(self, ranks: int) -> Timing | None:
-        """Which (dp, sp, method) trains on most tokens a second, of those that fit, the weights over all ranks."""
-        sizes = [sp for sp in range(1, ranks + 1) if ranks % sp == 0]
-        fitting = [found for sp in sizes for found in self.supported(ranks // sp, sp) if self.fits(found)]
-        return max(fitting, key=lambda found: found.rate, default=None)
-
-    def table(self, dp: int, sp: int, replicate: int = 1) -> str:
-        options, far = self.config.hardware, self.hardware.network
-        where = f"{self.hardware.link.name} in nodes of {options.node}, {far.name} between"  # type: ignore[union-attr]
-        head = ["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]
-        rows = [head]
-        for found in self.supported(dp, sp, replicate):
-            e = found.seconds
-            parts = [f"{100 * part / e.step:.1f}%" for part in (e.compute, e.comm, e.weights)]
-            held = size(found.held) + ("" if self.fits(found) else ", too much")
-            rows.append([found.method, dsp.hardware.clock(e.step), *parts, amount(found.rate), held])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-        best = self.best(dp * sp)
-        verdict = f"no dp x sp of {dp * sp} ranks fits {size(self.hardware.memory)}"
-        if best:
-            method = f" with {best.method}" if best.sp > 1 else ""
-            verdict = (
-                f"the most tokens/s on {dp * sp} ranks: dp={best.dp} x sp={best.sp}{method}, "
-                f"{dsp.hardware.clock(best.seconds.step)} a step, {amount(best.rate)} tokens/s"
-            )
-        title = (
-            f"a step on {options.device} (products at {options.products:.0%} of the peak), {where}: shares of "
-            "computing, of sequence parallelism's communication, and of the weights' that computing does not hide"
-        )
-        return "\n".join([title, *lines, verdict])
+    return dsp.embedded.Steps(
+        plan, held, hardware, sum(p.numel() for p in objective.parameters()), len(repeated_stages(objective.model)) + 1,
+        compute_dtype(config), task.batch_tokens(), config.train.accumulation,
+    )  # fmt: skip
 
 
 def known_hardware(config: cfg.Config) -> dsp.Hardware | None:
@@ -429,13 +362,14 @@ def known_hardware(config: cfg.Config) -> dsp.Hardware | None:
         return None
     return user_error(
         dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
-        stream=options.stream, link=options.link, network=options.network, node=options.node, prefix="hardware: ",
+        stream=options.stream, link=options.link, network=options.network, node=options.node,
+        memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
     )  # fmt: skip
 
 
 def advise(config: cfg.Config, model: nn.Module, table: Callable[..., Any], sp: int) -> str:
     hardware = known_hardware(config)
-    memory = config.parallel.memory * 2**30 if config.parallel.memory else hardware.memory if hardware else 80 * 2**30
+    memory = hardware.memory if hardware else (config.parallel.memory or 80) * 2**30
     needs = {way: lambda n, way=way: table(n, way)[-1][1] for way in recomputed_modules(model)}
     return fitting(needs, config.train.checkpoint_activations, int(memory), sp)
 
@@ -499,27 +433,6 @@ def plan_rows(plan: dsp.Plan) -> list[dict[str, Any]]:
 
 def compute_dtype(config: cfg.Config) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
-
-
-def repeated_stages(model: Any) -> list[nn.Module]:
-    """The stages whose pattern has a `*`, which stands for one component of a path."""
-    return matching(model, [pattern for pattern in model.stages if "*" in pattern])
-
-
-def repeated_blocks(model: Any) -> list[nn.Module]:
-    """What the first `*` of these patterns stands for: one layer with all its stages, or a stage that is one."""
-    return matching(model, [pattern.partition("*")[0] + "*" for pattern in model.stages if "*" in pattern])
-
-
-def matching(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    found = [re.escape(pattern).replace(r"\*", r"[^.]+") for pattern in patterns]
-    return [module for name, module in model.named_modules() if any(re.fullmatch(p, name) for p in found)]
-
-
-def recomputed_modules(model: Any) -> dict[str, list[nn.Module]]:
-    """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less."""
-    stages, blocks = repeated_stages(model), repeated_blocks(model)
-    return {"none": [], "stages": stages, "blocks": blocks, "both": list(dict.fromkeys([*blocks, *stages]))}
 
 
 def compile_and_recompute(config: cfg.Config, model: nn.Module) -> list[nn.Module]:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -40,8 +41,8 @@ import dsp
 import dsp.embedded
 import train
 import zoo
+from dsp.embedded import Timing
 from dsp.hardware import all_reduced
-from zoo.training import UserError
 from zoo.training import config as cfg
 
 PARAMETERS = ("compute", "memory", "latency", "all-to-all", "hops", "gathers", "all-reduce")
@@ -246,30 +247,30 @@ def deeper(one: dsp.Plan, two: dsp.Plan, depth: int) -> dsp.Plan:
     return replace(two, sends=sends, **{name: more(getattr(one, name), getattr(two, name)) for name in numbers})
 
 
-class Steps(train.Steps):
+class Deep:
     """The dry run's estimator for a Transformer-2D on a number of frames; plans are made of shallow models."""
 
     def __init__(self, size: str, frames: int, batch: int, device: str) -> None:
         options = [
             str(RUN), "dry_run=true", f"model.size={size}", f"data.buckets=[{frames}x128x128]", f"train.batch={batch}",
-            f"hardware.device={device}",
         ]  # fmt: skip
 
         def made(*more: str) -> tuple[Any, ...]:
-            config = cfg.load([*options, *more])
+            config = cfg.load([*options, f"hardware.device={device}", *more])
             task = cfg.create_task(config)
             with torch.device("meta"):
                 model = task.model()
                 objective = task.objective(model)
                 train.compile_and_recompute(config, model)
-            return config, task, objective, train.known_hardware(config)
+            return train.known_hardware(config), config, task, objective
 
-        config, task, objective, hardware = made()
-        _, table, whole = train.estimate(config, task, objective.model)
-        super().__init__(config, task, objective, hardware, table, whole)
-        self.depth = objective.model.config.depth
+        hardware, config, task, objective = made()
+        _, self.memory_table, whole = train.estimate(config, task, objective.model)
+        self.config, self.depth = config, objective.model.config.depth
         shallow = (made(f"model.overrides.depth={depth}") for depth in (1, 2))
-        self.shallow = [train.Steps(*one, table, whole) for one in shallow]
+        self.shallow = [train.steps_on(*one, self.memory_table, whole) for one in shallow]
+        deep = train.steps_on(hardware, config, task, objective, self.memory_table, whole)
+        self.steps = replace(deep, plan=self.plan)
         self.plans: dict[tuple[Any, ...], dsp.Plan] = {}
 
     def plan(self, method: str, sp: int) -> dsp.Plan:
@@ -280,36 +281,35 @@ class Steps(train.Steps):
 
     def may_fit(self, dp: int, sp: int) -> bool:
         """Whether a method that cuts no weights fits; the others take more."""
-        return self.memory_table(sp, shard=dp)[-1][1] <= self.hardware.memory
+        return self.memory_table(sp, shard=dp)[-1][1] <= self.steps.hardware.memory
 
     def forward(self, method: str, sp: int) -> float:
         """Seconds until a sample is through the model, whose weights are there."""
         with torch.no_grad():
-            return self.plan(method, sp).takes(self.hardware).step
+            return self.plan(method, sp).takes(self.steps.hardware).step
 
-    def on(self, device: str) -> "Steps":
+    def on(self, device: str) -> "Deep":
         """The same on other hardware."""
-        other = object.__new__(Steps)
-        other.__dict__.update(self.__dict__)
-        other.config = replace(self.config, hardware=replace(self.config.hardware, device=device))
-        other.hardware = train.known_hardware(other.config)
+        other = copy(self)
+        hardware = train.known_hardware(replace(self.config, hardware=replace(self.config.hardware, device=device)))
+        other.steps = replace(self.steps, hardware=hardware)
         return other
 
 
 @cache
-def steps(size: str, frames: int, batch: int = 1) -> Steps:
-    return Steps(size, frames, batch, "h100")
+def steps(size: str, frames: int, batch: int = 1) -> Deep:
+    return Deep(size, frames, batch, "h100")
 
 
-def step(size: str, frames: int, method: str, dp: int, sp: int, batch: int = 1) -> train.Timing | None:
+def step(size: str, frames: int, method: str, dp: int, sp: int, batch: int = 1) -> Timing | None:
     """None where the method cannot run so."""
     try:
-        return steps(size, frames, batch).timing(method, dp, sp)
-    except UserError:
+        return steps(size, frames, batch).steps.timing(method, dp, sp)
+    except ValueError:
         return None
 
 
-def useful(size: str, frames: int, found: train.Timing) -> float:
+def useful(size: str, frames: int, found: Timing) -> float:
     """The share of the time in which a rank does what one rank alone would do."""
     return found.seconds.alone / found.sp / found.seconds.step
 
@@ -350,7 +350,7 @@ def table_9() -> list[dict[str, Any]]:
     for n, method in itertools.product((8, 16), TABLE_9):
         made = one.plan(method, n)
         sent = replace(made, sends=made.sends | {"recompute": {}}).exchanges
-        rows.append({"ranks": n, "method": method, "seconds": one.hardware.seconds(*sent)})
+        rows.append({"ranks": n, "method": method, "seconds": one.steps.hardware.seconds(*sent)})
     return rows
 
 
@@ -370,7 +370,7 @@ def over_ranks() -> list[dict[str, Any]]:
     return rows
 
 
-def most(one: Steps, ranks: int, methods: Sequence[str] = tuple(METHODS)) -> train.Timing | None:
+def most(one: Deep, ranks: int, methods: Sequence[str] = tuple(METHODS)) -> Timing | None:
     """The (dp, sp, method) of most tokens/s, of those that fit. On sp=1 all methods are the same."""
     found = []
     for sp in (2**i for i in range(ranks.bit_length()) if 2**i <= MOST_SP):
@@ -378,20 +378,20 @@ def most(one: Steps, ranks: int, methods: Sequence[str] = tuple(METHODS)) -> tra
             if not one.may_fit(ranks // sp, sp):
                 continue
             try:
-                timing = one.timing(method, ranks // sp, sp)
-            except UserError:
+                timing = one.steps.timing(method, ranks // sp, sp)
+            except ValueError:
                 continue
-            if one.fits(timing):
+            if one.steps.fits(timing):
                 found.append(timing)
     return max(found, key=lambda timing: timing.rate, default=None)
 
 
-def described(found: train.Timing, one: Steps) -> dict[str, Any]:
+def described(found: Timing, one: Deep) -> dict[str, Any]:
     e = found.seconds
     parts = {"compute": e.compute, "comm": e.comm, "weights": e.weights}
     return {
         "dp": found.dp, "sp": found.sp, "seconds": e.step, "tokens_per_s": found.rate, "held": found.held,
-        "fits": one.fits(found), **parts,
+        "fits": one.steps.fits(found), **parts,
     }  # fmt: skip
 
 

@@ -155,6 +155,55 @@ def shares_table() -> Iterator[str]:
         yield f"| {rate_name(one['rate'])} | " + " | ".join(cells) + " |"
 
 
+GOALS = {"ulysses": 1.32, "megatron_sp": 4.0}  # times DSP's step: the paper's least lead over Ulysses (figure 5)
+
+
+def verdict() -> Iterator[str]:
+    """What the steps come to: whether DSP is ever behind, and from which link on it leads by so much."""
+    found = read("cluster")
+    if found is None:
+        yield missing("cluster")
+        return
+    points = [
+        (row["ratio"], method, f"{'a step' if mode == 'train' else 'a forward'} at {rate_name(one['rate'])}")
+        for one in found["sweep"]["rates"]
+        for mode, rows in one["modes"].items()
+        for method, row in rows.items()
+        if method != "dsp"
+    ]
+    points += [
+        (row["ratio"], row["method"], f"{row['kind']} scaling on {row['ranks']} ranks")
+        for row in found["scaling"]
+        if row["method"] != "dsp"
+    ]
+    ratio, method, where = min(points, key=lambda point: point[0]["median"])
+    behind = [f"{METHODS[m]}, {w}" for r, m, w in points if r["median"] < 1]
+    yield (
+        f"- Of {len(points)} comparisons on 2 and more ranks DSP's median is behind in {len(behind) or 'none'}"
+        f"{': ' + '; '.join(behind) if behind else ''}. The closest is {METHODS[method]}, {where}: {times(ratio)}."
+    )
+    rounds = [point for point in points if point[0]["least"] < 1]
+    if rounds:
+        listed = "; ".join(f"{METHODS[m]}, {w}, {r['least']:.2f}" for r, m, w in rounds)
+        yield f"- In {len(rounds)} of them some round had it behind: {listed}."
+    for method, goal in GOALS.items():
+        rates = [one for one in found["sweep"]["rates"] if one["rate"]]
+        over = [one for one in rates if one["modes"]["train"][method]["ratio"]["median"] >= goal]
+        if not over:
+            yield f"- {goal:g} times DSP's step is not reached by {METHODS[method]} on any link here."
+            continue
+        one = max(over, key=lambda one: one["rate"])["modes"]["train"]
+        shares = " and ".join(
+            f"{100 * one[m]['share_of_link']:.0f}% to {100 * one[m]['share_measured']:.0f}% ({METHODS[m]})"
+            for m in ("dsp", method)
+        )
+        rate = rate_name(max(each["rate"] for each in over))
+        yield (
+            f"- {METHODS[method]} takes {goal:g} times DSP's step and more up to {rate}: there "
+            f"{times(one[method]['ratio'])}, with a share of communication of {shares}."
+        )
+
+
 def communication_table() -> Iterator[str]:
     """Table 9: the paper's milliseconds, and here the bytes and the time that a slow link adds, all against DSP's."""
     wire, cluster = read("wire"), read("cluster")
@@ -456,6 +505,7 @@ TABLES = {
     "train": lambda: sweep_table("train"),
     "infer": lambda: sweep_table("infer"),
     "shares": shares_table,
+    "verdict": verdict,
     "scaling": scaling_table,
     "memory-when": lambda: when("memory"),
     "memory": memory_table,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, combinations, count, islice, pairwise, product
 from math import inf, prod
@@ -136,6 +136,7 @@ class Solution:
     states: int
 
 
+@lru_cache(maxsize=4096)  # asked for at every stage call
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0."""
     chunk = -(-size // n)

@@ -8,9 +8,18 @@ from dsp.embedded.low_rank import low_rank_attention
 from dsp.embedded.method import METHODS, parallelize, plan, save_exchanges
 from dsp.embedded.ring import ring_attention
 from dsp.embedded.tensor import rank_order
+from dsp.embedded.timing import Steps, Timing
 from dsp.embedded.ulysses import ulysses_attention
 
 __all__ = [
-    "METHODS", "low_rank_attention", "parallelize", "plan", "rank_order", "ring_attention", "save_exchanges",
+    "METHODS",
+    "Steps",
+    "Timing",
+    "low_rank_attention",
+    "parallelize",
+    "plan",
+    "rank_order",
+    "ring_attention",
+    "save_exchanges",
     "ulysses_attention",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from dsp.planner import chunk_sizes
 from dsp.stages import Received, Sends, Stage, cut_for
 
 
+@cache
 def switch_ranks(n: int, size: int) -> int:
     """N1: the most ranks, of those that divide n, over which a dim of `size` is dealt and none has nothing."""
     return next(d for d in range(min(n, size), 0, -1) if n % d == 0 and chunk_sizes(size, d)[-1])

@@ -84,9 +84,9 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     """Deal h heads of queries over n ranks as torch.chunk does, and with them what they need of g heads of keys."""
     if n > h:
         raise NotationError(
-            f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take at most "
-            f"{h} ranks (parallel.sp={h}), a model of more heads, method='dsp_ulysses', which deals them over fewer, "
-            "or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
+            f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take fewer "
+            f"({h}, parallel.sp={h}, where all share the heads), a model of more heads, method='dsp_ulysses', which "
+            "deals them over few, or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
         )
     each = h // g
     q_parts = chunk_sizes(h, n)
