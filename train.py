@@ -311,11 +311,10 @@ def dry_run(config: cfg.Config) -> None:
     print(f"\n{advise(config, model, table, sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
     if hardware := known_hardware(config):
-        options, (link, network) = config.hardware, (hardware.link, hardware.network)
         print(
-            f"\na step on {options.device} (products at {options.products:.0%} of the peak), {link.name} in nodes of "
-            f"{options.node}, {network.name} between: shares of computing, of sequence parallelism's communication, "
-            "and of the weights' that computing does not hide"
+            f"\na step on {config.hardware.device} (products at {config.hardware.products:.0%} of the peak), "
+            f"{hardware.links}: shares of computing, of sequence parallelism's communication, and of the weights' that "
+            "computing does not hide"
         )
         print(steps_on(hardware, config, task, objective, table, whole).table(dp, sp, replicate))
 

@@ -135,6 +135,12 @@ class Hardware:
                 f"flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
             )
 
+    @property
+    def links(self) -> str:
+        """The links by name."""
+        near, far = (link.name if isinstance(link, Link) else "nothing" for link in (self.link, self.network))
+        return f"{near} in nodes of {self.node}, {far} between"
+
     def axis(self, size: int, kind: str = "switch", stride: int = 1) -> Link:
         """The link of an axis of `size` ranks, `stride` apart, as a kind of collective has it.
 
