@@ -29,7 +29,7 @@ SHORT_TASK = {  # the rest of a demo, in little
 }  # fmt: skip
 
 
-SHARED = {"demo", "axial_demo", "protein_demo", "stdit_demo", "st_mamba_demo"}  # one of each family: on four ranks too
+SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on four ranks too
 
 
 class Demo(Runs):

@@ -94,7 +94,7 @@ def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gat
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_outputs_and_every_gradient(ranks, n: int, ckpt: bool) -> None:
     ranks(parity, n, 2, 7, 6, ckpt, n != 3)
     ranks(parity, n, 1, 5, 4, ckpt, n == 3)

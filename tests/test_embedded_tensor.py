@@ -190,7 +190,11 @@ def formula(n: int, r: int, s: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("r", "s", "n", "table"), [(768, 512, 8, {"dap": 394, "dsp": 205}), (2048, 512, 16, {"dap": 2400})]
+    ("r", "s", "n", "table"),
+    [
+        (768, 512, 8, {"dap": 394, "dsp": 205}),
+        pytest.param(2048, 512, 16, {"dap": 2400}, marks=pytest.mark.slow),
+    ],
 )
 def test_bytes_of_fastfold(r: int, s: int, n: int, table: dict[str, int]) -> None:
     found = {}

@@ -78,7 +78,10 @@ def test_ranks_that_share_a_clip(run, reference):
 
 @pytest.mark.parametrize(
     "options",
-    [["parallel={dp_shard: 2, sp: 2}", "train.batch=2"], ["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]],
+    [
+        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2"],
+        pytest.param(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"], marks=pytest.mark.slow),
+    ],
     ids=["dp2-sp2", "accumulated"],
 )
 def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):

@@ -19,6 +19,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("long_run")
 
 
+@pytest.mark.slow
 def test_killed_resumed_and_one_curve(benchmark, tmp_path, capsys):
     little = [
         "data={frames: 5, height: 6, width: 6, digit: 5}",

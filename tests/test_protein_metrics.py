@@ -289,7 +289,9 @@ def test_objective_in_parallel(ranks, model, n):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["dsp", "dsp and fsdp"])
-@pytest.mark.parametrize(("model", "n"), [("evoformer", 2), ("evoformer", 3), ("pairformer", 3)])
+@pytest.mark.parametrize(
+    ("model", "n"), [("evoformer", 2), ("evoformer", 3), pytest.param("pairformer", 3, marks=pytest.mark.slow)]
+)
 def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0, 1), fsdp)
 

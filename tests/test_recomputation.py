@@ -110,7 +110,7 @@ def test_what_was_dropped_is_dropped_again(ranks, name):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
     expected = [ranks(dropping, n, name, "none") for n in (1, 2, 3)]
     assert expected[1][0][0] != expected[0][0][0]
-    for way in WAYS:
+    for way in WAYS if name != "evoformer" else ("both",):
         for n, before in zip((1, 2, 3), expected):
             for (loss, gradients), (loss_before, gradients_before) in zip(ranks(dropping, n, name, way), before):
                 assert torch.equal(loss, loss_before)

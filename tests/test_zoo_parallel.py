@@ -80,7 +80,7 @@ def parity(mesh: DeviceMesh, case: str, frames: int, height: int, width: int) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_models(ranks, case: str, n: int) -> None:
     ranks(parity, n, case, 7 if n != 4 else 5, 6, 10)
 
@@ -154,7 +154,7 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("case", NEW)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
         assert largest <= 1.1 / n
