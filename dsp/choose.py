@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
-from dsp.plan import Plan, human, make_plan, stages_of
+from dsp.plan import Plan, aligned, human, make_plan, stages_of
 from dsp.planner import Infeasible
 from dsp.trace import trace
 
@@ -44,10 +44,10 @@ class Sizing:
             sends = human(sum(plan.bytes.values()))
             times = clock(e.compute), clock(e.comm), clock(e.step)
             rows.append([str(size), human(plan.peak), fits, sends, *times, f"{e.speedup:.2f}"])
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        text = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in [head, *rows]]
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
         line = "  ".join("─" * w for w in widths)
-        return "\n".join([text[0], line, *text[1:], line, *self.verdict()])
+        first, *rest = aligned([head, *rows])
+        return "\n".join([first, line, *rest, line, *self.verdict()])
 
     def verdict(self) -> list[str]:
         """What the table comes to, in sentences."""

@@ -271,6 +271,12 @@ def human(size: float) -> str:
     raise AssertionError
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's rows as lines, its cells to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+
+
 def _generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 

@@ -10,7 +10,7 @@ import torch
 
 from dsp.embedded.method import METHODS
 from dsp.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
-from dsp.plan import Plan, human
+from dsp.plan import Plan, aligned, human
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,13 @@ class Steps:
 
     def table(self, dp: int, sp: int, replicate: int = 1) -> str:
         """Every method on that mesh: what a step takes and of what, and what it holds; and the best mesh and method."""
-        head = ["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]
-        rows = [head]
+        rows = [["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]]
         for found in self.supported(dp, sp, replicate):
             e = found.seconds
             parts = [f"{100 * part / e.step:.1f}%" for part in (e.compute, e.comm, e.weights)]
             held = human(found.held) + ("" if self.fits(found) else ", too much")
             rows.append([found.method, clock(e.step), *parts, f"{found.rate:,.0f}", held])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        lines = ["  " + line for line in aligned(rows)]
         best = self.best(dp * sp)
         if best is None:
             return "\n".join([*lines, f"no dp x sp of {dp * sp} ranks fits {human(self.hardware.memory)}"])
