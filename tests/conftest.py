@@ -1,12 +1,14 @@
 """One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
 
-`eight_ranks` is a pool of eight, for a module that needs them.
+They are forked from one server that has imported torch and what else is dear, so that `fresh_ranks` (the pool anew) and
+`eight_ranks` (eight of them) cost little.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the processes it would start for compiling
 os.environ.setdefault("WANDB_MODE", "offline")
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,6 +29,19 @@ import torch
 
 WORLD = 4
 TIMEOUT = 240
+IMPORTED = [  # once, by the server that ranks are forked from
+    "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "torch.testing", "dsp", "zoo.attention",
+    "zoo.training.video", "sklearn.datasets",
+]  # fmt: skip
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server: it imports while the first tests run."""
+    if any("ranks" in name for item in session.items for name in getattr(item, "fixturenames", ())):
+        SERVER.set_forkserver_preload([*IMPORTED, *({"diffusers.models", "transformers"} & sys.modules.keys())])
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,11 +79,10 @@ class Pool:
         self.workers: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
         store = tempfile.mktemp(prefix="dsp-tests-")
         for rank in range(self.world):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_worker, args=(rank, self.world, store, there), daemon=True)
+            here, there = SERVER.Pipe()
+            process = SERVER.Process(target=_worker, args=(rank, self.world, store, there), daemon=True)
             process.start()
             self.workers.append((process, here))
 
