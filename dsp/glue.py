@@ -406,7 +406,7 @@ class Glue(TorchFunctionMode):
         outcome = Outcome(None)
         if any(c is not None for c in wanted):
             rule = RULES.get(name, no_rule)
-            frame = self.frame(name, args, kwargs, tensors, wanted)
+            frame = self.frame(name, args, kwargs, tensors, wanted, func)
             if kwargs.get("out") is not None:
                 raise frame.refuse("out= has no rule for a sharded tensor")
             try:
@@ -417,7 +417,7 @@ class Glue(TorchFunctionMode):
                 if run.script is not None and not run.script.recorded:
                     raise
                 # nobody planned this: would another dim do, or else the whole tensors?
-                found = self.detour(rule, name, args, kwargs, tensors, shells)
+                found = self.detour(rule, func, name, args, kwargs, tensors, shells)
                 if found is not None:
                     wanted, frame, outcome = found
                 elif changing:
@@ -529,22 +529,25 @@ class Glue(TorchFunctionMode):
         local, shape = self.run.axis.narrow(t, cut), tuple(t.shape)
         return Shell(local, cut, shape, None, Home(local, cut, shape))
 
-    def frame(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Frame:
+    def frame(
+        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None], func: Any = None
+    ) -> Frame:
         shapes = [tuple(t.shape) for t in tensors]
         stream = iter([Operand(s, c) for s, c in zip(shapes, cuts)])
         axis = self.run.axis
         converted = tuple(with_operands(a, stream) for a in args)
-        return Frame(name, converted, {k: with_operands(v, stream) for k, v in kwargs.items()}, axis.size, axis.rank)
+        named = {k: with_operands(v, stream) for k, v in kwargs.items()}
+        return Frame(name, converted, named, axis.size, axis.rank, func)
 
     def detour(
-        self, rule: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
+        self, rule: Any, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
     ) -> tuple[list[Cut | None], Frame, Outcome] | None:
         """The first dim along which all sharded operands could be cut for this operation."""
         for dim in range(max(s.local.ndim for s in shells if s is not None)):
             cuts = [Cut(dim) if s is not None else None for s in shells]
             if any(s is not None and (dim >= len(s.shape) or s.shape[dim] < 2) for s in shells):
                 continue
-            frame = self.frame(name, args, kwargs, tensors, cuts)
+            frame = self.frame(name, args, kwargs, tensors, cuts, func)
             try:
                 return cuts, frame, rule(frame)
             except GlueError:

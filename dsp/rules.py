@@ -58,13 +58,14 @@ class Outcome:
 
 @dataclass
 class Frame:
-    """One operation: its name, arguments with Operands for tensors, and the number of ranks."""
+    """One operation: its name, arguments with Operands for tensors, the number of ranks, and what is called."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     n: int
     rank: int = 0
+    func: Callable[..., Any] | None = None
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         if len(self.args) > position:
@@ -93,6 +94,21 @@ class Frame:
             f"{self.name}({shapes}) between stages: {reason}. "
             + (advice or "Move it into a stage (a submodule with a pattern), where tensors are local")
         )
+
+    def on_a_row(self, cut: Cut, size: int) -> Callable[..., Any] | None:
+        """For a rank that holds nothing, of an operation that takes no empty tensor: on one row, none of it returned.
+
+        Of a first argument and a result of which `cut` is sharded and has global `size`. None: this rank holds a part.
+        """
+        func = self.func
+        if func is None or self.local_size(size, cut.outer):
+            return None
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shape = [*x.shape[: cut.dim], 1, *x.shape[cut.dim + 1 :]]
+            return func(torch.cat([x, x.new_zeros(shape)], cut.dim), *args, **kwargs).narrow(cut.dim, 0, 0)
+
+        return run
 
     def local_size(self, size: int, outer: int) -> int:
         return outer * chunk_sizes(size // outer, self.n)[self.rank]
@@ -213,12 +229,21 @@ round trunc frac nan_to_num masked_fill heaviside hypot copysign xlogy logaddexp
 int long short char byte bool cfloat contiguous clone detach dropout alpha_dropout bernoulli zeros_like ones_like
 full_like empty_like rand_like randn_like requires_grad real imag conj deg2rad rad2deg polar complex alias
 zero fill copy iadd isub imul itruediv ipow data
+truediv floordiv mod rmod float_power fix arccos arccosh arcsin arcsinh arctan2 arctanh angle signbit nextafter ldexp
+gcd lcm i0 igamma igammac polygamma mvlgamma isreal isposinf isneginf isclose conj_physical resolve_conj resolve_neg
+cdouble chalf iand ior ixor rxor lshift rshift rlshift rrshift ilshift irshift bitwise_left_shift bitwise_right_shift
+log_sigmoid special_digamma special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2
+special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_i0e special_i1
+special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr special_ndtri
+special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy special_zeta
 """.split()
 
 
 @rule(*ELEMENTWISE)
 def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
+    if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
+        raise f.refuse("how many places it finds depends on the numbers")
     position, outcome = align(f, operands)
     assert outcome.cut is not None
     ndim = max(o.ndim for o in operands)
@@ -228,10 +253,12 @@ def elementwise(f: Frame) -> Outcome:
 
 @rule("to type_as type")
 def cast(f: Frame) -> Outcome:
-    x = f.args[0]
-    if x.cut is None:
-        return Outcome(None)
-    return Outcome(x.cut, x.shape[x.cut.dim])
+    x, cut = f.args[0], f.args[0].cut
+    if cut is None:
+        raise f.refuse("only the first argument may be sharded")
+    if len(f.args) + len(f.kwargs) == 1 and f.name == "type":
+        raise f.refuse("it returns a name", "Use x.dtype")
+    return Outcome(cut, x.shape[cut.dim])
 
 
 @rule("feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout")
@@ -317,10 +344,8 @@ def view(f: Frame) -> Outcome:
 
 @rule("view_as reshape_as")
 def view_as(f: Frame) -> Outcome:
-    x, other = f.args[0], f.args[1]
-    shape = other.shape
-    outcome = reshape_to(Frame(f.name, (x, shape), {}, f.n, f.rank), shape)
-    return outcome
+    x, shape = f.args[0], f.get(1, "other").shape
+    return reshape_to(Frame(f.name, (x, shape), {}, f.n, f.rank), shape)
 
 
 @rule("flatten ravel")
@@ -392,6 +417,14 @@ def matrix_transpose(f: Frame) -> Outcome:
     return Outcome(Cut(swap.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
+@rule("view_as_real view_as_complex")
+def complex_parts(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name == "view_as_complex" and cut.dim == x.ndim - 1:
+        raise f.refuse("the parts of its numbers lie on several ranks")
+    return Outcome(cut, x.shape[cut.dim])
+
+
 @rule("movedim moveaxis")
 def movedim(f: Frame) -> Outcome:
     x, cut = first(f)
@@ -405,7 +438,7 @@ def movedim(f: Frame) -> Outcome:
 def expand(f: Frame) -> Outcome:
     x, cut = first(f)
     if f.name == "expand_as":
-        sizes = list(f.args[1].shape)
+        sizes = list(f.get(1, "other").shape)
     else:
         given = f.kwargs.get("size", f.args[1:])
         sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
@@ -425,6 +458,8 @@ def repeat(f: Frame) -> Outcome:
     lead = max(len(reps) - x.ndim, 0)
     reps = [1] * (x.ndim - len(reps)) + reps
     at = cut.dim + lead
+    if not reps[at]:
+        raise f.refuse("it repeats the sharded dim no time")
     return Outcome(Cut(at, cut.outer * reps[at]), x.shape[cut.dim] * reps[at])
 
 
@@ -463,6 +498,8 @@ def along(f: Frame) -> Outcome:
         dims = f.get(position, name, default)
         if isinstance(dims, bool) or dims is None:
             dims = f.kwargs.get(name, default)
+        if f.name in ("softmax", "log_softmax", "softmin") and f.get(1, "dim") is None:
+            dims = int(x.ndim not in (0, 1, 3))  # what torch takes where none is given
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in dims_of(f, x, dims):
@@ -481,12 +518,12 @@ def reduction(f: Frame) -> Outcome:
         return elementwise(f)
     x, cut = first(f)
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
-    dims = f.get(position, "dim")
+    dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
     if dims is None and "axis" in f.kwargs:
         dims = f.kwargs["axis"]
     if isinstance(dims, bool):
         dims = f.kwargs.get("dim")
-    keep = bool(f.get(position + 1, "keepdim", False))
+    keep = f.name != "count_nonzero" and bool(f.get(position + 1, "keepdim", False))
     everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
     gone = list(range(x.ndim)) if everything else dims_of(f, x, dims)
     if cut.dim not in gone:
@@ -503,6 +540,32 @@ def reduction(f: Frame) -> Outcome:
     return Outcome(None, reduce=float(count))
 
 
+@rule("tril triu")
+def triangle(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim >= x.ndim - 2:
+        raise f.refuse("it counts positions along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("gather take_along_dim")
+def taken_by_index(f: Frame) -> Outcome:
+    x, swapped = f.get(0, "input"), f.name == "take_along_dim"
+    index = f.get(1 if swapped else 2, "indices" if swapped else "index")
+    dim = f.get(2 if swapped else 1, "dim")
+    if dim is None:
+        raise f.refuse("it takes from the flattened tensor")
+    dim = f.normal(dim, x.ndim)
+    position, outcome = align(f, [x, index])
+    if x.ndim + position == dim:
+        raise f.refuse("it takes parts of the sharded dim")
+    if x.shape[position] != index.shape[position]:
+        raise f.refuse("its index differs from it along the sharded dim")
+    assert outcome.cut is not None
+    outcome.cut = Cut(x.ndim + position, outcome.cut.outer)
+    return outcome
+
+
 @rule("layer_norm rms_norm")
 def trailing_norm(f: Frame) -> Outcome:
     x, cut = first(f)
@@ -514,19 +577,31 @@ def trailing_norm(f: Frame) -> Outcome:
 
 @rule("group_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate",
       "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
-      "adaptive_avg_pool3d pixel_shuffle pixel_unshuffle unfold fold")  # fmt: skip
+      "adaptive_avg_pool3d im2col fold")  # fmt: skip
 def per_sample(f: Frame) -> Outcome:
     x, cut = first(f)
-    spatial = next((int(c) for c in f.name if c.isdigit()), 0)
-    if f.name == "unfold" and (len(f.args) > 2 or "dimension" in f.kwargs):  # Tensor.unfold: windows of one dim
-        if f.normal(f.get(1, "dimension"), x.ndim) == cut.dim:
-            raise f.refuse("its windows run over the sharded dim")
-        return Outcome(cut, x.shape[cut.dim])
-    if spatial and x.ndim != spatial + 2:
+    unbatched = {"im2col": 3, "fold": 2}.get(f.name, next((int(c) + 1 for c in f.name if c.isdigit()), 0))
+    if x.ndim == unbatched:
         raise f.refuse("its input has no batch dim")
     if cut.dim != 0:
         raise f.refuse(f"it mixes dim {cut.dim} or normalizes over it")
-    return Outcome(cut, x.shape[0])
+    return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]) if f.name in ("im2col", "instance_norm") else None)
+
+
+@rule("pixel_shuffle pixel_unshuffle")
+def pixels(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim >= x.ndim - 3:
+        raise f.refuse(f"it mixes dim {cut.dim}")
+    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+
+
+@rule("unfold")
+def windows(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.normal(f.get(1, "dimension"), x.ndim) == cut.dim:
+        raise f.refuse("its windows run over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
 
 
 @rule("batch_norm")
@@ -550,7 +625,7 @@ def linear(f: Frame) -> Outcome:
 
 @rule("matmul bmm mm rmatmul")
 def matmul(f: Frame) -> Outcome:
-    a, b = f.args[:2]
+    a, b = f.get(0, "input"), f.get(1, "mat2" if "mat2" in f.kwargs else "other")
     if f.name == "rmatmul":
         a, b = b, a
     if a.ndim < 2 or b.ndim < 2:
@@ -617,35 +692,50 @@ def einsum(f: Frame) -> Outcome:
 
 @rule("scaled_dot_product_attention")
 def attention(f: Frame) -> Outcome:
-    q, k, v = f.args[:3] if len(f.args) >= 3 else (f.get(0, "query"), f.get(1, "key"), f.get(2, "value"))
+    q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = f.get(3, "attn_mask")
     operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
-    if q.cut is not None and q.cut.dim == q.ndim - 2 and k.cut is None and v.cut is None:
-        if f.get(5, "is_causal", False):
-            raise f.refuse("a causal mask counts local positions")
-        outcome = Outcome(q.cut, q.shape[q.cut.dim], func=_attend)
-        if isinstance(mask, Operand) and mask.shape[-2] != 1:
-            outcome.narrow[f.operands().index(mask)] = Cut(mask.ndim - 2, q.cut.outer)
-        return outcome
-    if any(o.cut is not None and o.cut.dim >= o.ndim - 2 for o in operands):
+    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
+    place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
+    if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
         raise f.refuse("it computes over the sharded dim")
-    position, outcome = align(f, operands)
+    along_rows = place.get(id(q)) == -2
+    if not along_rows and -2 in place.values():
+        raise f.refuse("the mask is sharded along the queries, which are whole")
+    if along_rows and f.get(5, "is_causal", False):
+        raise f.refuse("a causal mask counts local positions")
+    if along_rows and (id(k) in place or id(v) in place):
+        raise f.refuse("its tensors are sharded along different dims")
+    position, outcome = align(f, rows if along_rows else operands)
     assert outcome.cut is not None
-    outcome.cut = Cut(q.ndim + position, outcome.cut.outer)
+    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
     outcome.func = _attend
     return outcome
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if query.numel() == 0:  # a rank that holds nothing: some attention kernels divide by its size
-        return query @ key.transpose(-2, -1) @ value
-    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    mask = args[0] if args else kwargs.get("attn_mask")
+    lead = [*query.shape[:-1], *key.shape[:-2], *value.shape[:-2], *(mask.shape[:-2] if mask is not None else ())]
+    if 0 not in lead:
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    # a rank that holds nothing: some kernels divide by its size. All operands take part, for they may want gradients
+    if kwargs.get("enable_gqa"):
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    return (scores if mask is None else scores + mask) @ value
 
 
-@rule("embedding one_hot")
+@rule("embedding")
 def embedding(f: Frame) -> Outcome:
     x, cut = first(f)
     return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("one_hot")
+def one_hot(f: Frame) -> Outcome:
+    if f.get(1, "num_classes", -1) < 0:
+        raise f.refuse("how many classes there are it counts in what a rank holds", "Pass num_classes")
+    return embedding(f)
 
 
 # --- joining and taking apart -----------------------------------------------------------------------------------------
@@ -783,7 +873,7 @@ def pad(f: Frame) -> Outcome:
     k = x.ndim - 1 - cut.dim
     if any(amounts[2 * k : 2 * k + 2]):
         raise f.refuse("it pads the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
+    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
 
 
 # --- whole tensors stretched in glue: produce only this rank's part ---------------------------------------------------

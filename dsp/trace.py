@@ -71,8 +71,19 @@ has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.de
 )
 
 
+# functions whose plain name is that of another: what reads a number is no cast
+HOMONYMS = {
+    torch.embedding: "embedding_of_weight",
+    torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
+    torch.nn.functional.unfold: "im2col",
+    **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
+}
+
+
 def op_name(func: Any) -> tuple[str, bool]:
     """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
+    if func in HOMONYMS:
+        return HOMONYMS[func], False
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
@@ -85,7 +96,10 @@ def in_place(func: Any) -> bool:
 
 
 _INPLACE_DUNDER = frozenset(
-    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"}
+    """
+__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+__ilshift__ __irshift__
+""".split()
 )
 ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 

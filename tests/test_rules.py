@@ -197,7 +197,7 @@ def every_op(mesh: DeviceMesh) -> dict[str, list[int]]:
     return allowed
 
 
-def refuse_detour(rule: Any, name: str, args: Any, kwargs: Any, tensors: Any, shells: Any) -> Any:
+def refuse_detour(rule: Any, func: Any, name: str, args: Any, kwargs: Any, tensors: Any, shells: Any) -> Any:
     raise dsp.GlueError(f"{name} between stages")
 
 

@@ -1,0 +1,289 @@
+"""A machine that proves the rules of glue: every layout of every operand, on simulated ranks, in one process.
+
+A `Call` is an operation on whole tensors. For every combination of its operands' layouts the rule refuses in words, or
+says how the operation runs on local parts: then the parts are made here, each rank's call runs in turn, and what comes
+out has to be that rank's slice of the whole result; gradients likewise. No process group: the moves and sums that a run
+makes are narrows and additions here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.layout import Cut, chunk
+from dsp.rules import (
+    RULES,
+    Frame,
+    GlueError,
+    Operand,
+    Outcome,
+    localize_source,
+    source_cuts,
+    tensor_args,
+    with_operands,
+    without_operands,
+)
+from dsp.stages import tensors_in
+from dsp.trace import in_place, op_name
+
+Layout = Cut | None
+
+
+@dataclass
+class Call:
+    """An operation on whole tensors. `values` False: random or unset, so that only shapes can be compared."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    values: bool = True
+
+    @property
+    def name(self) -> str:
+        return op_name(self.func)[0]
+
+    def __str__(self) -> str:
+        def show(v: Any) -> str:
+            if isinstance(v, Tensor):
+                return str(list(v.shape))
+            if isinstance(v, (tuple, list)):
+                return f"({', '.join(map(show, v))})"
+            return repr(v)
+
+        kwargs = [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{torch.overrides.resolve_name(self.func) or self.name}({', '.join([*map(show, self.args), *kwargs])})"
+
+
+@dataclass
+class Proof:
+    """What a rule takes of one call over n ranks: for every combination of layouts "ok", "refused" or what is wrong."""
+
+    call: Call
+    n: int
+    found: dict[tuple[Layout, ...], str] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> int:
+        return sum(v == "ok" for v in self.found.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        return [f"{_show(layouts)}: {v}" for layouts, v in self.found.items() if v not in ("ok", "refused")]
+
+    def __str__(self) -> str:
+        rows = [f"    {_show(layouts):40} {v}" for layouts, v in self.found.items()]
+        return "\n".join([f"{self.call} over {self.n} ranks", *rows])
+
+
+def _show(layouts: Sequence[Layout]) -> str:
+    def one(c: Layout) -> str:
+        return "whole" if c is None else f"dim {c.dim}" + (f" of {c.outer} folds" if c.outer > 1 else "")
+
+    return " | ".join(map(one, layouts))
+
+
+def layouts_of(shape: Sequence[int], folds: bool) -> list[Layout]:
+    """Whole, every dim, and every dim as the inner of a fold."""
+    cuts: list[Layout] = [None]
+    for d, size in enumerate(shape):
+        outers = [o for o in range(1, size) if size % o == 0] if folds and size > 1 else [1]
+        cuts += [Cut(d, outer) for outer in outers]
+    return cuts
+
+
+def part(t: Tensor, cut: Layout, n: int, rank: int) -> Tensor:
+    """One rank's part of a whole tensor."""
+    if cut is None:
+        return t
+    extent = t.shape[cut.dim] // cut.outer
+    start, length = chunk(extent, n, rank)
+    opened = t.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
+    return opened.flatten(cut.dim, cut.dim + 1)
+
+
+def prove(call: Call, n: int, *, folds: bool = False, only: Sequence[tuple[Layout, ...]] | None = None) -> Proof:
+    """Try every combination of layouts, at least one tensor being sharded."""
+    tensors = tensor_args(call.args, call.kwargs)
+    whole = _Whole(call, tensors)
+    proof = Proof(call, n)
+    every = itertools.product(*(layouts_of(t.shape, folds) for t in tensors))
+    for combo in every if only is None else only:
+        if any(combo) and not (in_place(call.func) and combo[0] is None):
+            try:
+                proof.found[combo] = whole.compare(combo, n)
+            except GlueError as refusal:
+                words = str(refusal)
+                proof.found[combo] = "refused" if " between stages: " in words else f"refused without words: {words}"
+            except Exception as error:
+                proof.found[combo] = f"{type(error).__name__}: {str(error)[:150]}"
+    return proof
+
+
+class _Whole:
+    """The operation on whole tensors: its results, and its gradients for random gradients of the results."""
+
+    def __init__(self, call: Call, tensors: list[Tensor]) -> None:
+        self.call, self.tensors = call, tensors
+        self.writes = in_place(call.func)
+        leaves = self.leaves(tensors)
+        self.out = self.run(call.func, call.args, call.kwargs, leaves)
+        torch.manual_seed(1)
+        self.upstream = [torch.randn_like(t) if t.requires_grad else None for t in self.out]
+        self.grads = _gradients(self.out, self.upstream, leaves)
+
+    def leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+    def run(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], operands: Any = None) -> list[Tensor]:
+        """The results. In args and kwargs `operands` stand for the leaves, if given; else the call's own tensors do."""
+        inputs = [t * 1 if t.requires_grad and self.writes else t for t in leaves]  # a leaf may not be written
+        if operands is None:
+            stream: Any = iter(inputs)
+            args = tuple(with_operands(a, stream) for a in args)
+            kwargs = {k: with_operands(v, stream) for k, v in kwargs.items()}
+        else:
+            table = {id(o): t for o, t in zip(operands, inputs)}
+            args, kwargs = without_operands(args, table), {k: without_operands(v, table) for k, v in kwargs.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            out = func(*args, **kwargs)
+        if self.writes:
+            return [inputs[0]]
+        if out is not None and not tensors_in(out):
+            raise TypeError(f"it returns {out!r}, no tensor, of what a rank holds")
+        return tensors_in(out)
+
+    def compare(self, cuts: tuple[Layout, ...], n: int) -> str:
+        call = self.call
+        totals = [torch.zeros_like(t) for t in self.tensors]  # gradients, put together from the ranks
+        sums = [torch.zeros_like(t) for t in self.out]
+        refusals: list[GlueError] = []
+        outcomes: list[Outcome] = []
+        for rank in range(n):
+            operands = [Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)]
+            stream = iter(operands)
+            args = tuple(with_operands(a, stream) for a in call.args)
+            kwargs = {k: with_operands(v, stream) for k, v in call.kwargs.items()}
+            try:
+                outcome = RULES[call.name](Frame(call.name, args, kwargs, n, rank, call.func))
+            except GlueError as refusal:
+                refusals.append(refusal)
+                continue
+            outcomes.append(outcome)
+            taken = [c or outcome.narrow.get(i) for i, c in enumerate(cuts)]
+            locals_ = self.leaves([part(t, c, n, rank) for t, c in zip(self.tensors, taken)])
+            out = self.run(
+                self.summed(outcome),
+                args if outcome.args is None else outcome.args,
+                kwargs if outcome.kwargs is None else outcome.kwargs,
+                locals_, operands,
+            )  # fmt: skip
+            if len(out) != len(self.out):
+                return f"rank {rank} has {len(out)} results, not {len(self.out)}"
+            upstream = []
+            for i, (mine, one) in enumerate(zip(out, self.out)):
+                if outcome.reduce is not None:
+                    if mine.shape != one.shape:
+                        return f"rank {rank} sums {list(mine.shape)}, not {list(one.shape)}"
+                    sums[i] = sums[i] + (mine.detach() / outcome.reduce).to(one.dtype)
+                    upstream.append(None if self.upstream[i] is None else self.upstream[i] / outcome.reduce)
+                    continue
+                if outcome.cut is None:
+                    return "the result is said to be whole"
+                if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != outcome.size:
+                    return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
+                expected = part(one, outcome.cut, n, rank)
+                if mine.dtype != one.dtype or mine.shape != expected.shape:
+                    return f"rank {rank} has {mine.dtype} {list(mine.shape)}, not {one.dtype} {list(expected.shape)}"
+                if self.call.values and not _close(mine, expected):
+                    return f"WRONG result on rank {rank}"
+                g = self.upstream[i]
+                upstream.append(None if g is None else part(g, outcome.cut, n, rank))
+            for total, cut, g in zip(totals, taken, _gradients(out, upstream, locals_)):
+                if g is not None:
+                    into = part(total, cut, n, rank)
+                    if total.numel() and into._base is None and cut is not None:  # a fold that had to be copied
+                        _scatter(total, cut, n, rank, g)
+                    else:
+                        into.add_(g)
+        if refusals and outcomes:
+            return f"some ranks refuse: {refusals[0]}"
+        if refusals:
+            raise refusals[0]
+        if len({(o.cut, o.size, o.view, o.reduce, tuple(o.narrow.items())) for o in outcomes}) > 1:
+            return "ranks disagree on the layout of the result"
+        if outcomes[0].reduce is not None and not all(map(_close, sums, self.out)):
+            return "WRONG sum over ranks"
+        if self.call.values and not all(g is None or _close(t, g) for t, g in zip(totals, self.grads)):
+            return "WRONG gradient"
+        return "ok"
+
+    def summed(self, outcome: Outcome) -> Any:
+        """What a rank calls: a mean over all ranks is a sum first."""
+        if outcome.reduce is not None and self.call.name == "mean":
+            return torch.Tensor.sum
+        return outcome.func or self.call.func
+
+
+def _scatter(total: Tensor, cut: Cut, n: int, rank: int, g: Tensor) -> None:
+    index = part(torch.arange(total.shape[cut.dim]), Cut(0, cut.outer), n, rank)
+    total.index_add_(cut.dim, index, g)
+
+
+def _gradients(out: Sequence[Tensor], upstream: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Any]:
+    asks = [t for t in leaves if t.requires_grad]
+    pairs = [(t, g) for t, g in zip(out, upstream) if t.requires_grad and g is not None]
+    if not asks or not pairs:
+        return [None] * len(leaves)
+    made, given = zip(*pairs)
+    found = iter(torch.autograd.grad(made, asks, given, allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in leaves]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.dtype.is_floating_point or a.is_complex():
+        return torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+    return torch.equal(a, b)
+
+
+def prove_source(call: Call, n: int) -> Proof:
+    """A stretch of a whole tensor, of which each rank makes its part alone."""
+    proof = Proof(call, n)
+    (whole,) = tensors_in(call.func(*call.args, **call.kwargs))
+    for cut in source_cuts(_frame(call, n, 0)[0]):
+        good = True
+        for rank in range(n):
+            frame, table = _frame(call, n, rank)
+            stretch, args, size = localize_source(frame, cut)
+            mine = stretch(*without_operands(args, table))
+            good &= size == whole.shape[cut.dim] and torch.equal(mine, part(whole, cut, n, rank))
+        proof.found[(cut,)] = "ok" if good else "WRONG part"
+    return proof
+
+
+def _frame(call: Call, n: int, rank: int) -> tuple[Frame, dict[int, Tensor]]:
+    tensors = tensor_args(call.args, call.kwargs)
+    operands = [Operand(tuple(t.shape)) for t in tensors]
+    stream = iter(operands)
+    args = tuple(with_operands(a, stream) for a in call.args)
+    kwargs = {k: with_operands(v, stream) for k, v in call.kwargs.items()}
+    return Frame(call.name, args, kwargs, n, rank), {id(o): t for o, t in zip(operands, tensors)}
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every torch function that glue may meet, with its name in the rules: torch's own list, and what it leaves out."""
+    missing = [
+        torch.nn.functional.hardswish, torch.nn.functional.hardsigmoid, torch.nn.functional.logsigmoid,
+        torch.rand_like, torch.randn_like, torch.nn.functional.conv3d,
+    ]  # fmt: skip
+    listed = itertools.chain(*torch.overrides.get_overridable_functions().values(), missing)
+    for func in {id(f): f for f in listed}.values():
+        yield op_name(func)[0], func
