@@ -1,7 +1,7 @@
 """One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
 
-They are forked from one server that has imported torch and what else is dear, so that `fresh_ranks` (the pool anew) and
-`eight_ranks` (eight of them) cost little.
+`whole_world` is another such pool, and `eight_ranks` one of eight. All are forked from one server that has imported the
+modules of the tests, and so what these import.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ import torch
 
 WORLD = 4
 TIMEOUT = 240
-IMPORTED = [  # once, by the server that ranks are forked from
-    "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "torch.testing", "dsp", "zoo.attention",
-    "zoo.training.video", "sklearn.datasets",
-]  # fmt: skip
+RANKS = {"ranks", "whole_world", "eight_ranks"}
 SERVER = multiprocessing.get_context("forkserver")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server: it imports while the first tests run."""
-    if any("ranks" in name for item in session.items for name in getattr(item, "fixturenames", ())):
-        SERVER.set_forkserver_preload([*IMPORTED, *({"diffusers.models", "transformers"} & sys.modules.keys())])
-        multiprocessing.forkserver.ensure_running()
+    """Start the server: while the first tests run it imports the modules whose tests ask for ranks."""
+    modules = {i.module.__name__ for i in session.items if RANKS & {*i.fixturenames}}
+    if modules:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            SERVER.set_forkserver_preload(sorted(modules))
+            multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -118,13 +117,6 @@ class Pool:
 
 
 @pytest.fixture(scope="module")
-def fresh_ranks(ranks: Pool) -> Pool:
-    """The pool anew: process groups of one's own can only be made if all ranks have made as many before."""
-    ranks.stop()
-    return ranks
-
-
-@pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[Pool]:
     pool = Pool(8)
     yield pool
@@ -133,6 +125,14 @@ def eight_ranks() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def whole_world() -> Iterator[Pool]:
+    """Another pool, for jobs on all four that make process groups of their own: all ranks must have made as many."""
     pool = Pool()
     yield pool
     pool.stop()

@@ -50,9 +50,9 @@ def found(path):
     return report, {state: [f for f in report["findings"] if f["state"] == state] for state in ("warning", "FAILED")}
 
 
-def test_one_host(fresh_ranks, tmp_path):
+def test_one_host(whole_world, tmp_path):
     out = tmp_path / "check.json"
-    assert fresh_ranks(run_here, 4, ["--out", str(out)], ["a"] * 4) == [0] * 4
+    assert whole_world(run_here, 4, ["--out", str(out)], ["a"] * 4) == [0] * 4
     report, bad = found(out)
     assert bad == {"warning": [], "FAILED": []}
     assert (report["sp"], report["hosts"], report["backend"]) == (4, {"a": 4}, "gloo")
@@ -63,15 +63,15 @@ def test_one_host(fresh_ranks, tmp_path):
     assert any("as planned" in finding["found"] for finding in report["findings"])
 
 
-def test_two_hosts(fresh_ranks, tmp_path):
+def test_two_hosts(whole_world, tmp_path):
     within, across = tmp_path / "within.json", tmp_path / "across.json"
     hosts = ["a", "a", "b", "b"]
-    assert fresh_ranks(run_here, 4, ["--out", str(within)], hosts) == [0] * 4
+    assert whole_world(run_here, 4, ["--out", str(within)], hosts) == [0] * 4
     report, bad = found(within)
     assert report["sp"] == 2
     assert list(report["links"]) == ["sp=2", "between hosts"]
     assert not bad["warning"]
-    assert fresh_ranks(run_here, 4, ["--sp", "4", "--out", str(across)], hosts) == [0] * 4
+    assert whole_world(run_here, 4, ["--sp", "4", "--out", str(across)], hosts) == [0] * 4
     report, bad = found(across)
     assert list(report["links"]) == ["sp=4", "within a host", "between hosts"]
     assert [finding["what"] for finding in bad["warning"]] == ["hosts"]
@@ -79,9 +79,9 @@ def test_two_hosts(fresh_ranks, tmp_path):
     assert "sp=2 would stay within a host" in bad["warning"][0]["found"]
 
 
-def test_what_is_wrong_is_found(fresh_ranks, tmp_path):
+def test_what_is_wrong_is_found(whole_world, tmp_path):
     out = tmp_path / "check.json"
-    assert fresh_ranks(run_here, 4, ["--out", str(out)], ["a"] * 4, True) == [1] * 4
+    assert whole_world(run_here, 4, ["--out", str(out)], ["a"] * 4, True) == [1] * 4
     _, bad = found(out)
     assert [finding["what"] for finding in bad["FAILED"]] == ["exactness", "exactness", "bytes"]
     assert "NOT OK" in bad["FAILED"][0]["found"]

@@ -60,8 +60,8 @@ def test_a_demo(trainer, tmp_path, request, monkeypatch, path):  # noqa: F811
     again = run("name=again", "resume=true")
     same(plain, again, tolerance=0)  # bitwise
     if path.stem in SHARED:
-        ranks = request.getfixturevalue("fresh_ranks")
-        ranks(_run_here, 4, run.arguments("name=shared", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+        whole_world = request.getfixturevalue("whole_world")
+        whole_world(_run_here, 4, run.arguments("name=shared", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
         same(plain, tmp_path / "runs/shared", tolerance=1e-4)
 
 

@@ -317,9 +317,9 @@ def test_stages_without_another_dim_are_errors() -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
-def test_training_gives_the_losses_of_one_process(run, fresh_ranks) -> None:  # noqa: F811
+def test_training_gives_the_losses_of_one_process(run, whole_world) -> None:  # noqa: F811
     few = ("data.frames=2", "train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     grid = ("name=grid", "parallel={sp: 4, method: dsp_ulysses}", "train.checkpoint_activations=both")
-    fresh_ranks(_run_here, 4, run.arguments(*few, *grid))
+    whole_world(_run_here, 4, run.arguments(*few, *grid))
     expect, got = (metrics(run(*few, "name=one"), *LOSSES), metrics(run.directory / "runs/grid", *LOSSES))
     assert {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()} == got

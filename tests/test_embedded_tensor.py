@@ -256,7 +256,7 @@ def test_objectives_have_it_too() -> None:
 # Training
 
 
-def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:  # noqa: F811
+def test_training_is_that_of_one_process(run, trainer, whole_world) -> None:  # noqa: F811
     """Curves, averages, pictures; and a checkpoint of one method goes on under another and on one process."""
     options = ["train.ema=0.5", "train.precision=fp32"]
     whole = run(*options, "train.batch=4", "name=whole")
@@ -268,7 +268,7 @@ def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:  # 
             assert {step: pytest.approx(values, rel=1e-5) for step, values in expected.items()} == curve
 
     on = [*options, "train.batch=2", "name=cut"]
-    fresh_ranks(_run_here, 4, run.arguments(*on, "parallel={dp_shard: 2, sp: 2, method: megatron_sp}"))
+    whole_world(_run_here, 4, run.arguments(*on, "parallel={dp_shard: 2, sp: 2, method: megatron_sp}"))
     agree()
     with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
@@ -276,7 +276,7 @@ def test_training_is_that_of_one_process(run, trainer, fresh_ranks) -> None:  # 
     for mesh in (again, None):
         shutil.rmtree(cut / "checkpoints/step-00000004")
         if mesh:
-            fresh_ranks(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))
+            whole_world(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))
         else:
             run(*options, "train.batch=4", "name=cut", "resume=true")
         agree()

@@ -97,7 +97,7 @@ def test_every_framework_has_one_short_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_result_is_that_of_one_process(fresh_ranks, name: str) -> None:
+def test_the_result_is_that_of_one_process(whole_world, name: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     if name == "Pipeline" and "get_mesh" not in inspect.signature(PipelineStage).parameters:
@@ -108,7 +108,7 @@ def test_the_result_is_that_of_one_process(fresh_ranks, name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     close = {"rtol": 0, "atol": 1e-6 if name in FLOAT32 else 1e-12}
-    results = fresh_ranks(on_rank, 4, name)
+    results = whole_world(on_rank, 4, name)
     seen = set()
     for weights, got, _ in results:
         seen |= set(weights)

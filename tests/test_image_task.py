@@ -75,14 +75,14 @@ class ImageRuns(Runs):
         self.file.write_text(CONFIG)
 
 
-def test_a_run_and_its_samples(trainer, tmp_path, fresh_ranks, capsys):  # noqa: F811
+def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):  # noqa: F811
     run = ImageRuns(trainer, tmp_path)("name=image", "wandb.mode=disabled")
     assert metrics(run, "loss")[1] == pytest.approx((math.log2(17),), rel=1e-3)  # all levels alike at first
     assert all(2 < floor < math.log2(17) for key in FLOORS for floor in metrics(run, key)[4])
     assert (run / "samples" / "step-00000004.png").is_file()
     options = ["--label", 3, 7]
     assert infer(run, *options, "--out", tmp_path / "one") == 0
-    fresh_ranks(infer_here, 4, (run, *options, "--out", tmp_path / "four"))
+    whole_world(infer_here, 4, (run, *options, "--out", tmp_path / "four"))
     assert (tmp_path / "one/seed-0.png").read_bytes() == (tmp_path / "four/seed-0.png").read_bytes()
     capsys.readouterr()
     assert infer(run, "--label", 12, "--out", tmp_path) == 2

@@ -35,10 +35,10 @@ def frames(path):
 
 
 @pytest.mark.parametrize("options", [["--label", 3, 7, "--frames", 7, "--steps", 3], ["--clips", 3, "--height", 8]])
-def test_samples_do_not_depend_on_the_ranks(run, tmp_path, fresh_ranks, options, capsys):
+def test_samples_do_not_depend_on_the_ranks(run, tmp_path, whole_world, options, capsys):
     assert infer(run, *options, "--out", tmp_path / "one") == 0
     assert "weights of step 4" in capsys.readouterr().out
-    fresh_ranks(infer_here, 4, (run / "checkpoints", *options, "--out", tmp_path / "four"))
+    whole_world(infer_here, 4, (run / "checkpoints", *options, "--out", tmp_path / "four"))
     one, four = (list(frames(tmp_path / name / "seed-0.gif")) for name in ("one", "four"))
     assert len(one) == len(four) == (7 if "--frames" in options else 5)
     if "--label" in options:  # two clips of 6 x 6 pixels, each enlarged 11 times, side by side

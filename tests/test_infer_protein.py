@@ -51,7 +51,7 @@ def arrays(path):
         return dict(stored)
 
 
-def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, fresh_ranks, capsys):
+def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, whole_world, capsys):
     pair = [alignment(tmp_path / f"{name}.a3m", row, row[::-1]) for name, row in zip("AB", CHAINS)]
     options = [run, *pair, "--complex", "--recycles", 1, "--least", 0]
     assert infer(*options, "--out", tmp_path / "one") == 0
@@ -63,7 +63,7 @@ def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, fresh_ranks
     np.testing.assert_allclose(one["contact"], one["contact"].T, atol=1e-6)
     assert "".join(one["chain"]) == "A" * 14 + "B" * 12
     assert str(one["sequence"]) == "".join(CHAINS)
-    fresh_ranks(infer_here, 4, (*options, "--out", tmp_path / "four"))
+    whole_world(infer_here, 4, (*options, "--out", tmp_path / "four"))
     for name, value in arrays(tmp_path / "four/A-B.npz").items():
         if value.dtype.kind == "f":
             np.testing.assert_allclose(value, one[name], rtol=1e-4, atol=1e-5)
@@ -92,7 +92,7 @@ def test_recycles_change_what_is_predicted(run, tmp_path, files):
     assert np.abs(zero - two).max() > 1e-6
 
 
-def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, fresh_ranks):
+def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, whole_world):
     assert infer(run, files / "alone.a3m", "--out", tmp_path / "plain") == 0
     plain, options = arrays(tmp_path / "plain/alone.npz"), ("--distogram", "--out")
     assert "distogram" not in plain
@@ -108,7 +108,7 @@ def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, fresh_ranks):
     middles = one["edges"][0] + 0.3125 * (np.arange(64) - 0.5)
     np.testing.assert_allclose(probability @ middles, one["distance"], atol=2e-2)
     np.testing.assert_array_equal(one["contact"], plain["contact"])
-    fresh_ranks(infer_here, 4, (run, files / "alone.a3m", *options, tmp_path / "four"))
+    whole_world(infer_here, 4, (run, files / "alone.a3m", *options, tmp_path / "four"))
     four = arrays(tmp_path / "four/alone.npz")
     np.testing.assert_allclose(four["distogram"], one["distogram"], rtol=1e-2, atol=1e-5)
 

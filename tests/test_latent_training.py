@@ -84,8 +84,8 @@ def test_ranks_that_share_a_clip(run, reference):
     ],
     ids=["dp2-sp2", "accumulated"],
 )
-def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
-    sent = fresh_ranks(_run_here, 4, run.arguments("name=mesh", *options))
+def test_every_mesh_trains_alike(run, whole_world, reference, options):
+    sent = whole_world(_run_here, 4, run.arguments("name=mesh", *options))
     mesh = run.directory / "runs/mesh"
     same(reference, mesh, tolerance=1e-5)
 
@@ -129,9 +129,9 @@ def _gradients(mesh, arguments, steps):
     return results
 
 
-def test_gradients_are_those_of_one_process(run, fresh_ranks):
+def test_gradients_are_those_of_one_process(run, whole_world):
     steps = [next(s for s in range(99) if run.task()[0].bucket(s, 1) == bucket) for bucket in range(3)]
-    for rank in fresh_ranks(_gradients, 4, run.arguments(), steps):
+    for rank in whole_world(_gradients, 4, run.arguments(), steps):
         assert [bucket for bucket, *_ in rank] == [0, 1, 2]
         for _, worst, largest in rank:
             assert worst < 2e-5 * largest

@@ -149,7 +149,7 @@ def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, caps
 # --------------------------------------------------------------------------------------------------------- in infer.py
 
 
-def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, fresh_ranks, capsys):
+def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, whole_world, capsys):
     """Five frames on four ranks. The pixels are those of one rank but for rounding."""
     asked = ["--prompt", "a red boat", "snow", "--guidance", 3, "--steps", 3, "--format", "gif,mp4", "--seed", 4]
     assert infer(run, *asked, "--out", tmp_path / "one") == 0
@@ -162,7 +162,7 @@ def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, fresh_r
     )
     names = ["seed-4-0.mp4", "seed-4-1.mp4", "seed-4.gif"]
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
-    fresh_ranks(infer_here, 4, (run, *asked, "--out", tmp_path / "four"))
+    whole_world(infer_here, 4, (run, *asked, "--out", tmp_path / "four"))
     movies = {}
     for where in ("one", "four"):
         for i in range(2):

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401 (here, so that ranks are forked with it)
 import torch
 from PIL import Image
 from torch.utils.checkpoint import checkpoint
@@ -325,7 +326,7 @@ def test_ranks_with_the_same_error_leave_together(run):
     assert errors[1] == ""
 
 
-def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
+def test_averaged_weights(run, trainer, whole_world, monkeypatch):
     """They are what is judged, resume bitwise, do not depend on the mesh, and an old checkpoint starts them."""
     ema = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
     seen = []
@@ -365,7 +366,7 @@ def test_averaged_weights(run, trainer, fresh_ranks, monkeypatch):
     for keys in (("loss", "grad_norm"), ("val_loss",)):
         assert metrics(half, *keys) == metrics(whole, *keys)
 
-    fresh_ranks(_run_here, 4, run.arguments(*ema, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+    whole_world(_run_here, 4, run.arguments(*ema, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
     expected, got = metrics(whole, "val_loss"), metrics(run.directory / "runs/mesh", "val_loss")
     assert {k: pytest.approx(v, rel=1e-5) for k, v in expected.items()} == got
 
@@ -412,10 +413,10 @@ def _run_here(mesh, arguments):
     ],
     ids=["replicate", "shard", "no-sp", "sp", "blocks", "both-bf16"],
 )
-def test_every_mesh_trains_alike(run, fresh_ranks, reference, options):
+def test_every_mesh_trains_alike(run, whole_world, reference, options):
     """Four samples a step on every mesh of four ranks: one curve, one validation loss, the same pictures."""
     alone = run("train.batch=4", "train.precision=bf16", "name=alone") if "bf16" in options[-1] else reference
-    sent = fresh_ranks(_run_here, 4, run.arguments("name=mesh", *options))
+    sent = whole_world(_run_here, 4, run.arguments("name=mesh", *options))
     mesh = run.directory / "runs/mesh"
     tolerance = 5e-3 if "train.precision=bf16" in options else 1e-5
     for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
