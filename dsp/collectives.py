@@ -11,8 +11,8 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -40,30 +40,53 @@ def ranks(group: str) -> tuple[int, int]:
     return pg.size(), pg.rank()
 
 
-# what every backend carries; other dtypes (bool, complex) travel as bytes
+# what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
 _CARRIED = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
 
 
+def _as_sent(x: Tensor) -> tuple[Tensor, int]:
+    """A dense tensor as a backend takes it, and how many of its numbers make one of x."""
+    if x.dtype in _CARRIED:
+        return x.resolve_neg(), 1
+    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
+
+
 def _all_to_all(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_to_all_single.default(send, out_splits, in_splits, group)
+    """To each rank its part of a flat tensor; to be waited for."""
+    flat, width = _as_sent(send)
+    if width > 1:
+        out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
+    out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
+    return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
-def _in_bytes(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel that moves the places of one tensor, for every dtype."""
+def inexact(x: Tensor) -> bool:
+    """Whether a tensor holds real or complex numbers, which may have a gradient."""
+    return x.is_floating_point() or x.is_complex()
 
-    @wraps(kernel)
-    def run(x: Tensor, *args: Any) -> Tensor:
-        if x.dtype in _CARRIED:
-            return kernel(x, *args)
-        return kernel(x.contiguous().unsqueeze(-1).view(torch.uint8), *args).view(x.dtype).squeeze(-1)
 
-    return run
+def added_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which an all-reduce adds: its own, but for those that no backend adds up."""
+    if dtype in _CARRIED or (dtype.is_complex and dtype.itemsize > 4):  # complex: two real numbers
+        return dtype
+    if dtype.is_complex:
+        return torch.complex64
+    if dtype.is_floating_point:
+        return torch.float32
+    return torch.int32 if dtype.itemsize < 4 else torch.int64
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums of each rank's own are added up: fp32 at least."""
+    if dtype == torch.bool:
+        return torch.uint8
+    return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
 
 
 class SwitchPlan:
@@ -145,13 +168,11 @@ def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Swi
     return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
 
 
-@_in_bytes
 def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     plan = switch_plan(x, src, dst, src_size, group)
     return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
 
 
-@_in_bytes
 def _switch_among(
     x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
 ) -> Tensor:
@@ -162,7 +183,7 @@ def _switch_among(
 
 def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
     """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
-    raw = len({x.dtype for x in xs}) > 1 or xs[0].dtype not in _CARRIED  # as bytes, then
+    raw = len({x.dtype for x in xs}) > 1  # as bytes, then
     plans = [switch_plan(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
     width = [x.element_size() if raw else 1 for x in xs]
     packed = [p.pack(x).view(torch.uint8) if raw else p.pack(x) for p, x in zip(plans, xs)]
@@ -177,19 +198,17 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
 
 
-@_in_bytes
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     n, rank = ranks(group)
     parts = chunk_sizes(size, n)
     lead = x.movedim(dim, 0).contiguous()
     if len(set(parts)) == 1:
-        out = _wait(torch.ops._c10d_functional.all_gather_into_tensor(lead, n, group))
+        out = _wait(torch.ops._c10d_functional.all_gather_into_tensor(_as_sent(lead)[0], n, group)).view(x.dtype)
     else:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
         out = _wait(_all_to_all(send, [p * rest for p in parts], [parts[rank] * rest] * n, group))
-        out = out.view(size, *lead.shape[1:])
-    return out.movedim(0, dim).contiguous()
+    return out.view(size, *lead.shape[1:]).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
@@ -200,12 +219,15 @@ def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     rest = math.prod(lead.shape[1:])
     received = _wait(_all_to_all(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group))
     total = received.view(n, parts[rank], *lead.shape[1:])
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return total.sum(0, dtype=wide).to(x.dtype).movedim(0, dim).contiguous()
+    return total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim).contiguous()
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+    wide = x.to(added_in(x.dtype)).contiguous()
+    if wide.is_complex():
+        wide = torch.view_as_real(wide)
+    total = _wait(torch.ops._c10d_functional.all_reduce(wide, "sum", group))
+    return (torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype)
 
 
 def _fresh(kernel: Any) -> Any:

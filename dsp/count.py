@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsp.collectives import chunk_sizes, ranks
+from dsp.collectives import added_in, chunk_sizes, ranks
 from dsp.embedded.ring import ring_bytes
 
 
@@ -117,5 +117,5 @@ def sent(name: str, x: Any, *args: Any) -> int:
         size = x.shape[dim]
         return own - math.prod(x.shape) // max(size, 1) * chunk_sizes(size, n)[rank] * x.element_size()
     if name == "all_reduce":  # a ring: reduce-scatter, then all-gather
-        return -(-2 * own * (n - 1) // n)
+        return -(-2 * x.numel() * added_in(x.dtype).itemsize * (n - 1) // n)
     return own * (n - 1)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.patterns import Patterns
@@ -150,7 +151,7 @@ def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:
     if any(t.is_meta for t in [*tensors, *model.parameters(), *model.buffers()]):
         raise ValueError("discover runs the model: build it, and its inputs, on a real device and with small sizes")
     for t in tensors:
-        counts = not t.is_floating_point() and t.dtype != torch.bool
+        counts = not inexact(t) and t.dtype != torch.bool
         if counts and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
             raise ValueError(
                 f"discover got an integer input {tuple(t.shape)} whose elements are all {t.flatten()[0].item()}: what "
@@ -167,12 +168,12 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
             if boldly:
                 ra, rk = pytree.tree_map_only(Tensor, _vary, (a, k))
                 for p in clone.parameters():
-                    if p.is_floating_point():
+                    if inexact(p):
                         p.copy_(torch.randn_like(p) / max(1, p[0].numel() if p.ndim > 1 else 1) ** 0.5)
             else:  # a forward that takes roots or logarithms: stay near what the model holds
                 ra, rk = a, k
                 for p, q in zip(clone.parameters(), model.parameters()):
-                    if p.is_floating_point():
+                    if inexact(p):
                         p.copy_(q.detach() + torch.randn_like(p) * 0.02)
             try:
                 state = {n: b.clone() for n, b in clone.named_buffers()}
@@ -183,7 +184,7 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
             except Exception as reason:
                 first = first or reason
                 continue
-            if all(t.isfinite().all() for t in out if t.is_floating_point()):
+            if all(t.isfinite().all() for t in out if inexact(t)):
                 return clone, ra, rk
     if first is not None:
         raise first
@@ -191,7 +192,7 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
 
 
 def _vary(t: Tensor) -> Tensor:
-    if t.is_floating_point():
+    if inexact(t):
         return t + torch.randn_like(t)
     if t.dtype == torch.bool and t.numel() > 1 and (t == t.flatten()[0]).all():
         varied = torch.rand(t.shape, device=t.device) < 0.5

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
+from dsp.collectives import summed_in
 from dsp.layout import Axis, Cut, connected_local, cut_of, separable
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import Script
@@ -33,7 +34,6 @@ from dsp.rules import (
     Outcome,
     localize_source,
     no_rule,
-    summed_in,
     tensor_args,
     with_operands,
     without_operands,

@@ -148,7 +148,7 @@ def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Te
 
 
 def _sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = collectives.summed_in(x.dtype) if collectives.inexact(x) else torch.float32
     if weight is None:
         return x.sum(dtype=wide), None
     w = weight.to(wide).expand(x.shape)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dsp.collectives import inexact
 from dsp.glue import ACTIVE, InStage, Peers, Place, Run, Shell, active, fork, join, lend, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
@@ -456,7 +457,7 @@ def dummy(local: Tensor, cut: Cut) -> Tensor:
     shape[cut.dim] = cut.outer
     if local.dtype == torch.bool:
         return local.new_ones(shape)
-    if not local.is_floating_point():
+    if not inexact(local):
         return local.new_zeros(shape)
     count = 1
     for s in shape:
@@ -548,6 +549,7 @@ class Agreement:
 def checksum(x: Tensor) -> Tensor:
     """An int64 that changes with any element, and with the order of rows; no host synchronisation."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    x = x.resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)
     bits = x.contiguous().view(kinds[x.element_size()]) if x.dtype != torch.bool else x.to(torch.int8)

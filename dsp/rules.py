@@ -119,13 +119,6 @@ class Frame:
         return dim % ndim
 
 
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which local results are summed over ranks: fp32 at least."""
-    if dtype == torch.bool:
-        return torch.uint8
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
 def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
     found: list[torch.Tensor] = []

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.stages import Call, Signature, constants_in, tensors_in
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
 
 
 def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dtype, nn.Module, Any, Any]]:
@@ -29,10 +30,13 @@ def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dty
     for dtype in dict.fromkeys((torch.float64, own)):
 
         def cast(t: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            t = t.detach()
-            return (t.to(dtype) if t.is_floating_point() else t).clone()
+            if t.is_complex():
+                return t.to(torch.complex128) if dtype == torch.float64 else t
+            return t.to(dtype) if t.is_floating_point() else t
 
-        yield (dtype, copy.deepcopy(model).to(dtype), *pytree.tree_map_only(Tensor, cast, (args, kwargs)))
+        inputs = pytree.tree_map_only(Tensor, lambda t, cast=cast: cast(t.detach()).clone(), (args, kwargs))
+        # Module.to would make complex parameters and buffers real
+        yield dtype, copy.deepcopy(model)._apply(cast), *inputs
 
 
 def slices(size: int) -> list[tuple[int, int]]:
@@ -66,9 +70,11 @@ def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
         return float("inf")
     if not a.numel():
         return 0.0
-    if not b.is_floating_point() and not b.is_complex():
+    if not inexact(b):
         return float((a.double() - b.double()).abs().max())
-    return float((a.detach() - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
+    off = (a.detach() - b).abs().masked_fill(a == b, 0)  # inf - inf is no number
+    finite = b.abs().masked_fill(~b.isfinite(), 0)
+    return float(off.max()) / max(float(finite.max()), floor, 1e-30)
 
 
 class Shared(RuntimeError):

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
@@ -41,7 +42,6 @@ from dsp.rules import (
     Outcome,
     no_rule,
     source_cuts,
-    summed_in,
     tensor_args,
     with_operands,
 )  # fmt: skip

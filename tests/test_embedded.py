@@ -70,7 +70,7 @@ def low_precision(mesh: DeviceMesh, method: str) -> None:
     torch.manual_seed(0)
     whole = [torch.randn(1, 32, 4, 16) for _ in range(3)]
     expect = attend(*whole)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         parts = [own(x, mesh).to(dtype).requires_grad_() for x in whole]
         if method == "ring":
             got = ring_attention(*parts, 32, group)
