@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,14 +82,11 @@ def check(
     axis = Axis.of(mesh)
     found, root = stages_of(model, stages)
     paths = {s.name: s for s in found}
-    state = (torch.get_rng_state(), torch.is_grad_enabled())
-    try:
-        torch.set_grad_enabled(True)
-        args = (args,) if isinstance(args, Tensor) else tuple(args)
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    tensors = itertools.chain(model.parameters(), model.buffers(), tensors_in((args, kwargs)))
+    cuda = sorted({t.device.index for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=cuda), torch.enable_grad():
         return _check(model, args, kwargs, axis, mesh, stages, paths, root)
-    finally:
-        torch.set_rng_state(state[0])
-        torch.set_grad_enabled(state[1])
 
 
 def _check(

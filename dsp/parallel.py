@@ -496,17 +496,21 @@ class Agreement:
     def __init__(self, axis: Axis, positional: list[str]) -> None:
         self.axis, self.positional = axis, positional
         self.pending: Any = None
+        self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
 
     def start(self, args: Any, kwargs: Any, key: Any, *, wait: bool) -> None:
+        device = "cuda" if self.axis.mesh.device_type == "cuda" else "cpu"
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # a CUDA graph: what it replays was agreed on in the calls before
         self.finish()
         sums: list[Tensor] = []
         paths = []
-        device = "cuda" if self.axis.mesh.device_type == "cuda" else "cpu"
         named = {self.positional[i] if i < len(self.positional) else f"args[{i}]": v for i, v in enumerate(args)}
         for path, v in pytree.tree_flatten_with_path({**named, **kwargs})[0]:
             if isinstance(v, Tensor) and not isinstance(v, DTensor) and v.numel() and not v.is_meta:
                 paths.append(getattr(path[0], "key", "") + pytree.keystr(path[1:]))
-                sums.append(checksum(v.detach()).to(device))
+                # a copy to the host that nobody waits for would be read too early
+                sums.append(checksum(v.detach()).to(device, non_blocking=device == "cuda"))
         digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
         mine = torch.zeros(self.SLOTS + 1, dtype=torch.int64)
         mine[0] = digest
@@ -517,9 +521,21 @@ class Agreement:
         group = self.axis.mesh.get_group()
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         work = all_gather(everyone, mine, group=group, async_op=True)
-        self.pending = (work, everyone, paths, mine)
+        arrived, answer = self.to_host(work, everyone) if device == "cuda" else (work.wait, everyone)
+        self.pending = (arrived, answer, paths, (mine, everyone))
         if wait:
             self.finish()
+
+    def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
+        """How to wait for the answer, and where it then is. Read from the device it would come after all that the
+        device has been given to do, and the host could not run ahead by a step."""
+        if self.aside is None:
+            self.aside = torch.cuda.Stream(), torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+        stream, host = self.aside
+        with torch.cuda.stream(stream):
+            work.wait()
+            host.copy_(everyone, non_blocking=True)
+        return stream.record_event().synchronize, host
 
     def before_switching(self) -> None:
         """On CPU the answer is here by the end of the first stage, and looking at it now saves the ranks a deadlock."""
@@ -529,9 +545,9 @@ class Agreement:
     def finish(self) -> None:
         if self.pending is None:
             return
-        work, everyone, paths, _ = self.pending
+        arrived, everyone, paths, _ = self.pending
         self.pending = None
-        work.wait()
+        arrived()
         rows = everyone.view(self.axis.size, -1).tolist()
         for slot in range(self.SLOTS + 1):
             values = [row[slot] for row in rows]
