@@ -14,7 +14,7 @@ from torch import nn
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
-from dsp.planner import Move, Problem, Solution, Value, chunk_sizes, fuses, price, solve
+from dsp.planner import Choice, Infeasible, Move, Op, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Sends, Sent, Stage, add_sent, find_stages
@@ -114,6 +114,7 @@ class Plan:
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+    inputs: dict[str, str | None] = field(default_factory=dict)  # the dim that each declared one is split along
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
     @cached_property
@@ -215,6 +216,9 @@ class Plan:
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
+            along = ", ".join(f"{k} along {d}" if d is not None else f"{k} whole" for k, d in self.inputs.items())
+            foot.insert(0, f"inputs: {along}")
         foot += [_choices(r) for r in self.residuals]
         if self.hardware is not None:
             foot += self._timing(self.hardware)
@@ -313,8 +317,7 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Solve a trace. `again_inside`: all stages are recomputed within their hooks, also where the trace saw no
     checkpoint; `kept_inside`: what is sent inside of stages is kept all the same."""
-    problem = Problem(tuple(t.values), tuple(t.ops), n, memory, t.resident)
-    solution = solve(problem)
+    problem, solution = _solved(t, n, memory)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
     gives = [op.choices[c].gives for op, c in zip(t.ops, solution.choices)]
     producer = {v: (i, k) for i, op in enumerate(t.ops) for k, v in enumerate(op.outputs)}
@@ -344,9 +347,10 @@ def make_plan(
         return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
 
     script = Script({}, [], {}, t.random_glue, frozenset(t.copies))
+    inputs: dict[str, str | None] = {}
     for param, v in t.inputs.items():
         layouts = used.get(v, set())
-        only = next(iter(layouts)) if len(layouts) == 1 else None
+        only = inputs[param] = next(iter(layouts)) if len(layouts) == 1 else None
         script.inputs[param] = t.cuts[v][only] if only is not None else None
     homes = dict(solution.homes)
     homes.update({v: k for op, give in zip(t.ops, gives) for v, k in zip(op.outputs, give)} | push)
@@ -464,9 +468,46 @@ def make_plan(
         touched_alone=sum(map(sum, touched)) + t.whole_touched,
         cut_weights=sum(inside.cut for stage in stages.values() for inside in stage.inside),
         sends=sends,
-        hardware=hardware, problem=problem, staged=tuple(event.kind == "stage" for event in t.events),
+        hardware=hardware, problem=problem, inputs=inputs, staged=tuple(event.kind == "stage" for event in t.events),
         chosen=not any(stage.whole for stage in stages.values()),
     )  # fmt: skip
+
+
+def _solved(t: Trace, n: int, memory: int | None) -> tuple[Problem, Solution]:
+    """The problem of a trace, and its plan: without batch where there is more, unless nothing else fits the memory."""
+
+    def solved(admitted: Sequence[Sequence[int]]) -> tuple[Problem, Solution]:
+        ops = [replace(op, choices=tuple(op.choices[c] for c in own)) for op, own in zip(t.ops, admitted)]
+        problem = Problem(tuple(t.values), tuple(ops), n, memory, t.resident)
+        solution = solve(problem)
+        return problem, replace(solution, choices=tuple(own[c] for own, c in zip(admitted, solution.choices)))
+
+    try:
+        return solved(_without_batch(t, n))
+    except Infeasible:
+        return solved([range(len(op.choices)) for op in t.ops])
+
+
+def _without_batch(t: Trace, n: int) -> list[list[int]]:
+    """Of every op the choices that compete by their bytes.
+
+    To share out a batch is what data parallelism is for, and here it may be 1. So it is not for stages, if all of them
+    can be sharded along something else; nor for any op that has something else, if its parts would not be even.
+    """
+
+    def uneven(op: Op, c: Choice) -> bool:
+        sizes = (dict(t.values[v].sizes)[k] for v, k in zip(op.inputs + op.outputs, c.needs + c.gives) if k is not None)
+        return any(size % n for size in sizes)
+
+    stages = [op for op, event in zip(t.ops, t.events) if event.kind == "stage"]
+    spared = all(any(not c.rank for c in op.choices) for op in stages)
+
+    def admitted(op: Op, stage: bool) -> list[int]:
+        other = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
+        left_out = [c.rank and other and ((stage and spared) or uneven(op, c)) for c in op.choices]
+        return [i for i, out in enumerate(left_out) if not out]
+
+    return [admitted(op, event.kind == "stage") for op, event in zip(t.ops, t.events)]
 
 
 def _meet(t: Trace, solution: Solution, push: dict[int, str | None], n: int) -> None:

@@ -6,7 +6,7 @@ A problem is a straight line of ops over values. Each op offers choices: the lay
 gives to every output. A value appears in one layout; moves make copies of it in others: a split (free), a switch (one
 all-to-all) or a gather (one all-gather). The best plan has the least
 
-    (sum of choice ranks, bytes, calls, largest)        compared in this order
+    (bytes, calls, sum of choice ranks, largest)        compared in this order
 
 where bytes and calls are those of the moves and of the ops' own communication, for the busiest rank and one run of the
 sequence, and largest is the largest local size of a copy moved, needed or produced, or of an op's work.
@@ -75,7 +75,7 @@ class Choice:
     saved: int = 0  # bytes kept from then on: activations for backward
     bytes: int = 0  # communication inside the op, such as an all-reduce over the sharded dim
     calls: int = 0
-    rank: int = 0  # preference before any cost, lower is better: batch is a last resort
+    rank: int = 0  # preference among equals, lower is better: batch is a last resort
 
 
 @dataclass(frozen=True)
@@ -178,23 +178,14 @@ def solve(problem: Problem) -> Solution:
 
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
-    try:
-        return _solve(_Facts(problem, preferred=True))
-    except Infeasible:
-        if all(len({choice.rank for choice in op.choices}) == 1 for op in problem.ops):
-            raise
-    return _solve(_Facts(problem))
-
-
-def _solve(facts: _Facts) -> Solution:
-    capacity = facts.problem.capacity
+    facts, capacity = _Facts(problem), problem.capacity
     solution = _Elimination(facts).solve() or _Sweep(facts, inf).solve()
     return solution if capacity is None or solution.peak <= capacity else _Sweep(facts, capacity).solve()
 
 
-def _cost(rank: int, nbytes: int, calls: int) -> int:
-    """One integer that orders costs by rank, then bytes, then calls, and that adds and subtracts as they do."""
-    return (rank << 128) + (nbytes << 32) + calls
+def _cost(nbytes: int, calls: int, rank: int = 0) -> int:
+    """One integer that orders costs by bytes, then calls, then rank, and that adds and subtracts as they do."""
+    return (nbytes << 64) + (calls << 32) + rank
 
 
 class _Shape:
@@ -203,9 +194,9 @@ class _Shape:
     def __init__(self, value: Value, layouts: Sequence[Layout], n: int):
         self.layouts = layouts
         self.local = {a: value.local_bytes(a, n) for a in layouts}
-        extra = 1 << 92 if value.fixed else 0  # more than all bytes
+        extra = 1 << 160 if value.fixed else 0  # more than all bytes
         self.price = {
-            (a, b): _cost(0, *price(value, a, b, n)) + (extra if a != b else 0) for a in layouts for b in layouts
+            (a, b): _cost(*price(value, a, b, n)) + (extra if a != b else 0) for a in layouts for b in layouts
         }
         self.reach = cache(self._reach)
         self.spread = cache(self._spread)
@@ -263,20 +254,15 @@ class _Run(NamedTuple):
 
 
 class _Facts:
-    """What a problem implies: who produces a value, which layouts it may take, which ops want it and in which.
+    """What a problem implies: who produces a value, which layouts it may take, which ops want it and in which."""
 
-    `preferred` leaves each op only its choices of the best rank: if any plan fits, the best one is made of those.
-    """
-
-    def __init__(self, problem: Problem, preferred: bool = False):
+    def __init__(self, problem: Problem):
         self.problem = problem
         self.producer = _check(problem)
         self.shapes = self._shapes()
-        self.runs: list[dict[int, _Run]] = []  # of each op, by the index of the choice
-        for op in problem.ops:
-            limit = min(choice.rank for choice in op.choices) if preferred else inf
-            choices = enumerate(op.choices)
-            self.runs.append({i: self._digest(op, choice) for i, choice in choices if choice.rank <= limit})
+        self.runs = [  # of each op, by the index of the choice
+            {i: self._digest(op, choice) for i, choice in enumerate(op.choices)} for op in problem.ops
+        ]
         if problem.capacity is not None:
             self.prune(problem.capacity)
 
@@ -322,7 +308,7 @@ class _Facts:
         gives = dict(zip(op.outputs, choice.gives))
         read = [self.shapes[v].most(layouts) for v, layouts in needs.items()]
         made = [self.shapes[v].local[layout] for v, layout in gives.items()]
-        cost = _cost(choice.rank, choice.bytes, choice.calls)
+        cost = _cost(choice.bytes, choice.calls, choice.rank)
         return _Run(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
 
     def prune(self, capacity: int) -> None:

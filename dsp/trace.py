@@ -566,6 +566,14 @@ class Recorder:
         found = Ways()
         if any(not k for k in keys):
             found.refusal = self.frame(name, args, kwargs, {}).refuse("no dim of it can be sharded")
+
+        @functools.cache
+        def alone(v: int, k: str) -> Cut | None:
+            """Where the outputs are cut if of all operands only this value is: which of them brings the dim."""
+            cuts = {i: s.cuts[k] for i, s in enumerate(syms) if s is not None and s.value == v}
+            outcome = self.outcome(name, args, kwargs, cuts)
+            return None if isinstance(outcome, GlueError) else outcome.cut
+
         combos: Iterable[tuple[str | None, ...]] = itertools.product(*keys)
         if len(values) > 3:
             every = set(keys[0]).intersection(*keys[1:])
@@ -590,7 +598,9 @@ class Recorder:
                 continue
             found.view &= outcome.view
             # the model's own name for the dim, if there is one; batch is batch whatever else it is called
-            first = min((k for k in combo if k is not None), key=lambda k: (not is_batch(k), k.startswith("dim")))
+            carry = [k for v, k in layout.items() if k is not None and alone(v, k) == outcome.cut]
+            named = carry or [k for k in combo if k is not None]
+            first = min(named, key=lambda k: (not is_batch(k), k.startswith("dim")))
             key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
             if key is None:
                 key = first

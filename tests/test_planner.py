@@ -17,7 +17,7 @@ from dsp.planner import Choice, Infeasible, Op, Problem, Solution, Value, chunk_
 
 
 def brute_force(problem: Problem) -> tuple[int, int, int, int] | None:
-    """(sum of ranks, bytes, calls, largest) of the best plan; None if there is none."""
+    """(bytes, calls, sum of ranks, largest) of the best plan; None if there is none."""
     values, n, bounded = problem.values, problem.size, problem.capacity is not None
     layouts = [{None, *value.home} for value in values]
     for op in problem.ops:
@@ -42,12 +42,12 @@ def brute_force(problem: Problem) -> tuple[int, int, int, int] | None:
         if (k, held, saved) in seen:
             continue
         seen.add((k, held, saved))
-        rank, nbytes, calls, largest = cost
+        nbytes, calls, rank, largest = cost
         for v, src in held:
             for dst in layouts[v] - {layout for w, layout in held if w == v}:
                 more_bytes, more_calls = price(values[v], src, dst, n)
                 size = max(largest, *local([(v, dst)]))
-                new = rank, nbytes + more_bytes, calls + more_calls, size
+                new = nbytes + more_bytes, calls + more_calls, rank, size
                 heapq.heappush(queue, (new, next(ticks), k, held | {(v, dst)}, saved))
         for copy in held if bounded else ():
             heapq.heappush(queue, (cost, next(ticks), k, held - {copy}, saved))
@@ -60,7 +60,7 @@ def brute_force(problem: Problem) -> tuple[int, int, int, int] | None:
             if bounded and problem.resident + kept + sum(local(held | gives)) + choice.work > problem.capacity:
                 continue
             size = max([largest, choice.work, *local(needs | gives)])
-            new = rank + choice.rank, nbytes + choice.bytes, calls + choice.calls, size
+            new = nbytes + choice.bytes, calls + choice.calls, rank + choice.rank, size
             after = frozenset((v, layout) for v, layout in held | gives if last.get(v, -1) > k)
             heapq.heappush(queue, (new, next(ticks), k + 1, after, kept))
     return None
@@ -108,7 +108,7 @@ def verify(problem: Problem, solution: Solution) -> tuple[int, int, int, int]:
         peak = max(peak, here)
     assert (solution.bytes, solution.calls, solution.largest, solution.peak) == (nbytes, calls, largest, peak)
     assert problem.capacity is None or peak <= problem.capacity
-    return rank, nbytes, calls, largest
+    return nbytes, calls, rank, largest
 
 
 def random_problem(rng: random.Random) -> Problem:
@@ -180,9 +180,11 @@ def test_agrees_with_brute_force(start, monkeypatch):
 def chain(sizes, stages, n, home=(None,), joins=False, last=None) -> Problem:
     """x -> stage -> stage ..., each shardable along the dims it does not compute over, or else whole; batch last.
 
+    A batch of 1 cannot be sharded.
+
     With joins, a residual is added after every stage: two ops for each. `last` is a layout that the end is needed in.
     """
-    dims = [dim for dim, _ in sizes if dim != "c"]
+    dims = [dim for dim, size in sizes if dim != "c" and (dim != "b" or size > 1)]
     values, ops = [Value("x", sizes, 2, home)], []
 
     def add(name, inputs, layouts):
@@ -253,13 +255,18 @@ def test_three_dims_in_turn():
     assert planes.calls == 2 * cycles - 1
 
 
-def test_the_batch_is_a_last_resort():
+def test_the_batch_is_a_last_resort_among_equals():
     sizes = (("b", 4), *EVEN[1:])
-    assert solve(chain(sizes, ["s", "t"] * 3, 4)).calls == 5  # along the batch it would be none
+    least = solve(chain(sizes, ["s", "t"] * 3, 4))  # along the batch nothing is sent
+    assert (least.bytes, {move.dst for move in least.moves}) == (0, {"b"})
+    assert {move.dst for move in solve(chain(sizes, ["s"] * 3, 4)).moves} == {"t"}  # and here along t neither
     problem = chain(sizes, ["s", "s t", "s"], 4)
     full = replace(problem.ops[1], choices=(Choice((None,), (None,), rank=2), Choice(("b",), ("b",), rank=1)))
-    solution = solve(replace(problem, ops=(problem.ops[0], full, problem.ops[2])))
-    assert [(move.src, move.dst) for move in solution.moves] == [(None, "t"), ("t", "b"), ("b", "t")]
+    alone = replace(problem, ops=(problem.ops[0], full, problem.ops[2]))
+    assert [(move.src, move.dst) for move in solve(alone).moves] == [(None, "b")]  # to avoid it would cost two switches
+    others = [replace(problem.ops[k], choices=problem.ops[k].choices[1:2]) for k in (0, 2)]
+    forced = solve(replace(problem, ops=(others[0], full, others[1])))
+    assert [(move.src, move.dst) for move in forced.moves] == [(None, "t"), ("t", "b"), ("b", "t")]
 
 
 def test_no_dim_left():
