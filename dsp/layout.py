@@ -168,6 +168,25 @@ class _Wrap(torch.autograd.Function):
         return grad, None
 
 
+class _Unwrap(torch.autograd.Function):
+    """DTensor -> this rank's part, and back for its gradient.
+
+    For `to_local` the strides of uneven shards are those of no whole tensor, and torch 2.11 gathers such a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:  # type: ignore[override]
+        ctx.spec = x._spec
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        spec, stride = ctx.spec, global_stride(grad, ctx.spec.shape)
+        if stride != spec.stride:
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, stride, grad.dtype))
+        return DTensor(grad, spec, requires_grad=grad.requires_grad)  # type: ignore[call-arg]
+
+
 class _GuardedWrap(_Wrap):
     """The same for a tensor handed to the caller: only gradients that came through a dsp exit may pass."""
 
@@ -227,7 +246,7 @@ def covered_exit(x: Tensor) -> Tensor:
 def connected_local(x: DTensor) -> Tensor:
     """This rank's part of a DTensor, connected to it by autograd."""
     with torch._C.DisableTorchFunction():
-        return x.to_local()
+        return _Unwrap.apply(x)  # type: ignore[no-any-return]
 
 
 def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:

@@ -280,7 +280,7 @@ def in_a_row(mesh: DeviceMesh, road: str) -> None:
         received = middle.detach().requires_grad_()
         scalar((models[1](received, cond),)).backward()
         torch.autograd.backward(dsp.hand_over(middle), received.grad)
-        assert isinstance(received.grad, DTensor)
+        assert received.grad.placements == middle.placements
     if road != "cut":
         scalar((models[1](middle, cond),)).backward()
     for model, single in zip(models, singles):
@@ -348,6 +348,10 @@ def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
 def compile_and_compare(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
     kwargs = toys.inputs("Grid", 1, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
+    rounding: dict[str, float] = {}
+    if backend == "inductor":  # before torch 2.13 it compiles no attention in float64 on CPU
+        single, model, rounding = single.float(), model.float(), {"rtol": 1e-4, "atol": 1e-5}
+        kwargs = {name: x.float() for name, x in kwargs.items()}
     _, loss, _ = step(single, kwargs)
     if whole_block:
         for group in (model.space, model.time):
@@ -359,9 +363,9 @@ def compile_and_compare(mesh: DeviceMesh, backend: str, whole_block: bool) -> No
             block.forward = torch.compile(block.forward, backend=backend)
     got = scalar(as_tuple(model(**kwargs)))
     got.backward()
-    torch.testing.assert_close(got, loss)
+    torch.testing.assert_close(got, loss, **rounding)
     grads = {n.replace("_orig_mod.", ""): g for n, g in averaged(model, mesh).items()}
-    same(grads, {n: p.grad for n, p in single.named_parameters()})
+    same(grads, {n: p.grad for n, p in single.named_parameters()}, **rounding)
 
 
 BACKENDS = ["eager", *(["inductor"] if shutil.which("g++") else [])]  # inductor builds C++ on CPU

@@ -48,10 +48,10 @@ def averaged(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
     }
 
 
-def same(got: dict[str, Tensor], expect: dict[str, Tensor | None]) -> None:
+def same(got: dict[str, Tensor], expect: dict[str, Tensor | None], **rounding: float) -> None:
     for name, g in expect.items():
         g = torch.zeros_like(got[name]) if g is None else g
-        torch.testing.assert_close(got[name], g, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got[name], g, msg=lambda m, name=name: f"{name}: {m}", **rounding)
 
 
 def wrap_checkpoints(model: nn.Module) -> None:
