@@ -13,7 +13,7 @@ from torch import nn
 from dsp.hardware import Estimate, Hardware, clock
 from dsp.plan import Plan, aligned, human, make_plan, stages_of
 from dsp.planner import Infeasible
-from dsp.trace import trace
+from dsp.reads import traced
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def choose(
     plans: dict[int, Plan] = {}
     for size in sorted(set(sizes)):
         hardware.axis(size)
-        t = trace(
+        t = traced(
             model, found, root, args, kwargs or {}, size, gather_output=False, dtype=dtype, recompute=recompute
         )  # fmt: skip
         if resident is not None:

@@ -5,6 +5,11 @@
     "(b t) [s c]"                            a folded dim, as in einops
     "b i [k] c, b j [k] c -> b i j c"        two operands and the output
 
+The root pattern, of the model itself, may also state sizes that its tensors do not tell:
+
+    "x=(b t) s c, num_frames=t"              an int argument of forward, or an attribute of the model or its config
+    "x=b s c, p=4"                           a number, for a dim that no input has but a fold inside the model
+
 A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. This module only parses; it knows no tensors.
 """
 
@@ -15,12 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_TOKEN = re.compile(r"\s*(->|[\[\](),=]|[A-Za-z_][A-Za-z0-9_]*|1(?![0-9A-Za-z_])|\S)")
+_TOKEN = re.compile(r"\s*(->|[\[\](),=]|[A-Za-z_][A-Za-z0-9_]*|[0-9]+(?![A-Za-z_])|\S)")
 BATCH_NAMES = frozenset({"b", "batch", "B"})
 
 
 class NotationError(ValueError):
     """A pattern that cannot be read, or that does not fit the tensor it is used on."""
+
+
+class Ambiguous(NotationError):
+    """A fold of several dims of which more than one have no known size."""
+
+    def __init__(self, message: str, unknown: Sequence[str], size: int) -> None:
+        super().__init__(message)
+        self.unknown, self.size = tuple(unknown), size
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,8 @@ class StagePattern:
     inputs: tuple[TensorPattern, ...]
     outputs: tuple[TensorPattern, ...]
     explicit_output: bool
+    sizes: tuple[tuple[str, int], ...] = ()  # stated by numbers
+    root: bool = False
 
     @property
     def computed(self) -> frozenset[str]:
@@ -136,6 +151,19 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     explicit = "->" in tokens
     cut = tokens.index("->") if explicit else len(tokens)
 
+    sizes: dict[str, int] = {}
+
+    def stated(part: Sequence[str]) -> list[str]:
+        """What is left without the sizes stated by numbers, as in 'x=b (t p), p=4'."""
+        left = list(part)
+        for at in [i for i in range(len(part) - 2, 0, -1) if part[i] == "=" and part[i + 1].isdigit()]:
+            if not root:
+                raise NotationError(f"{text!r}: sizes are stated in the root pattern, under the key ''")
+            sizes[left[at - 1]] = int(left[at + 1])
+            first = max(at - 2, 0)  # with the comma before it, or after
+            del left[first : at + 2 + (at < 2)]
+        return left
+
     def tensors(part: Sequence[str]) -> tuple[TensorPattern, ...]:
         groups: list[list[str]] = [[]]
         depth = 0
@@ -149,7 +177,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
             raise NotationError(f"{text!r}: an empty tensor pattern beside a ',' or '->'")
         return tuple(_parse_tensor(g, text) for g in groups)
 
-    inputs = tensors(tokens[:cut])
+    inputs = tensors(stated(tokens[:cut]))
     params = [p.param for p in inputs if p.param]
     if len(set(params)) < len(params):
         raise NotationError(f"{text!r}: a parameter is named twice")
@@ -159,7 +187,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
             raise NotationError(f"{text!r}: outputs are bound by position; drop the '=' after '->'")
     else:
         outputs = (TensorPattern(inputs[0].axes, inputs[0].computed),)
-    stage = StagePattern(text, inputs, outputs, explicit)
+    stage = StagePattern(text, inputs, outputs, explicit, tuple(sizes.items()), root)
     if not root:
         for output in outputs:
             lost = [n for n in stage.free if n not in output.names]
@@ -225,9 +253,13 @@ def solve_sizes(
                 )
         if len(waiting) == len(folds):
             pattern, axis, size = waiting[0]
-            raise NotationError(
+            raise Ambiguous(
                 f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart; name the model's own input dims "
-                'with a root pattern, for example {"": "x=b c t h w"}'
+                'with a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that its tensors do '
+                f'not tell: as an int argument or attribute of the model, "num_frames={axis[-1]}", or as a number, '
+                f'"{axis[-1]}=4". What stays together may also have one name',
+                [n for n in axis if sizes.get(n, root.get(n)) is None],
+                size,
             )
         folds = waiting
     return sizes

@@ -15,10 +15,11 @@ from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
 from dsp.planner import Choice, Infeasible, Move, Op, Problem, Solution, Value, chunk_sizes, fuses, price, solve
+from dsp.reads import traced
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Sends, Sent, Stage, add_sent, find_stages
-from dsp.trace import Trace, trace
+from dsp.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Plan:
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
-    inputs: dict[str, str | None] = field(default_factory=dict)  # the dim that each declared one is split along
+    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
+    reads: str = ""  # where the forward reads its data, if it does: the plan is for one that goes the same way
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
     @cached_property
@@ -217,7 +219,7 @@ class Plan:
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
-            along = ", ".join(f"{k} along {d}" if d is not None else f"{k} whole" for k, d in self.inputs.items())
+            along = ", ".join(f"{k} along {' and '.join(d)}" if d else f"{k} whole" for k, d in self.inputs.items())
             foot.insert(0, f"inputs: {along}")
         foot += [_choices(r) for r in self.residuals]
         if self.hardware is not None:
@@ -225,6 +227,8 @@ class Plan:
         if self.advice:
             foot.append(self.advice)
         foot += self._idle()
+        if self.reads:
+            foot.append(f"planned from one run on these inputs, for this forward reads its data: {self.reads}")
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
@@ -347,10 +351,11 @@ def make_plan(
         return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
 
     script = Script({}, [], {}, t.random_glue, frozenset(t.copies))
-    inputs: dict[str, str | None] = {}
+    inputs: dict[str, tuple[str, ...]] = {}
     for param, v in t.inputs.items():
         layouts = used.get(v, set())
-        only = inputs[param] = next(iter(layouts)) if len(layouts) == 1 else None
+        inputs[param] = tuple(sorted(k for k in layouts if k is not None))
+        only = next(iter(layouts)) if len(layouts) == 1 else None
         script.inputs[param] = t.cuts[v][only] if only is not None else None
     homes = dict(solution.homes)
     homes.update({v: k for op, give in zip(t.ops, gives) for v, k in zip(op.outputs, give)} | push)
@@ -469,7 +474,7 @@ def make_plan(
         cut_weights=sum(inside.cut for stage in stages.values() for inside in stage.inside),
         sends=sends,
         hardware=hardware, problem=problem, inputs=inputs, staged=tuple(event.kind == "stage" for event in t.events),
-        chosen=not any(stage.whole for stage in stages.values()),
+        reads=t.reads, chosen=not any(stage.whole for stage in stages.values()),
     )  # fmt: skip
 
 
@@ -617,7 +622,8 @@ def plan(
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
-    args, kwargs: what its forward takes (meta tensors will do); stages: as for `parallelize`, by default
+    A forward that reads its data is run once, on inputs that have some. args, kwargs: what its forward takes (meta
+    tensors will do, but for such a forward); stages: as for `parallelize`, by default
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
     by default that of the model; gather_output: count the gather of the outputs, too; hardware: what the ranks are and
     how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
@@ -645,7 +651,7 @@ def plan_stages(
 ) -> Plan:
     """`plan` for stages that were found already."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    t = trace(
+    t = traced(
         model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype, recompute=again_inside
     )
     return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside)

@@ -159,6 +159,7 @@ class Trace:
     whole_touched: int = 0  # bytes, likewise
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
+    reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:
         """What a step costs in forwards: backward is two, every activation checkpoint one more."""
@@ -348,6 +349,7 @@ class Recorder:
         self.longest = 0  # bytes of the longest value so far
         self.stage_calls = 0
         self.random_glue = False
+        self.real = True  # whether the tensors have data
         self.frames: list[Any] = []
         self.saves: dict[int, float] = {}
         self.copies: set[int] = set()
@@ -448,6 +450,11 @@ class Recorder:
             outputs = [tracked[0]]  # x[...] = y
         if not outputs and not written:
             if out is None or name in ("__setattr__", "set"):
+                return
+            if self.real:  # of which the run finds them whole
+                read = tuple(dict.fromkeys(s.value for s in syms if s is not None))
+                event = Event("glue", index, name, operands=syms)
+                self.add(Op(name, read, (), (Choice((None,) * len(read), ()),)), event)
                 return
             raise GlueError(
                 f"{name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
@@ -771,9 +778,9 @@ class Recorder:
 class Tracer(Recorder, TorchFunctionMode):
     """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False) -> None:
+    def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
         super().__init__(n, root_sizes)
-        self.recompute = recompute
+        self.recompute, self.real = recompute, real
         self.now: dict[str, Any] = {}  # measured of the stage that runs
         self.whole_flops = self.whole_touched = 0
         self.in_stage = False
@@ -809,7 +816,7 @@ class Tracer(Recorder, TorchFunctionMode):
         return out
 
     def is_view(self, out: Tensor, x: Tensor) -> bool:
-        return memory(out) == memory(x)
+        return self.real or memory(out) == memory(x)  # a run that is recorded cannot tell
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
         """A stage ran; what is measured of it will do for its twins."""
@@ -914,19 +921,24 @@ def trace(
     given: Mapping[str, Cut] | None = None,
     recompute: bool = False,
     twins: bool = True,
+    real: bool = False,
 ) -> Trace:
     """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
 
     `given` maps parameters that arrive already sharded to their cut; with `recompute` every stage counts as one that
-    keeps only its inputs for backward. With `twins` stages that are alike run once (`dsp.twins`).
+    keeps only its inputs for backward. With `twins` stages that are alike run once (`dsp.twins`). With `real` the
+    copies have their data.
     """
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode: Any = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: Tensor) -> Tensor:
         device = "cpu" if t.device.type == "meta" else t.device
         kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
-        with fake_mode:
-            new = torch.empty(tuple(t.shape), dtype=kind, device=device)
+        if real:
+            new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
+        else:
+            with fake_mode:
+                new = torch.empty(tuple(t.shape), dtype=kind, device=device)
         if isinstance(t, nn.Parameter):
             return nn.Parameter(new, requires_grad=t.requires_grad)
         return new.requires_grad_() if t.requires_grad else new
@@ -935,7 +947,7 @@ def trace(
     fakes: dict[int, Tensor] = {}
     memo: dict[int, nn.Module] = {}
     # autocast keeps the weights it has cast, so that a call does less than one before it
-    twins = twins and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    twins = twins and not real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     groups = alike([stage.module for stage in stages], _foreign) if twins else []
     first = {id(other): group[0] for group in groups for other in group[1:]}
     staged = {id(m) for stage in stages for m in stage.module.modules()}
@@ -946,7 +958,7 @@ def trace(
         resident += t.numel() * kind.itemsize
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
 
-    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs), recompute)
+    tracer = Tracer(n, sizes_of_root(model, root, args, kwargs), recompute, real)
     bound = Signature(model, root, "the model").bind(args, kwargs)[1] if root is not None else []
     tracer.root_inputs(bound, given or {})
     handles = []
@@ -962,7 +974,9 @@ def trace(
     before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
     once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
-        with fake_mode, tracer.watch, tracer, warnings.catch_warnings():
+        cuda = {t.device.index for t in fakes.values() if t.is_cuda} if real else ()
+        drawn = torch.random.fork_rng(devices=cuda) if real else nullcontext()
+        with drawn, fake_mode, tracer.watch, tracer, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the model has to say it says when it runs
             tracer.root_outputs(clone(*args, **kwargs), gather_output)
     finally:
