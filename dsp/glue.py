@@ -1,8 +1,8 @@
 """Glue: the operations of a model's own forward between stages, run on local parts while the model sees whole shapes.
 
-A `Run` follows one forward. Between stages its `Glue` mode sees every torch function: tensors that are sharded appear
-as DTensors of global shape ("shells"), and each operation runs on the local tensors by the rules of `dsp.rules`.
-DTensor itself computes nothing here, so it cannot communicate.
+A `Run` follows one forward. Between stages its `Glue` mode sees every torch function. One that meets a `Sharded` tensor
+is looked up: the `Recipe` for it says what to call on local parts, and where the result lies. A recipe is derived once,
+from the rules of `dsp.rules` and the decisions of the plan, and kept for all operations alike.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from dsp.collectives import summed_in
-from dsp.layout import Axis, Cut, connected_local, cut_of, separable
+from dsp.layout import At, Axis, Cut, connected_local, cut_of, separable
 from dsp.ops import Part, gather_local, switch_all, switch_local
-from dsp.plan import Script
-from dsp.planner import chunk_sizes
+from dsp.plan import GlueStep, Script
+from dsp.randomness import forked
 from dsp.rules import (
     RULES,
     Frame,
@@ -38,7 +38,8 @@ from dsp.rules import (
     with_operands,
     without_operands,
 )  # fmt: skip
-from dsp.stages import Option, Stage, map_tensors, tensors_in
+from dsp.sharded import ACTIVE, NO, READ, Moved, Sharded, bare, carry, plain
+from dsp.stages import Option, Place, Stage, map_tensors, tensors_in
 from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, memory, op_name
 
 log = logging.getLogger("dsp")
@@ -66,28 +67,39 @@ class Home:
         return self._copies
 
 
-class Shell(NamedTuple):
-    """What a DTensor in glue stands for."""
+def home_of(t: Sharded) -> Home:
+    """Of the tensor that `t` is a view of, or of itself."""
+    while (view := t.__dict__.get("_dsp_view")) is not None:
+        t = view[0]
+    home = t.__dict__.get("_dsp_home")
+    if home is None:
+        home = t._dsp_home = Home(plain(t), t.at.cut, t.at.shape)  # type: ignore[attr-defined]
+    return home
 
-    local: Tensor  # this rank's part, connected by autograd
-    cut: Cut
-    shape: tuple[int, ...]
-    node: Any  # the DTensor's own grad_fn when it was made: if it changed, somebody else's function came between
-    home: Home
-    views: tuple[tuple[Any, Frame], ...] = ()  # what made this tensor of its home
-    lent: StorageWeakRef | str | None = None  # its memory is a copy of this memory, or is what this text names
+
+def views_of(t: Sharded) -> list[tuple[Any, Frame]]:
+    """What made `t` of its home, in order."""
+    views = []
+    while (view := t.__dict__.get("_dsp_view")) is not None:
+        t, func, frame = view
+        views.append((func, frame))
+    return views[::-1]
 
 
 class Run:
     """One forward of a parallelized model on this rank: where it is in its script."""
 
-    def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int]) -> None:
+    def __init__(
+        self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Recipe]
+    ) -> None:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
+        self.recipes = script.recipes if script is not None else recipes
         self.sizes_key = tuple(root_sizes.items())
         self.stage_index = self.glue_index = 0
         self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
         self.in_stage: InStage | None = None
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
+        self.lends = False  # whether a whole tensor is a copy that may not be written
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
@@ -101,39 +113,31 @@ class Run:
             log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
             self.recorder = None
 
-    # --- shells ---
+    # --- sharded tensors ---
 
-    def wrap(
-        self, local: Tensor, cut: Cut, shape: tuple[int, ...],
-        of: Shell | None = None, view: tuple[Any, Frame] | None = None, lent: Any = None,
-    ) -> DTensor:  # fmt: skip
-        """A DTensor that stands for `local`; the result of a `view` shares the copies `of` the tensor it views."""
-        shell = self.axis.wrap(local, cut, shape)
-        with torch._C.DisableTorchFunction():
-            node = shell.grad_fn
-        home = Home(local, cut, tuple(shape))
-        views: tuple[tuple[Any, Frame], ...] = ()
-        if of is not None and view is not None:
-            home, views = of.home, (*of.views, view)
-        shell._dsp_shell = Shell(local, cut, tuple(shape), node, home, views, lent)  # type: ignore[attr-defined]
-        return shell
+    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], lent: Any = None) -> Sharded:
+        """A tensor of global `shape` of which `local` is this rank's part; `lent`: see `lend`."""
+        t = carry(local, self.axis.at(shape, cut))
+        if lent is not None:
+            t._dsp_lent = lent  # type: ignore[attr-defined]
+        return t
 
-    def open(self, t: Any) -> Shell | None:
-        """What a tensor in glue stands for; None for a plain one."""
+    def open(self, t: Any) -> Sharded | None:
+        """A sharded tensor as glue holds it; None for any other."""
+        if isinstance(t, Sharded):
+            if type(t) is Moved:
+                t = t.now
+            for written, name in self.stale:
+                if written == memory(t):
+                    raise GlueError(
+                        f"{name} wrote in place into a tensor that had to be switched or gathered for it, and what "
+                        "it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
+                        "of place"
+                    )
+            return t
         if not isinstance(t, DTensor):
             return None
         with torch._C.DisableTorchFunction():
-            node = t.grad_fn
-            shell = t.__dict__.get("_dsp_shell")
-            if shell is not None and shell.node is node:
-                for written, name in self.stale:
-                    if written == memory(shell.local):
-                        raise GlueError(
-                            f"{name} wrote in place into a tensor that had to be switched or gathered for it, and what "
-                            "it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
-                            "of place"
-                        )
-                return shell
             mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
         cut = cut_of(placements[0]) if len(placements) == 1 else None
         if mesh != self.axis.mesh or cut is None:
@@ -141,43 +145,43 @@ class Run:
                 f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
-        local = connected_local(t)
-        return Shell(local, cut, shape, node, Home(local, cut, shape), lent=t.__dict__.get("_dsp_lent"))
+        return self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
 
-    def move(self, shell: Shell, cut: Cut | None) -> Tensor:
+    def move(self, t: Sharded, cut: Cut | None) -> Tensor:
         """This rank's part under another cut (None: whole)."""
-        return self.move_all([(shell, cut)])[0]
+        return self.move_all([(t, cut)])[0]
 
-    def move_all(self, wanted: Sequence[tuple[Shell, Cut | None]]) -> list[Tensor]:
+    def move_all(self, wanted: Sequence[tuple[Sharded, Cut | None]]) -> list[Tensor]:
         """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
-        if all(cut == shell.cut for shell, cut in wanted):
-            return [shell.local for shell, _ in wanted]
+        if all(cut == t.at.cut for t, cut in wanted):
+            return [plain(t) for t, _ in wanted]
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
-        sources = [self.source(shell, cut) for shell, cut in wanted]
-        for (shell, _), source in zip(wanted, sources):
-            if isinstance(source, Cut) and source not in (copies := shell.home.copies):
+        sources = [self.source(t, cut) for t, cut in wanted]
+        for (t, _), source in zip(wanted, sources):
+            if isinstance(source, Cut) and source not in (copies := home_of(t).copies):
                 if None in copies:
                     copies[source] = self.axis.narrow(copies[None], source)
                 else:
-                    todo.setdefault((id(shell.home), source), (shell.home, source))
+                    todo.setdefault((id(home_of(t)), source), (home_of(t), source))
         parts = [Part(home.local, home.cut, cut, home.shape) for home, cut in todo.values()]
         for (home, cut), local in zip(todo.values(), switch_all(parts, self.axis)):
             home.copies[cut] = local
-        return [self.view(shell, cut, source) for (shell, cut), source in zip(wanted, sources)]
+        return [self.view(t, cut, source) for (t, cut), source in zip(wanted, sources)]
 
-    def source(self, shell: Shell, cut: Cut | None) -> Cut | Literal["whole", "view"]:
+    def source(self, t: Sharded, cut: Cut | None) -> Cut | Literal["whole", "view"]:
         """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
 
         Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
         """
         if cut is None:
             return "whole"
-        if cut == shell.cut:
-            return shell.home.cut
-        home, found = shell.home, cut
-        if shell.views:
+        home, found = home_of(t), cut
+        if cut == t.at.cut:
+            return home.cut
+        views = views_of(t)
+        if views:
             candidates = [home.cut, *home.copies, *map(Cut, range(len(home.shape)))]
-            near = next((c for c in candidates if c is not None and self.seen(shell, c) == cut), None)
+            near = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
             if near is None:
                 return "view"
             found = near
@@ -190,37 +194,56 @@ class Run:
             home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
         return home.copies[None]
 
-    def gather_first(self, shells: Sequence[Shell | None], whole: Sequence[bool]) -> None:
+    def gather_first(self, tensors: Sequence[Sharded | None], whole: Sequence[bool]) -> None:
         """Gather what the plan gathers for several uses before it is cut for this one."""
-        for shell, gathered in zip(shells, whole):
-            if shell is not None and gathered:
-                self.gather(shell.home)
+        for t, gathered in zip(tensors, whole):
+            if t is not None and gathered:
+                self.gather(home_of(t))
 
-    def wrote(self, who: str, t: Tensor, shell: Shell | None, local: Tensor) -> None:
+    def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
-        lent = owner(t, shell)
+        lent = t.__dict__.get("_dsp_lent")
         if isinstance(lent, str):
             raise GlueError(f"{who} writes in place into {lent}; write it out of place")
         if lent is not None:
             self.stale.append((lent, who))
-        mine = memory(t if shell is None else shell.local)
-        if shell is None and local is not t:
+        if not isinstance(t, Sharded) and local is not t:
             raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
-        if mine != memory(local):
-            self.stale.append((mine, who))
+        if memory(t) != memory(local):
+            self.stale.append((memory(t), who))
 
-    def view(self, shell: Shell, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
-        home = shell.home
-        if cut == shell.cut:
-            return shell.local
+    def lend(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
+        """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
+        lent: dict[Any, Any] = {}
+        for t, shell, local in operands:
+            own = t if shell is None else shell
+            of = own.__dict__.get("_dsp_lent")
+            if of is None and shell is not None and memory(shell) != memory(local):
+                of = memory(shell)
+            if of is not None:
+                lent[memory(local)] = of
+        for t in outputs if lent else ():
+            of = lent.get(memory(t))
+            if of is not None:
+                self.mark(t, of)
+
+    def mark(self, t: Tensor, lent: Any) -> None:
+        """Its memory is a copy of this memory, or is what this text names."""
+        t._dsp_lent = lent  # type: ignore[attr-defined]
+        self.lends |= not isinstance(t, Sharded)
+
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
+        home = home_of(t)
+        if cut == t.at.cut:
+            return plain(t)
         if source == "view":
             assert cut is not None
-            if separable(shell.shape, shell.cut, cut, self.axis.size):
-                return switch_local(shell.local, shell.cut, cut, shell.shape, self.axis)
-            return self.axis.narrow(self.view(shell, None, "whole"), cut)
+            if separable(t.at.shape, t.at.cut, cut, self.axis.size):
+                return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
+            return self.axis.narrow(self.view(t, None, "whole"), cut)
         at = None if source == "whole" else source
         local = self.gather(home) if at is None else home.copies[at]
-        for func, frame in shell.views:
+        for func, frame in views_of(t):
             x = Operand(frame.args[0].shape, at)
             again = replace(frame, args=(x, *frame.args[1:]))
             outcome = RULES[frame.name](again) if at is not None else Outcome(None)
@@ -229,17 +252,6 @@ class Run:
             local = (outcome.func or func)(*without_operands(call_args, {id(x): local}), **call_kwargs)
             at = outcome.cut
         return local
-
-    def seen(self, shell: Shell, cut: Cut) -> Cut | None:
-        """Where a cut of the home lies in its view; None if it cannot pass."""
-        found: Cut | None = cut
-        for _, frame in shell.views:
-            again = replace(frame, args=(Operand(frame.args[0].shape, found), *frame.args[1:]))
-            try:
-                found = RULES[frame.name](again).cut
-            except GlueError:
-                return None
-        return found
 
     def push_all(self, parts: Sequence[Part]) -> list[Part]:
         """What an operation or stage made, switched to where the plan wants it."""
@@ -258,11 +270,11 @@ class Run:
             return
         frame._dsp_noted = True
         original, script, sizes = frame.recompute_fn, self.script, self.root_sizes
-        stage_index, glue_index, axis = self.stage_index, self.glue_index, self.axis
+        stage_index, glue_index, axis, recipes = self.stage_index, self.glue_index, self.axis, self.recipes
         runtime = ACTIVE.get()
 
         def recompute(*args: Any) -> Any:
-            again = Run(axis, script, sizes)
+            again = Run(axis, script, sizes, recipes)
             again.stage_index, again.glue_index = stage_index, glue_index
             assert runtime is not None
             with active(runtime[0], again):
@@ -271,33 +283,16 @@ class Run:
         frame.recompute_fn = recompute
 
 
-class Peers(NamedTuple):
-    """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""
-
-    ranks: tuple[int, ...]
-    parts: tuple[int, ...]
-
-    @classmethod
-    def all(cls, size: int, n: int) -> Peers:
-        """n ranks, each with its `torch.chunk` of `size`."""
-        return cls(tuple(range(n)), chunk_sizes(size, n))
-
-
-class Place(NamedTuple):
-    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
-
-    axis: Axis
-    dim: str | None
-    peers: Peers
-
-    @property
-    def size(self) -> int:
-        return sum(self.peers.parts)
-
-    @property
-    def own(self) -> int:
-        """0: the stage sees one dummy row."""
-        return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
+def seen(views: Sequence[tuple[Any, Frame]], cut: Cut) -> Cut | None:
+    """Where a cut of the home lies in its view; None if it cannot pass."""
+    found: Cut | None = cut
+    for _, frame in views:
+        again = replace(frame, args=(Operand(frame.args[0].shape, found), *frame.args[1:]))
+        try:
+            found = RULES[frame.name](again).cut
+        except GlueError:
+            return None
+    return found
 
 
 class InStage(NamedTuple):
@@ -309,16 +304,13 @@ class InStage(NamedTuple):
     place: Place
     step: Any
     random: Any
-    given: list[tuple[Any, Shell | None, Tensor, Tensor, int]]
+    given: list[tuple[Any, Sharded | None, Tensor, Tensor, int]]
 
 
 def current_place() -> Place | None:
     """Of the stage call that runs now; None outside of one."""
     current = ACTIVE.get()
     return None if current is None or current[1].in_stage is None else current[1].in_stage.place
-
-
-ACTIVE: ContextVar[tuple[Any, Run] | None] = ContextVar("dsp_active", default=None)
 
 
 @contextmanager
@@ -337,6 +329,83 @@ RANDOM = frozenset(
 dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
 """.split()
 )
+# they make memory of their own where they must, and a rank's part may look as if it need not
+DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+# their results may be views of the first argument, though a switch of it does not follow them
+ALIASES = DENSE | frozenset(
+    """
+getitem select narrow chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as
+broadcast_to iter unfold to type_as type detach data alias real imag view_as_real view_as_complex float double half
+bfloat16 conj positive dropout
+""".split()
+)
+RECIPES = 65536  # kept for a plan
+
+
+class Function(NamedTuple):
+    """What glue knows of a torch function by itself."""
+
+    name: str
+    metadata: bool
+    changing: bool  # it writes into its first argument
+
+
+@lru_cache(maxsize=8192)
+def known(func: Any) -> Function:
+    name, attribute = op_name(func)
+    return Function(name, (attribute and name not in ATTRIBUTE_OPS) or name in METADATA, in_place(func))
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How one operation runs on local parts, for all operations of one key.
+
+    frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); whole: those that
+    are gathered first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view: the
+    result is the same data. A `quick` one moves nothing: once it ran, `ats` tell where its results lie.
+    """
+
+    frame: Frame
+    wanted: list[Cut | None]
+    whole: list[bool]
+    outcome: Outcome | None
+    push: list[Cut | None]
+    view: bool
+    quick: Quick | None
+    ats: tuple[At, ...] = ()
+
+
+class Quick(NamedTuple):
+    """A call on local parts: of what, with which arguments after the first (None: its own), and which to cut."""
+
+    call: Any
+    rest: tuple[Any, ...] | None
+    parts: list[tuple[int, Cut]]
+    aliases: bool  # its results may be views of the first argument
+
+
+class Odd(Exception):
+    """An argument that no key can be made of, or a tensor that has to be opened first."""
+
+
+def key_of(value: Any) -> Any:
+    """What of an argument a recipe depends on. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
+    kind = type(value)
+    if kind is Sharded:
+        return value.at
+    if kind is int or value is None:
+        return value
+    if kind is Tensor or kind is nn.Parameter:
+        return value.shape
+    if kind is tuple or kind is list or kind is torch.Size:
+        return kind, *map(key_of, value)
+    if kind is slice:
+        return kind, key_of(value.start), key_of(value.stop), key_of(value.step)
+    if isinstance(value, (DTensor, Sharded)):
+        raise Odd
+    if isinstance(value, Tensor):
+        return kind, value.shape
+    return kind, value
 
 
 class Glue(TorchFunctionMode):
@@ -367,46 +436,110 @@ class Glue(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        name, attribute = op_name(func)
-        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
-            return self.metadata(name, func, args, kwargs)
-        run = self.run
+        what, run = known(func), self.run
+        if what.metadata:
+            return self.metadata(what.name, func, args, kwargs)
         if run.aside:
-            return self.operate(-1, func, name, args, kwargs)
+            return self.operate(-1, func, what, args, kwargs, types)
         run.note_checkpoint()
         if self.uncounted:
-            return self.operate(-1, func, name, args, kwargs)
+            return self.operate(-1, func, what, args, kwargs, types)
         index = run.glue_index
         run.glue_index += 1
-        out = self.operate(index, func, name, args, kwargs)
+        out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
-            run.observe("record", index, name, args, kwargs, out, in_place(func))
+            run.observe("record", index, what.name, args, kwargs, out, what.changing)
         return out
 
-    def operate(self, index: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """One operation of glue, on local parts."""
+    def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
+        """One operation of glue, on local parts: by its recipe, if there is one already."""
         run = self.run
+        step = run.script.glue.get(index) if run.script else None
+        if step is not None and step.name != what.name:
+            step = None
+        if (
+            step is None
+            and not types
+            and not run.lends
+            and not any(isinstance(t, DTensor) for t in tensor_args(args, kwargs))
+        ):
+            return func(*args, **kwargs)
+        mark = index if step is not None or (run.script is not None and index in run.script.copies) else None
+        try:
+            key: Any = (func, mark, *map(key_of, args), *map(key_of, kwargs.items()))
+            recipe = run.recipes.get(key)
+        except (Odd, TypeError):
+            key = recipe = None
+        if recipe is not None and recipe.ats and not run.stale:
+            return self.quickly(recipe, recipe.quick, func, args, kwargs)
         tensors = tensor_args(args, kwargs)
         shells = [run.open(t) for t in tensors]
-        step = run.script.glue.get(index) if run.script else None
-        if step is not None and step.name != name:
-            step = None
-        asked = step.cuts if step is not None and step.cuts is not None else [s.cut if s else None for s in shells]
-        changing = in_place(func)
-        if not any(s is not None for s in shells):
-            if step is not None and step.source is not None:
-                return self.source(step.source, name, args, kwargs, tensors)
-            if changing or not any(asked):
-                with self.writes(name, changing, tensors, shells, tensors, shells) as views:
-                    return views(func(*args, **kwargs))
-        if not changing and not any(s is not None and c is not None for s, c in zip(shells, asked)):
-            shells = [s if c is None else self.start(t, c) for t, s, c in zip(tensors, shells, asked)]
+        if recipe is None:
+            asked = step.cuts if step is not None and step.cuts is not None else [_cut(s) for s in shells]
+            if not any(s is not None for s in shells):
+                if step is not None and step.source is not None:
+                    return self.source(step.source, what.name, args, kwargs, tensors)
+                if what.changing or not any(asked):
+                    with self.writes(what, tensors, shells, tensors, shells) as views:
+                        return views(func(*args, **kwargs))
+            recipe = self.derive(func, what, index, step, asked, args, kwargs, tensors, shells)
+            if key is not None:
+                if len(run.recipes) >= RECIPES:
+                    run.recipes.clear()
+                run.recipes[key] = recipe
+        return self.follow(recipe, func, what, args, kwargs, tensors, shells)
+
+    def quickly(self, recipe: Recipe, quick: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that moves nothing, as it ran before."""
+        first = args[0] if args else None
+        if quick.parts:
+            args = list(args)
+            for i, cut in quick.parts:
+                args[i] = self.run.axis.narrow(args[i], cut)
+        own = _sharded(args, kwargs)
+        for t in own:  # as `bare` does
+            t.__class__ = Tensor
+        try:
+            out = quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest)
+        finally:
+            for t in own:
+                t.__class__ = Sharded
+        if type(out) is Sharded:
+            return out  # an argument as it was
+        if type(out) is Tensor:
+            out.__class__ = Sharded
+            out.at = recipe.ats[0]  # type: ignore[attr-defined]
+            made: Any = (out,)
+        elif type(out) is tuple or type(out) is list:
+            made = out
+            for t, at in zip(out, recipe.ats):
+                t.__class__, t.at = Sharded, at
+        else:
+            made = [carry(t, at) for t, at in zip(tensors_in(out), recipe.ats)]
+            out = map_tensors(out, made)
+        if recipe.view:
+            for t in made:
+                t._dsp_view = first, func, recipe.frame
+        if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
+            for t in made:
+                if memory(t) == memory(first):
+                    t._dsp_lent = lent
+        return out
+
+    def derive(
+        self, func: Any, what: Function, index: int, step: GlueStep | None, asked: Sequence[Cut | None],
+        args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Sharded | None],
+    ) -> Recipe:  # fmt: skip
+        """What the plan, or else the rule alone, says of an operation."""
+        run, changing = self.run, what.changing
         # another whole tensor needs no move: the rule narrows it to what the others need
         wanted = [c if s is not None else None for s, c in zip(shells, asked)]
-        outcome = Outcome(None)
-        if any(c is not None for c in wanted):
-            rule = RULES.get(name, no_rule)
-            frame = self.frame(name, args, kwargs, tensors, wanted, func)
+        if not changing and not any(wanted):
+            wanted = list(asked)  # all are whole, or to be: each rank begins with its part of those that are
+        frame = self.frame(what.name, args, kwargs, tensors, wanted, func)
+        outcome = None
+        if any(wanted):
+            rule = RULES.get(what.name, no_rule)
             if kwargs.get("out") is not None:
                 raise frame.refuse("out= has no rule for a sharded tensor")
             try:
@@ -417,7 +550,7 @@ class Glue(TorchFunctionMode):
                 if run.script is not None and not run.script.recorded:
                     raise
                 # nobody planned this: would another dim do, or else the whole tensors?
-                found = self.detour(rule, func, name, args, kwargs, tensors, shells)
+                found = self.detour(rule, func, what.name, args, kwargs, tensors, shells)
                 if found is not None:
                     wanted, frame, outcome = found
                 elif changing:
@@ -425,81 +558,130 @@ class Glue(TorchFunctionMode):
                 else:
                     log.info("gathered: %s", refusal)
                     wanted = [None] * len(wanted)
-        run.gather_first(shells, step.whole if step is not None else [])
-        moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None]))
-        locals_ = [next(moved) if s is not None else t for t, s in zip(tensors, shells)]
         push = step.push if step is not None else []
-        if not any(c is not None for c in wanted):
+        # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
+        view = outcome is not None and outcome.view and run.script is not None and index not in run.script.copies
+        whole = step.whole if step is not None else []
+        quick = None
+        stay = all(c == _cut(s) for s, c in zip(shells, wanted))
+        if outcome is not None and stay and not (changing or any(push) or any(whole)):
+            quick = self.quick(outcome, frame, func, what, args, shells)
+        return Recipe(frame, wanted, whole, outcome, push, view, quick)
+
+    def quick(
+        self, outcome: Outcome, frame: Frame, func: Any, what: Function, args: Any, shells: list[Sharded | None]
+    ) -> Quick | None:
+        """The call, if it is one of local parts as they are, and on this rank there is something of each."""
+        if (
+            outcome.cut is None
+            or what.name in RANDOM
+            or outcome.kwargs
+            or any(s is not None and 0 in s.at.local for s in shells)
+        ):
+            return None
+        if (
+            what.name in DENSE
+            and self.run.axis.local_shape((outcome.size,), Cut(0, outcome.cut.outer))[0] <= outcome.cut.outer
+        ):
+            return None
+        operands = frame.operands()
+        places = {id(o): i for i, o in enumerate(frame.args) if isinstance(o, Operand)}
+        if any(id(operands[i]) not in places for i in outcome.narrow):
+            return None
+        parts = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
+        rest = None
+        if outcome.args is not None:
+            if outcome.args[0] is not frame.args[0] or any(_operands(a) for a in outcome.args[1:]):
+                return None
+            rest = outcome.args[1:]
+        elif outcome.kwargs is not None and frame.kwargs:
+            return None
+        alone = len(args) > 0 and isinstance(args[0], Sharded)
+        return Quick(outcome.func or func, rest, parts, alone and (outcome.view or what.name in ALIASES))
+
+    def follow(
+        self, recipe: Recipe, func: Any, what: Function, args: Any, kwargs: Any,
+        tensors: list[Tensor], shells: list[Sharded | None],
+    ) -> Any:  # fmt: skip
+        """Run an operation by its recipe."""
+        run, outcome, wanted, push = self.run, recipe.outcome, recipe.wanted, recipe.push
+        run.gather_first(shells, recipe.whole)
+        moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None and s.at.cut != c]))
+        locals_ = [
+            t
+            if s is None and c is None
+            else run.axis.narrow(t, c)
+            if s is None
+            else s
+            if s.at.cut == c
+            else next(moved)
+            for t, s, c in zip(tensors, shells, wanted)
+        ]
+        own = [t for t in locals_ if isinstance(t, Sharded)]
+        if outcome is None:
             stream: Any = iter(locals_)
             call_args = tuple(with_operands(a, stream) for a in args)
             call_kwargs = {k: with_operands(v, stream) for k, v in kwargs.items()}
-            with self.writes(name, changing, tensors, shells, locals_, wanted) as views:
+            with self.writes(what, tensors, shells, locals_, wanted) as views:
                 out = views(func(*call_args, **call_kwargs))
             if not any(push):
                 return out
             results = tensors_in(out)
             parted = [
-                t if c is None else run.wrap(run.axis.narrow(t, c), c, tuple(t.shape)) for t, c in zip(results, push)
+                t if c is None else run.carry(run.axis.narrow(t, c), c, tuple(t.shape)) for t, c in zip(results, push)
             ]
             return map_tensors(out, parted)
-        plain, func = func, outcome.func or func
+        frame, call = recipe.frame, outcome.func or func
         table = {
             id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
             for i, (o, t) in enumerate(zip(frame.operands(), locals_))
         }
         call_args = without_operands(frame.args if outcome.args is None else outcome.args, table)
-        call_kwargs = {
-            k: without_operands(v, table)
-            for k, v in (frame.kwargs if outcome.kwargs is None else outcome.kwargs).items()
-        }
-        with self.writes(name, changing, tensors, shells, locals_, wanted) as views:
-            if name in RANDOM:
-                with forked(run.axis):
-                    out = func(*call_args, **call_kwargs)
-            elif outcome.reduce is not None:
-                part = (torch.Tensor.sum if name == "mean" else func)(*call_args, **call_kwargs)
-                total = torch.ops.dsp.all_reduce(part.to(summed_in(part.dtype)), run.axis.group)
-                out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(part.dtype)
-                if name in ("select", "getitem"):  # would be a view
-                    assert shells[0] is not None
-                    out._dsp_lent = owner(tensors[0], shells[0]) or memory(shells[0].local)
+        named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
+        call_kwargs = {k: without_operands(v, table) for k, v in named.items()}
+        before = [version(t) for t in locals_]
+        with self.writes(what, tensors, shells, locals_, wanted) as views:
+            with bare(own), quiet(locals_), forked(run.axis) if what.name in RANDOM else nullcontext():
+                summed = outcome.reduce is not None and what.name == "mean"
+                out = (torch.Tensor.sum if summed else call)(*call_args, **call_kwargs)
+            if outcome.reduce is not None:
+                total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
+                out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
+                if what.name in ("select", "getitem"):  # would be a view
+                    run.mark(out, tensors[0].__dict__.get("_dsp_lent") or memory(tensors[0]))
                 return out
-            else:
-                with quiet(locals_):
-                    out = func(*call_args, **call_kwargs)
             views(out)
         if outcome.cut is None:
             return out
         made, lent = [], []
-        for k, t in enumerate(tensors_in(out)):
+        for k, t in enumerate(map(plain, tensors_in(out))):
             shape = list(t.shape)
             shape[outcome.cut.dim] = outcome.size
             target = push[k] if k < len(push) else None
-            if name in DENSE:
+            if what.name in DENSE:
                 t = self.copied(t, locals_[0], tensors[0], outcome.cut, out_shape=shape)
             made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
-            lent.append(None if target not in (None, outcome.cut) else getattr(t, "_dsp_lent", None))
-        # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
-        of = shells[0] if outcome.view and run.script is not None and index not in run.script.copies else None
-        wrapped = [
-            run.wrap(p.local, p.dst, p.shape, of, (plain, frame), lent=x) for p, x in zip(run.push_all(made), lent)
-        ]
+            lent.append(None if target not in (None, outcome.cut) else _lent(tensors_in(out)[k]))
+        wrapped = [run.carry(p.local, p.dst, p.shape, x) for p, x in zip(run.push_all(made), lent)]
+        if recipe.view and shells[0] is not None:
+            for t in wrapped:
+                t._dsp_view = shells[0], func, frame  # type: ignore[attr-defined]
+        if recipe.quick is not None and before == [version(t) for t in locals_]:
+            recipe.ats = tuple(t.at for t in wrapped)
         return map_tensors(out, wrapped)
 
     def copied(self, t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
         """A result that has its own memory if it would on one device; parts of size 1 are contiguous too often."""
         if t.shape[cut.dim] > cut.outer or memory(t) != memory(local):
             return t
-        with torch._C.DisableTorchFunction():
-            model = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+        model = torch.empty_strided(whole.shape, whole.stride(), device="meta")
         dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
         return t if memory(dense) == memory(model) else t.clone()
 
     @contextmanager
     def writes(
-        self, name: str, changing: bool,
-        tensors: list[Tensor], shells: Sequence[Any], locals_: list[Tensor], cuts: Sequence[Any],
-    ) -> Iterator[Any]:  # fmt: skip
+        self, what: Function, tensors: list[Tensor], shells: Sequence[Any], locals_: list[Tensor], cuts: Sequence[Any]
+    ) -> Iterator[Any]:
         """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
 
         Yields a function to mark those of its results that are views of a copy.
@@ -507,27 +689,21 @@ class Glue(TorchFunctionMode):
         versions = [version(t) for t in locals_]
 
         def views(out: Any) -> Any:
-            lend(tensors_in(out), zip(tensors, shells, locals_))
+            self.run.lend(tensors_in(out), zip(tensors, shells, locals_))
             return out
 
         yield views
         for i, (t, x, s, c, before) in enumerate(zip(tensors, locals_, shells, cuts, versions)):
-            if version(x) == before and not (changing and i == 0 and x.is_inference()):
+            if version(x) == before and not (what.changing and i == 0 and x.is_inference()):
                 continue
             if s is not None:
-                s.home.forget()
-            self.run.wrote(f"{name}() between stages", t, s, x)
-            if s is not None:
-                with torch._C.DisableTorchFunction():
-                    node = t.grad_fn
+                home_of(s).forget()
+            self.run.wrote(f"{what.name}() between stages", t if s is None else s, x)
+            if s is not None and memory(x) != memory(s):
                 if c is None:  # written whole, on every rank
-                    x, c = self.run.axis.narrow(x, s.cut), s.cut
-                t._dsp_shell = Shell(x, c, s.shape, node, Home(x, c, s.shape))  # type: ignore[attr-defined]
-
-    def start(self, t: Tensor, cut: Cut) -> Shell:
-        """This rank's part of a tensor that is whole so far."""
-        local, shape = self.run.axis.narrow(t, cut), tuple(t.shape)
-        return Shell(local, cut, shape, None, Home(local, cut, shape))
+                    x, c = self.run.axis.narrow(x, s.at.cut), s.at.cut
+                s.__class__ = Moved
+                s.now = self.run.carry(x, c, s.at.shape)
 
     def frame(
         self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], cuts: Sequence[Cut | None], func: Any = None
@@ -540,12 +716,13 @@ class Glue(TorchFunctionMode):
         return Frame(name, converted, named, axis.size, axis.rank, func)
 
     def detour(
-        self, rule: Any, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shells: list[Shell | None]
-    ) -> tuple[list[Cut | None], Frame, Outcome] | None:
+        self, rule: Any, func: Any, name: str, args: Any, kwargs: Any,
+        tensors: list[Tensor], shells: list[Sharded | None],
+    ) -> tuple[list[Cut | None], Frame, Outcome] | None:  # fmt: skip
         """The first dim along which all sharded operands could be cut for this operation."""
-        for dim in range(max(s.local.ndim for s in shells if s is not None)):
+        for dim in range(max(len(s.at.shape) for s in shells if s is not None)):
             cuts = [Cut(dim) if s is not None else None for s in shells]
-            if any(s is not None and (dim >= len(s.shape) or s.shape[dim] < 2) for s in shells):
+            if any(s is not None and (dim >= len(s.at.shape) or s.at.shape[dim] < 2) for s in shells):
                 continue
             frame = self.frame(name, args, kwargs, tensors, cuts, func)
             try:
@@ -555,56 +732,52 @@ class Glue(TorchFunctionMode):
         return None
 
     def source(self, cut: Cut, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        run = self.run
         frame = self.frame(name, args, kwargs, tensors, [None] * len(tensors))
         stretch, call_args, size = localize_source(frame, cut)
         table = {id(o): t for o, t in zip(frame.operands(), tensors)}
         out = stretch(*without_operands(call_args, table))
         shape = list(out.shape)
         shape[cut.dim] = size
-        return run.wrap(out, cut, tuple(shape))
+        return self.run.carry(out, cut, tuple(shape))
 
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "backward":
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
-        if args and isinstance(args[0], DTensor):
-            if name == "register_hook":
-                shell = self.run.open(args[0])
-                assert shell is not None
-                return shell.local.register_hook(*args[1:], **kwargs)
-            if name.startswith("new_"):
-                shell = self.run.open(args[0])
-                assert shell is not None
-                return func(shell.local, *args[1:], **kwargs)
+        if args and isinstance(args[0], Sharded):
+            read = READ.get(func)
+            if read is not None:
+                return read(*args, **kwargs)
+            with NO():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if type(a) is Sharded:
+            found.append(a)
+        elif type(a) is tuple or type(a) is list:
+            found += _sharded(a, {})
+    return found
 
 
-def owner(t: Tensor, shell: Shell | None) -> Any:
-    return getattr(t, "_dsp_lent", None) if shell is None else shell.lent
+def _lent(t: Tensor) -> Any:
+    return t.__dict__.get("_dsp_lent")
 
 
-def lend(outputs: list[Tensor], operands: Iterable[tuple[Tensor, Shell | None, Tensor]]) -> None:
-    """Mark results that are views of a copy: what is written into them, the tensor that was copied must not miss."""
-    lent: dict[Any, Any] = {}
-    for t, shell, local in operands:
-        of = owner(t, shell)
-        if of is None and shell is not None and local is not shell.local and memory(shell.local) != memory(local):
-            of = memory(shell.local)
-        if of is not None:
-            lent[memory(local)] = of
-    if lent:
-        for t in outputs:
-            of = lent.get(memory(t))
-            if of is not None:
-                t._dsp_lent = of  # type: ignore[attr-defined]
+def _cut(t: Sharded | None) -> Cut | None:
+    return None if t is None else t.at.cut
+
+
+def _operands(value: Any) -> bool:
+    return isinstance(value, Operand) or (isinstance(value, (list, tuple)) and any(map(_operands, value)))
 
 
 def version(t: Tensor) -> int:
     """Counts the writes into a tensor's memory; under inference_mode nothing does."""
-    return 0 if t.is_inference() else t._version
+    with NO():
+        return 0 if t.is_inference() else t._version
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:
@@ -619,30 +792,3 @@ def _ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextmanager
-def forked(axis: Axis) -> Iterator[None]:
-    """Random numbers of this rank's own: a stream forked from the default one, which moves on alike on every rank."""
-    token = fork(axis)
-    try:
-        yield
-    finally:
-        join(token)
-
-
-def fork(axis: Axis) -> Any:
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    cuda = axis.mesh.device_type == "cuda"
-    state = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
-    own = (seed + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63
-    torch.default_generator.manual_seed(own)
-    if cuda:
-        torch.cuda.manual_seed(own)
-    return state
-
-
-def join(state: Any) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

@@ -59,6 +59,7 @@ class Axis:
     rank: int
     group: str
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
+    ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axis:
@@ -73,6 +74,16 @@ class Axis:
                 'mesh["sp"]'
             )
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+
+    def at(self, shape: Sequence[int], cut: Cut) -> At:
+        """Where a part of such a tensor lies: the same object for the same answer."""
+        key = tuple(shape), cut
+        found = self.ats.get(key)
+        if found is None:
+            if len(self.ats) >= 65536:
+                self.ats.clear()
+            found = self.ats[key] = At(self, torch.Size(shape), cut, self.local_shape(shape, cut))
+        return found
 
     def local_shape(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
         extent = shape[cut.dim] // cut.outer
@@ -110,6 +121,16 @@ class Axis:
             raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
         with torch._C.DisableTorchFunction():
             return (_HandedOver if hand_over else _GuardedWrap if guard else _Wrap).apply(local, spec)
+
+
+@dataclass(frozen=True, eq=False)
+class At:
+    """Where a rank's part of a tensor lies: the global shape, the cut, and the shape of the part."""
+
+    axis: Axis
+    shape: torch.Size
+    cut: Cut
+    local: tuple[int, ...]
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from dsp import collectives
 from dsp.layout import Axis, Cut, connected_local, covered_exit, factor, sp_view
 from dsp.planner import fuses
+from dsp.sharded import as_dtensor
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -28,7 +29,7 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     and true on every rank, at the price of one all-gather in backward; into a computed tensor each rank sends the
     gradient of its own part, zero elsewhere, which is what averaging over ranks needs.
     """
-    axis = Axis.of(mesh)
+    axis, x = Axis.of(mesh), as_dtensor(x)
     if isinstance(x, DTensor):
         raise TypeError(f"dsp.split takes a whole tensor, got a DTensor {x.placements}; use dsp.switch(x, dim)")
     cut = Cut(_dim(dim, x.ndim, "split"))
@@ -45,6 +46,7 @@ def switch(x: DTensor, dim: int, *, axis: str | None = None) -> DTensor:
     x: a DTensor sharded over one mesh axis (named by `axis` when its mesh has several). The backward is the reverse
     switch.
     """
+    x = as_dtensor(x)
     sp, index, cut, shape = sp_view(x, axis, "switch")
     target = Cut(_free_dim(x, dim, index, "switch"))
     if target == cut:
@@ -59,6 +61,7 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
     In backward the halves swap places: the gradient's switch starts where `wait` stands and ends where `start_switch`
     does.
     """
+    x = as_dtensor(x)
     sp, index, cut, shape = sp_view(x, axis, "start_switch")
     target = Cut(_free_dim(x, dim, index, "start_switch"))
     if target == cut:
@@ -86,6 +89,7 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
     along the gathered one. A plain tensor is whole already and returned as it is, so that code also runs on one rank.
     The backward is a reduce-scatter.
     """
+    x = as_dtensor(x)
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
         return x
     sp, index, cut, shape = sp_view(x, axis, "gather")
@@ -102,6 +106,7 @@ def hand_over(x: DTensor) -> DTensor:
     sharded like x, as a parallelized model gives it to an input that arrives sharded. The backward multiplies it by N,
     which averaging over the ranks takes out again.
     """
+    x = as_dtensor(x)
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
         return x
     sp, _, cut, shape = sp_view(x, None, "hand_over")
@@ -115,6 +120,7 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     to x, a DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums are taken, and the scalar returned,
     in fp32 at least.
     """
+    x, weight = as_dtensor(x), as_dtensor(weight)
     if not isinstance(x, DTensor):
         if isinstance(weight, DTensor):
             raise TypeError("dsp.mean: the weight is sharded but x is not; gather the weight or shard x like it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,13 +21,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dsp.collectives import inexact
-from dsp.glue import ACTIVE, InStage, Peers, Place, Run, Shell, active, fork, join, lend, version
+from dsp.glue import InStage, Run, active, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
+from dsp.randomness import fork, join
 from dsp.rules import GlueError
-from dsp.stages import Option, Received, Signature, Stage, constants_in, map_tensors, sizes_of_root, tensors_in
+from dsp.sharded import ACTIVE, Own, Sharded, carry, plain
+from dsp.stages import (
+    Option,
+    Peers,
+    Place,
+    Received,
+    Signature,
+    Stage,
+    constants_in,
+    map_tensors,
+    sizes_of_root,
+    tensors_in,
+)  # fmt: skip
 from dsp.trace import Recorder, Trace, _foreign, trace
 
 log = logging.getLogger("dsp")
@@ -78,6 +92,7 @@ class Runtime:
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.signature = Signature(model, root, "the model") if root is not None else None
+        self.recipes: dict[Any, Any] = {}  # of runs without a plan
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
         self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
 
@@ -129,7 +144,7 @@ class Runtime:
             self.leave_out_hooks()
         self.agreement.start(args, kwargs, self.last_key, wait=fresh)
         sizes, args, kwargs = self.enter(plan, args, kwargs)
-        run = Run(self.axis, plan.script if plan else None, sizes)
+        run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
         if plan is None:
             run.recorder = Recorder(self.axis.size, sizes)
             if self.signature is not None:
@@ -204,7 +219,7 @@ class Runtime:
                     local = SplitInput.apply(b.tensor, self.axis, cut)
                 else:
                     local = self.axis.narrow(b.tensor, cut)
-                shard = self.axis.wrap(local, cut, tuple(b.tensor.shape))
+                shard = carry(local, self.axis.at(b.tensor.shape, cut))
                 if local._is_view():  # of the caller's tensor
                     shard._dsp_lent = f"the model's own input {b.param!r}"  # type: ignore[attr-defined]
                 call.replace(b, shard)
@@ -213,13 +228,15 @@ class Runtime:
         def true_gradient(t: Tensor) -> Tensor:
             if not (t.requires_grad and torch.is_grad_enabled()):
                 return t
+            if isinstance(t, Sharded):  # split above
+                return t
             if not isinstance(t, DTensor):
                 return WholeInput.apply(t, self.axis)
             if not given(t):  # split above, or computed: averaging over ranks is still to come
                 return t
             cut = cut_of(t.placements[0])
             assert cut is not None
-            return self.axis.wrap(ScaleGradient.apply(connected_local(t), self.axis.size), cut, t.shape)
+            return carry(ScaleGradient.apply(connected_local(t), self.axis.size), self.axis.at(t.shape, cut))
 
         args, kwargs = pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
         return sizes, args, kwargs
@@ -227,13 +244,13 @@ class Runtime:
     def leave(self, run: Run, output: Any) -> Any:
         finished = []
         for t in tensors_in(output):
-            shell = run.open(t)
-            if shell is None:
+            shard = run.open(t)
+            if shard is None:
                 finished.append(t)
             elif self.gather_output:
-                finished.append(covered_exit(run.move(shell, None)))
+                finished.append(covered_exit(run.move(shard, None)))
             else:
-                finished.append(self.axis.wrap(shell.local, shell.cut, shell.shape, guard=True))
+                finished.append(self.axis.wrap(plain(shard), shard.at.cut, shard.at.shape, guard=True))
         if self.root is not None and self.root.explicit_output:
             for pattern, t in zip(self.root.outputs, finished):
                 if t.ndim != len(pattern.axes):
@@ -258,7 +275,7 @@ class Runtime:
     def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
         current = ACTIVE.get()
         if current is None:
-            if any(isinstance(t, DTensor) for t in tensors_in((args, kwargs))):
+            if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
                 raise RuntimeError(
                     f"{stage.where} got a sharded tensor outside its model's forward. If this is activation "
                     "checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
@@ -307,7 +324,7 @@ class Runtime:
             parts.append(Received(local, cut, b.pattern, tuple(b.tensor.shape)))
         if stage.around is not None and shared:
             place, parts = stage.around.enter(place, sizes, parts)
-        given: list[tuple[Any, Shell | None, Tensor, Tensor, int]] = []
+        given: list[tuple[Any, Sharded | None, Tensor, Tensor, int]] = []
         for b, shell, (own_part, cut, *_) in zip(bound, shells, parts):
             local = own_part
             if place.own == 0 and cut is not None:
@@ -342,8 +359,8 @@ class Runtime:
                 )
             for b, shell, own_part, local, before in given:
                 if version(local) != before:
-                    run.wrote(stage.where, b.tensor, shell, own_part)
-            lend(tensors_in(output), [(b.tensor, shell, own_part) for b, shell, own_part, *_ in given])
+                    run.wrote(stage.where, b.tensor if shell is None else shell, own_part)
+            run.lend(tensors_in(output), [(b.tensor, shell, own_part) for b, shell, own_part, *_ in given])
             output = self.finish_stage(run, stage, output, option, sizes, place, step)
             run.observe("leave_stage", output)
             return output
@@ -360,7 +377,7 @@ class Runtime:
         push = step.push if step is not None else [None] * len(tensors)
         if option.name is None:
             narrowed = [
-                run.wrap(self.axis.narrow(t, target), target, tuple(t.shape)) if target is not None else t
+                run.carry(self.axis.narrow(t, target), target, tuple(t.shape)) if target is not None else t
                 for t, target in zip(tensors, push)
             ]
             return map_tensors(output, narrowed)
@@ -376,7 +393,7 @@ class Runtime:
             made.append(Part(local, cut, target or cut, shape))
         lent = [getattr(p.local, "_dsp_lent", None) if p.dst == p.src else None for p in made]
         moved = zip(run.push_all(made), lent)
-        return map_tensors(output, [run.wrap(p.local, p.dst, p.shape, lent=x) for p, x in moved])
+        return map_tensors(output, [run.carry(p.local, p.dst, p.shape, x) for p, x in moved])
 
     def place(
         self, stage: Stage, t: Tensor, pattern: Any, option: Option, sizes: dict[str, int], own: int
@@ -437,17 +454,32 @@ class _Aside:
         run = current[1]
         before, run.aside = run.aside, True
         try:
-            return self.hook(*args)
+            # it sees local parts: through an autograd.Function a tensor comes back without its type
+            # and what it hangs on one must not be on a view of another
+            leaves, spec = pytree.tree_flatten(args)
+            result = self.hook(*pytree.tree_unflatten([_own(x) for x in leaves], spec))
+            made, spec = pytree.tree_flatten(result)
+            return pytree.tree_unflatten(list(map(_as_before, made, leaves[len(leaves) - len(made) :])), spec)
         finally:
             run.aside = before
 
 
-def _moved(option: Option, shells: list[Shell | None]) -> int:
+def _as_before(new: Any, old: Any) -> Any:
+    if isinstance(old, Sharded) and type(new) is Tensor:
+        new.__class__, new.at = Sharded, old.at
+    return new
+
+
+def _own(x: Any) -> Any:
+    return Own.apply(plain(x)) if isinstance(x, Sharded) else x
+
+
+def _moved(option: Option, shells: list[Sharded | None]) -> int:
     """Elements that a greedy choice would move."""
     return sum(
-        s.local.numel() * (1 if cut is not None else 1000)
+        math.prod(s.at.local) * (1 if cut is not None else 1000)
         for s, cut in zip(shells, option.cuts)
-        if s is not None and s.cut != cut
+        if s is not None and s.at.cut != cut
     )
 
 

@@ -79,6 +79,7 @@ class Script:
     random_glue: bool
     copies: frozenset[int] = frozenset()  # glue that only looks like a view: it copies
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
+    recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from dsp.layout import Cut, chunk_sizes, fold_fits
+from dsp.layout import Axis, Cut, chunk_sizes, fold_fits
 from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, parse, solve_sizes
+from dsp.sharded import Sharded
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Signature:
                     f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
                 )
             elif isinstance(value, (list, tuple, dict)) and any(
-                isinstance(t, DTensor) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
+                isinstance(t, (DTensor, Sharded)) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
             ):
                 raise NotationError(
                     f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
@@ -201,6 +202,35 @@ class Inside(Protocol):
         """
 
 
+class Peers(NamedTuple):
+    """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""
+
+    ranks: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    @classmethod
+    def all(cls, size: int, n: int) -> Peers:
+        """n ranks, each with its `torch.chunk` of `size`."""
+        return cls(tuple(range(n)), chunk_sizes(size, n))
+
+
+class Place(NamedTuple):
+    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
+
+    axis: Axis
+    dim: str | None
+    peers: Peers
+
+    @property
+    def size(self) -> int:
+        return sum(self.peers.parts)
+
+    @property
+    def own(self) -> int:
+        """0: the stage sees one dummy row."""
+        return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
+
+
 class Received(NamedTuple):
     """A tensor on its way into a stage: this rank's part, cut at `cut` (None: whole), of one of global `shape`."""
 
@@ -211,16 +241,13 @@ class Received(NamedTuple):
 
 
 class Around(Protocol):
-    """What a method does between the layout that a stage has for others and the one that it runs on (`dsp.embedded`).
+    """What a method does between a stage's layout for others and the one that it runs on (`dsp.embedded`)."""
 
-    `place` is of the type of `dsp.glue.Place`.
-    """
-
-    def enter(self, place: Any, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Any, list[Received]]:
+    def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
         """Where the stage runs, and what it is given there, without dummy rows."""
 
     def leave(
-        self, place: Any, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
     ) -> list[Tensor]:
         """What it made there, with a dummy row where there is nothing else, in the layout that others see."""
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.glue import Run, active
 from dsp.layout import Axis, Cut
-from dsp.ops import gather_local
 
 # x is [2, 4, 6, 8]; y has its shape; v is [8], w is [8, 5], m is [4, 1, 8]
 OPS: dict[str, Callable[..., Any]] = {
@@ -170,17 +169,17 @@ def every_op(mesh: DeviceMesh) -> dict[str, list[int]]:
         allowed[name] = []
         for dim in range(4):
             whole = arguments()
-            run = Run(axis, None, {})
+            run = Run(axis, None, {}, {})
             run.recorder = None
             run.mode.detour = refuse_detour  # type: ignore[method-assign]
-            x, y = (run.wrap(axis.narrow(t, Cut(dim)), Cut(dim), tuple(t.shape)) for t in whole[:2])
+            x, y = (run.carry(axis.narrow(t, Cut(dim)), Cut(dim), tuple(t.shape)) for t in whole[:2])
             try:
                 with active(None, run):
                     out = op(x, y, *whole[2:])
             except dsp.GlueError:
                 continue
             shell = run.open(out)
-            got = out if shell is None else gather_local(shell.local, shell.cut, shell.shape, axis)
+            got = out if shell is None else run.move(shell, None)
             where = f"{name} along {dim}"
             assert got.shape == expect.shape, where
             torch.testing.assert_close(got, expect, msg=lambda m, w=where: f"{w}: {m}")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
-from dsp.glue import Place, current_place
+from dsp.glue import current_place
 from dsp.layout import Axis
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
-from dsp.stages import Sends, Stage
+from dsp.stages import Place, Sends, Stage
 from dsp.trace import checkpoint_frame
 
 AGAIN: ContextVar[Place | None] = ContextVar("dsp_again", default=None)

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.glue import Peers, Place
 from dsp.layout import Cut, factor
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
 from dsp.planner import chunk_sizes
-from dsp.stages import Received, Sends, Stage, cut_for
+from dsp.stages import Peers, Place, Received, Sends, Stage, cut_for
 
 
 @cache

@@ -22,9 +22,8 @@ from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore, busiest
 from dsp.embedded.low_rank import LowRank
-from dsp.glue import Peers, Place
 from dsp.notation import NotationError
-from dsp.stages import Sends, Stage
+from dsp.stages import Peers, Place, Sends, Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
 _lib.define(

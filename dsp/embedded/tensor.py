@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dsp.embedded.core import Distributed
-from dsp.glue import Place
 from dsp.layout import Axis
 from dsp.notation import NotationError, TensorPattern
 from dsp.ops import ScaleGradient
 from dsp.planner import chunk_sizes
-from dsp.stages import Sends, Sent, find_modules
+from dsp.stages import Place, Sends, Sent, find_modules
 
 
 @dataclass(frozen=True)

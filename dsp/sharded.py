@@ -1,0 +1,193 @@
+"""What glue holds of a sharded tensor: this rank's part itself, as a thin subclass that knows its global shape.
+
+Between the stages of a forward a model sees `Sharded` tensors. Their shape is the global one; what is done with them is
+done to the local data, by the rules of `dsp.rules` (see `dsp.glue`). To other code one reads as the DTensor that it
+stands for: `placements`, `device_mesh`, `to_local`, `full_tensor`, `redistribute`, and any operation outside a forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from dsp.layout import At, global_stride
+
+NO = torch._C.DisableTorchFunctionSubclass
+ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
+
+
+class Sharded(Tensor):
+    """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike."""
+
+    at: At
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # outside of what a forward does again all tensors of backward are parts, and so is what was saved for it
+        backward = torch._C._current_graph_task_id() != -1 and ACTIVE.get() is None
+        known = func in READ or func in AS_LOCAL
+        if func in READ and not backward:
+            return READ[func](*args, **kwargs)
+        if known or isinstance(func, OpOverload):  # the latter is below autograd, where modes see parts
+            with NO():
+                return func(*args, **kwargs)
+        if backward:
+            raise RuntimeError(
+                "backward works with a sharded tensor that was saved between stages, where nobody knows how to run it "
+                "on parts. If this is activation checkpointing, use use_reentrant=False; if it is an autograd.Function "
+                "of your own, put it into a stage, a submodule with a pattern, where tensors are local"
+            )
+        args, kwargs = pytree.tree_map_only(Sharded, dtensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.at.axis.mesh
+
+    @property
+    def placements(self) -> Any:
+        return (self.at.cut.placement(),)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        return plain(self) if grad_placements is None else dtensor(self).to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        return dtensor(self).full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        return dtensor(self).redistribute(*args, **kwargs)
+
+
+class Moved(Sharded):
+    """One that an operation wrote elsewhere, in another layout: `now` is what it became."""
+
+    now: Sharded
+
+
+def plain(t: Any) -> Any:
+    """The local part as a tensor like any other, connected by autograd; anything else as it is."""
+    if not isinstance(t, Sharded):
+        return t
+    with torch._C.DisableTorchFunction():
+        return t.as_subclass(Tensor)
+
+
+@contextmanager
+def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
+    """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
+    tensors = list(tensors)
+    for t in tensors:
+        t.__class__ = Tensor
+    try:
+        yield
+    finally:
+        for t in tensors:
+            t.__class__ = Sharded
+
+
+class Own(torch.autograd.Function):
+    """The same tensor and memory, as no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def carry(local: Tensor, at: At) -> Sharded:
+    """A new tensor that carries `local`, this rank's part."""
+    if tuple(local.shape) != at.local:
+        raise RuntimeError(f"rank {at.axis.rank} holds {tuple(local.shape)} where its share is {at.local}")
+    with torch._C.DisableTorchFunction():
+        t = local.as_subclass(Sharded)
+    t.at = at
+    return t
+
+
+def dtensor(t: Sharded) -> DTensor:
+    """The DTensor that it stands for."""
+    if isinstance(t, Moved):
+        t = t.now
+    return t.at.axis.wrap(plain(t), t.at.cut, t.at.shape)
+
+
+def as_dtensor(t: Any) -> Any:
+    return dtensor(t) if isinstance(t, Sharded) else t
+
+
+def stride_of(t: Sharded) -> tuple[int, ...]:
+    """The strides that the whole tensor would have, dense in the memory order of the part."""
+    return global_stride(plain(t), t.at.shape)
+
+
+def _size(t: Sharded, dim: int | None = None) -> Any:
+    return t.at.shape if dim is None else t.at.shape[dim]
+
+
+def _stride(t: Sharded, dim: int | None = None) -> Any:
+    return stride_of(t) if dim is None else stride_of(t)[dim]
+
+
+def _contiguous(t: Sharded, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    whole = torch.empty_strided(t.at.shape, stride_of(t), device="meta")
+    return whole.is_contiguous(memory_format=memory_format)
+
+
+def _described(t: Sharded, *_: Any, **__: Any) -> str:
+    return f"{plain(t)!r}, the part of rank {t.at.axis.rank} of {list(t.at.shape)} sharded along dim {t.at.cut.dim}"
+
+
+def _numel(t: Sharded) -> int:
+    return math.prod(t.at.shape)
+
+
+def _same_size(t: Sharded, other: Tensor) -> bool:
+    return t.at.shape == other.shape
+
+
+# what tells of the whole tensor
+READ: dict[Any, Any] = {
+    Tensor.shape.__get__: lambda t: t.at.shape,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.ndim.__get__: lambda t: len(t.at.shape),  # type: ignore[attr-defined]
+    Tensor.dim: lambda t: len(t.at.shape),
+    Tensor.ndimension: lambda t: len(t.at.shape),
+    Tensor.numel: _numel,
+    torch.numel: _numel,
+    Tensor.nelement: _numel,
+    Tensor.nbytes.__get__: lambda t: _numel(t) * plain(t).element_size(),  # type: ignore[attr-defined]
+    Tensor.__len__: lambda t: t.at.shape[0],
+    Tensor.stride: _stride,
+    Tensor.is_contiguous: _contiguous,
+    Tensor.is_same_size: _same_size,
+    Tensor.__repr__: _described,
+    Tensor.__format__: _described,
+}
+# what tells of the part as of the whole
+AS_LOCAL = frozenset(
+    getattr(Tensor, name).__get__
+    for name in """
+dtype device layout requires_grad grad_fn is_leaf grad output_nr itemsize is_cuda is_cpu is_meta is_sparse is_quantized
+_version retains_grad
+""".split()
+) | {
+    Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
+    Tensor.is_inference, Tensor.untyped_storage, Tensor.data_ptr, Tensor.storage_offset, Tensor.register_hook,
+    Tensor.retain_grad, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
+    Tensor.is_pinned, Tensor.is_shared, Tensor.is_conj, Tensor.is_neg, Tensor._is_view, torch.is_floating_point,
+    torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.is_signed, torch.result_type,
+}  # fmt: skip
