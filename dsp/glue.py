@@ -607,16 +607,12 @@ class Glue(TorchFunctionMode):
         run, outcome, wanted, push = self.run, recipe.outcome, recipe.wanted, recipe.push
         run.gather_first(shells, recipe.whole)
         moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None and s.at.cut != c]))
-        locals_ = [
-            t
-            if s is None and c is None
-            else run.axis.narrow(t, c)
-            if s is None
-            else s
-            if s.at.cut == c
-            else next(moved)
-            for t, s, c in zip(tensors, shells, wanted)
-        ]
+        locals_: list[Tensor] = []
+        for t, s, c in zip(tensors, shells, wanted):
+            if s is None:
+                locals_.append(t if c is None else run.axis.narrow(t, c))
+            else:
+                locals_.append(s if s.at.cut == c else next(moved))
         own = [t for t in locals_ if isinstance(t, Sharded)]
         if outcome is None:
             stream: Any = iter(locals_)
