@@ -125,8 +125,7 @@ class Run:
     def open(self, t: Any) -> Sharded | None:
         """A sharded tensor as glue holds it; None for any other."""
         if isinstance(t, Sharded):
-            if type(t) is Moved:
-                t = t.now
+            t = t.__dict__.get("now", t)
             for written, name in self.stale:
                 if written == memory(t):
                     raise GlueError(
@@ -698,7 +697,8 @@ class Glue(TorchFunctionMode):
             if s is not None and memory(x) != memory(s):
                 if c is None:  # written whole, on every rank
                     x, c = self.run.axis.narrow(x, s.at.cut), s.at.cut
-                s.__class__ = Moved
+                if type(s) is Sharded:
+                    s.__class__ = Moved
                 s.now = self.run.carry(x, c, s.at.shape)
 
     def frame(

@@ -465,8 +465,8 @@ class _Aside:
 
 
 def _as_before(new: Any, old: Any) -> Any:
-    if isinstance(old, Sharded) and type(new) is Tensor:
-        new.__class__, new.at = Sharded, old.at
+    if isinstance(old, Sharded) and type(new) is old.part:
+        new.__class__, new.at = type(old), old.at
     return new
 
 

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,9 +28,13 @@ ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=No
 
 
 class Sharded(Tensor):
-    """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike."""
+    """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike.
+
+    `part` is the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
+    """
 
     at: At
+    part: type[Tensor] = Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,20 +85,20 @@ def plain(t: Any) -> Any:
     if not isinstance(t, Sharded):
         return t
     with torch._C.DisableTorchFunction():
-        return t.as_subclass(Tensor)
+        return t.as_subclass(Tensor) if t.part is Tensor else t.view_as(t)
 
 
 @contextmanager
 def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
     """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
-    tensors = list(tensors)
-    for t in tensors:
-        t.__class__ = Tensor
+    kinds = [(t, type(t)) for t in tensors]
+    for t, _ in kinds:
+        t.__class__ = t.part
     try:
         yield
     finally:
-        for t in tensors:
-            t.__class__ = Sharded
+        for t, kind in kinds:
+            t.__class__ = kind
 
 
 class Own(torch.autograd.Function):
@@ -113,9 +118,19 @@ def carry(local: Tensor, at: At) -> Sharded:
     if tuple(local.shape) != at.local:
         raise RuntimeError(f"rank {at.axis.rank} holds {tuple(local.shape)} where its share is {at.local}")
     with torch._C.DisableTorchFunction():
-        t = local.as_subclass(Sharded)
+        if type(local) is Tensor or isinstance(local, nn.Parameter):
+            t = local.as_subclass(Sharded)
+        else:
+            t = local.view_as(local)
+            t.__class__ = sharded_type(type(t))
     t.at = at
     return t
+
+
+@cache
+def sharded_type(part: type[Tensor]) -> type[Sharded]:
+    """`Sharded` for parts of a type of their own, such as fake tensors."""
+    return Sharded if part is Tensor else type(f"Sharded{part.__name__}", (Sharded, part), {"part": part})
 
 
 def dtensor(t: Sharded) -> DTensor:
