@@ -91,13 +91,13 @@ def plain(t: Any) -> Any:
 @contextmanager
 def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
     """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
-    kinds = [(t, type(t)) for t in tensors]
-    for t, _ in kinds:
-        t.__class__ = t.part
+    kinds = {id(t): (t, type(t)) for t in tensors}
+    for t, kind in kinds.values():
+        t.__class__ = kind.part
     try:
         yield
     finally:
-        for t, kind in kinds:
+        for t, kind in kinds.values():
             t.__class__ = kind
 
 
@@ -122,7 +122,7 @@ def carry(local: Tensor, at: At) -> Sharded:
             t = local.as_subclass(Sharded)
         else:
             t = local.view_as(local)
-            t.__class__ = sharded_type(type(t))
+            t.__class__ = sharded_type(type(t))  # type: ignore[arg-type]
     t.at = at
     return t
 
