@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import toys
@@ -98,3 +100,27 @@ def test_wrong_statements_are_named(ranks, n: int) -> None:
     assert not argument[0]
     assert "stage 'stage'" in argument[1]
     assert right[0]
+
+
+class ByRows(torch.autograd.Function):
+    """The identity, whose backward looks at how long its part is."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad / grad.shape[1]
+
+
+def gradient(mesh: DeviceMesh) -> Any:
+    return dsp.check(One(lambda m, x, table: ByRows.apply(x * m.w[:1])), (torch.randn(2, 7, 5, 4),), mesh=mesh)
+
+
+def test_a_wrong_gradient_is_named(ranks) -> None:
+    """What slices of the forward do not show."""
+    report = ranks(gradient, 2)[0]
+    assert report.output < 1e-12
+    assert not report.ok
+    assert any("the gradient of stage.w differs by" in problem for problem in report.problems)

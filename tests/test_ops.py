@@ -100,6 +100,18 @@ def test_every_pair_of_dims_dtypes_and_memory_orders(ranks, n: int) -> None:
     ranks(every_switch, n)
 
 
+def half(mesh: DeviceMesh) -> Tensor:
+    x = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    mine = 256.0 if mesh.get_local_rank() == 0 else 1.0
+    (torch.ops.dsp.gather(x, 0, 8, mesh.get_group().group_name) * mine).sum().backward()
+    return x.grad
+
+
+def test_gradients_in_half_precision_are_added_up_in_single(ranks) -> None:
+    for grad in ranks(half, 4):  # 256 + 1 is 256 in bfloat16, and 259 rounds to 260
+        assert torch.equal(grad, torch.full((2,), 260, dtype=torch.bfloat16))
+
+
 def bytes_moved(mesh: DeviceMesh, t: int, s: int) -> dict:
     x = torch.randn(1, t, s, 8, requires_grad=True)
     with dsp.count_comm() as comm:

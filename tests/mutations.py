@@ -1,0 +1,228 @@
+"""Does the suite notice? Twenty faults, put one at a time into a copy of dsp and zoo, and the first test that fails.
+
+    python tests/mutations.py                # all of them, some ten minutes: the short suite finds them?
+    python tests/mutations.py --slow         # what the short suite does not find, `-m slow` has to
+    python tests/mutations.py mean fold      # those whose name has one of the words
+
+Run by hand. A fault is a text that stands once in its file, and another in its place. The tests named with it run first,
+which are tests of the short suite; only if they pass the others do. Without a fault they all have to pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HOME = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    text: str
+    instead: str
+    tests: str  # of which one should fail
+
+
+FAULTS = [
+    Fault(
+        "the gradient of an input is not divided by N",
+        "dsp/ops.py",
+        "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
+        "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp), None, None",
+        "test_ops",
+    ),
+    Fault(
+        "a mean over unequal parts is a mean of means",
+        "dsp/ops.py",
+        "return torch.ops.dsp.all_reduce(total, sp.group) / count",
+        "return torch.ops.dsp.all_reduce(total / max(local.numel(), 1), sp.group) / sp.size",
+        "test_ops",
+    ),
+    Fault(
+        "small switches that share an exchange come back in another order",
+        "dsp/collectives.py",
+        "joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]",
+        "joined = [torch.cat(parts[i :: len(xs)][::-1]) for i in range(len(xs))]",
+        "test_ops test_parallel",
+    ),
+    Fault(
+        "bfloat16 is summed over ranks in bfloat16",
+        "dsp/collectives.py",
+        "return total.sum(0, dtype=wide).to(x.dtype).movedim(0, dim).contiguous()",
+        "return sum(total[1:], total[0]).movedim(0, dim).contiguous()",
+        "test_ops",
+    ),
+    Fault(
+        "what a collective makes is a view that nobody may write",
+        "dsp/collectives.py",
+        '_lib.impl(_name, _fresh(_kernel), "CPU")',
+        '_lib.impl(_name, _kernel, "CPU")',
+        "test_composition",
+    ),
+    Fault(
+        "a fold stays sharded though its parts straddle ranks",
+        "dsp/layout.py",
+        "return inner == 1 or size % n == 0",
+        "return True",
+        "test_rules test_parallel test_glue_moves",
+    ),
+    Fault(
+        "any road out of a sharded tensor is let through",
+        "dsp/layout.py",
+        "return torch._C._current_graph_task_id() in cls._recent",
+        "return True",
+        "test_ops test_composition",
+    ),
+    Fault(
+        "the batch is as good a dim to shard as any",
+        "dsp/notation.py",
+        "return tuple(sorted(seen, key=lambda n: n in BATCH_NAMES))",
+        "return tuple(seen)",
+        "test_notation",
+    ),
+    Fault(
+        "a dim that the output lacks may go without brackets",
+        "dsp/notation.py",
+        "            if lost:",
+        "            if len(lost) > 1:",
+        "test_notation",
+    ),
+    Fault(
+        "of plans that cost the same, one with the larger pieces",
+        "dsp/planner.py",
+        "return gap > 0 or largest <= other.largest",
+        "return True",
+        "test_planner",
+    ),
+    Fault(
+        "a gather is priced as if each rank sent to one other",
+        "dsp/planner.py",
+        "return (n - 1) * chunks[0] * prod(sizes.values()) * value.itemsize, 1",
+        "return chunks[0] * prod(sizes.values()) * value.itemsize, 1",
+        "test_planner",
+    ),
+    Fault(
+        "check measures every gradient against the largest",
+        "dsp/check.py",
+        "floor = 1e-6 * max(largest, default=0.0)",
+        "floor = 1e6 * max(largest, default=0.0)",
+        "test_check",
+    ),
+    Fault(
+        "a gradient's gather counts as recomputed",
+        "dsp/count.py",
+        "|ring_attention)|SplitInput|WholeInput|",
+        "|ring_attention)|WholeInput|",
+        "test_composition",
+    ),
+    Fault(
+        "squeeze takes a local dim of size 1 for one of the whole",
+        "dsp/rules.py",
+        "return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)",
+        "return Outcome(out, x.shape[cut.dim], view=True)",
+        "test_rules",
+    ),
+    Fault(
+        "a compiled module is another one than the pattern names",
+        "dsp/stages.py",
+        'skip = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}',
+        'skip = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module"}',
+        "test_composition",
+    ),
+    Fault(
+        "in ring attention every rank takes its own keys for late ones",
+        "dsp/embedded/ring.py",
+        "found = block(q, kv[0], kv[1], causal and owner == rank)",
+        "found = block(q, kv[0], kv[1], False)",
+        "test_embedded",
+    ),
+    Fault(
+        "where no key is to be seen attention is not a number",
+        "zoo/attention.py",
+        "mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]",
+        "mask = mask[:, None, None, :]",
+        "test_attention",
+    ),
+    Fault(
+        "the state that comes from before a chunk does not decay in backward",
+        "zoo/scan.py",
+        "later = decay[:, 0] * reached[-1]",
+        "later = reached[-1]",
+        "test_scan",
+    ),
+    Fault(
+        "the posterior of a diffusion has a wrong weight",
+        "zoo/video/diffusion.py",
+        '"posterior_x0": beta * previous.sqrt() / (1 - abar),',
+        '"posterior_x0": beta * abar.sqrt() / (1 - abar),',
+        "test_diffusion",
+    ),
+    Fault(
+        "a checkpoint stores permuted rows in the order of this run's ranks",
+        "zoo/training/checkpoint.py",
+        "found[key] = value if order is None else _rows(value, order.argsort())",
+        "found[key] = value if order is None else _rows(value, order)",
+        "test_checkpoint test_embedded_tensor",
+    ),
+]
+
+
+def pytest(copy: Path, *arguments: str) -> str | None:
+    """The first test that fails, or None."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "--no-header", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 5):  # 5: no test was chosen
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.M)
+    return found[1] if found else f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+
+
+def files(fault: Fault) -> list[str]:
+    return [f"tests/{name}.py" for name in fault.tests.split()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only the faults whose name has one of these words")
+    parser.add_argument("--slow", action="store_true", help="go on with `-m slow` where the short suite finds nothing")
+    options = parser.parse_args()
+    faults = [f for f in FAULTS if not options.words or any(word in f.name for word in options.words)]
+    missed = []
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "copy"
+        kept = subprocess.run(["git", "ls-files", "-z"], cwd=HOME, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, kept.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(HOME / name, copy / name)
+        if red := pytest(copy, *sorted({name for fault in faults for name in files(fault)})):
+            print(f"red without any fault: {red}")
+            return 1
+        for fault in faults:
+            path = copy / fault.file
+            sound = path.read_text()
+            if sound.count(fault.text) != 1:
+                print(f"{fault.file} has {sound.count(fault.text)} times, not once: {fault.text}")
+                return 1
+            path.write_text(sound.replace(fault.text, fault.instead))
+            found = pytest(copy, *files(fault)) or pytest(copy, *(f"--ignore={name}" for name in files(fault)))
+            if found is None:
+                missed.append(fault.name)
+                if options.slow and (slow := pytest(copy, "-m", "slow")):
+                    found = f"(slow) {slow}"
+            path.write_text(sound)
+            print(f"{'found ' if found else 'MISSED'}  {fault.name}: {found}", flush=True)
+    print(f"{len(faults) - len(missed)} of {len(faults)} found by the short suite")
+    return int(10 * len(missed) > len(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
