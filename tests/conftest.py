@@ -1,7 +1,7 @@
 """One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
 
-`whole_world` is another such pool, and `eight_ranks` one of eight. All are forked from one server that has imported the
-modules of the tests, and so what these import.
+`whole_world` does so in a world of n ranks. All ranks are forked from one server that has imported the modules of the
+tests, and so what these import.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-WORLD = 4
-TIMEOUT = 240
-RANKS = {"ranks", "whole_world", "eight_ranks"}
+TIMEOUT = 600
+RANKS = {"ranks", "whole_world"}
 SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -48,7 +48,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _worker(rank: int, world: int, store: str, pipe: Any) -> None:
+def _worker(rank: int, world: int, parts: bool, store: str, pipe: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,9 +56,10 @@ def _worker(rank: int, world: int, store: str, pipe: Any) -> None:
     warnings.simplefilter("error")
     faulthandler.enable()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    sizes = range(1, world + 1) if world == WORLD else [world]
-    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in sizes}
-    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "sp"))
+    sizes = range(1, world + 1) if parts else [world]
+    meshes: dict[Any, Any] = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("sp",)) for n in sizes}
+    if parts:
+        meshes["2x2"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "sp"))
     while True:
         job = pipe.recv()
         if job is None:
@@ -66,22 +67,24 @@ def _worker(rank: int, world: int, store: str, pipe: Any) -> None:
         fn, n, args = job
         try:
             torch.manual_seed(0)
-            pipe.send((True, fn(grid if n == "2x2" else meshes[n], *args)))
+            pipe.send((True, fn(meshes[n], *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
 
 class Pool:
-    def __init__(self, world: int = WORLD) -> None:
-        self.world = world
+    """Some ranks; with `parts` they have meshes of the first of them too, and one of 2 x 2."""
+
+    def __init__(self, world: int, parts: bool = False) -> None:
+        self.world, self.parts = world, parts
         self.workers: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
         store = tempfile.mktemp(prefix="dsp-tests-")
         for rank in range(self.world):
             here, there = SERVER.Pipe()
-            process = SERVER.Process(target=_worker, args=(rank, self.world, store, there), daemon=True)
+            process = SERVER.Process(target=_worker, args=(rank, self.world, self.parts, store, there), daemon=True)
             process.start()
             self.workers.append((process, here))
 
@@ -95,44 +98,44 @@ class Pool:
         """Run `fn(mesh, *args)` on n ranks ("2x2": a dp x sp mesh over four); results in rank order."""
         if not self.workers:
             self.start()
-        active = self.workers[: WORLD if n == "2x2" else int(n)]
+        active = self.workers[: 4 if n == "2x2" else int(n)]
         for _, pipe in active:
             pipe.send((fn, n, args))
-        results, errors = [], []
-        pending = dict(enumerate(pipe for _, pipe in active))
-        for rank, pipe in pending.items():
-            if not pipe.poll(5 if errors else TIMEOUT):
-                errors.append(f"rank {rank}: no answer")
-                continue
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                ok, value = False, "the process died"
-            (results if ok else errors).append(value if ok else f"rank {rank}:\n{value}")
+        pending = {pipe: rank for rank, (_, pipe) in enumerate(active)}
+        results, errors, lost = {}, {}, False
+        while pending:
+            # where one rank failed others may wait for it for ever
+            ready = connection.wait(pending, 5 if errors else TIMEOUT)
+            for pipe in ready or list(pending):
+                rank = pending.pop(pipe)
+                try:
+                    ok, value = pipe.recv() if ready else (False, "no answer")
+                except EOFError:
+                    ok, value, lost = False, "the process died", True
+                lost = lost or not ready
+                (results if ok else errors)[rank] = value
         if errors:
-            if len(errors) < len(active) or any("died" in e or "no answer" in e for e in errors):
+            if lost or results:
                 self.stop()  # somebody may still wait in a collective
-            pytest.fail("\n".join(errors), pytrace=False)
-        return results
-
-
-@pytest.fixture(scope="module")
-def eight_ranks() -> Iterator[Pool]:
-    pool = Pool(8)
-    yield pool
-    pool.stop()
+            pytest.fail("\n".join(f"rank {rank}:\n{errors[rank]}" for rank in sorted(errors)), pytrace=False)
+        return [results[rank] for rank in sorted(results)]
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    pool = Pool()
+    pool = Pool(4, parts=True)
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="session")
-def whole_world() -> Iterator[Pool]:
-    """Another pool, for jobs on all four that make process groups of their own: all ranks must have made as many."""
-    pool = Pool()
-    yield pool
-    pool.stop()
+def whole_world() -> Iterator[Callable[..., list[Any]]]:
+    """`whole_world(fn, n, *args)`: in a world of n ranks, for jobs that look at it or make process groups in it."""
+    pools: dict[int, Pool] = {}
+
+    def run(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
+        return pools.setdefault(n, Pool(n))(fn, n, *args)
+
+    yield run
+    for pool in pools.values():
+        pool.stop()

@@ -4,8 +4,8 @@
     python tests/mutations.py --slow         # what the short suite does not find, `-m slow` has to
     python tests/mutations.py mean fold      # those whose name has one of the words
 
-Run by hand. A fault is a text that stands once in its file, and another in its place. The tests named with it run first,
-which are tests of the short suite; only if they pass the others do. Without a fault they all have to pass.
+Run by hand. A fault is a text that stands once in its file, and another in its place. The tests named with it, of
+the short suite, run first, and the others only if these pass. Without a fault they all have to pass.
 """
 
 from __future__ import annotations

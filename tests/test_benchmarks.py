@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 
 import dsp
 
@@ -56,7 +57,7 @@ def run(name: str, *arguments: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ formulas
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [slow(2), 4, slow(8)])
 def test_formulas_are_what_the_plans_send(script, n: int) -> None:
     rivals = script("rivals")
     for method in rivals.METHODS:

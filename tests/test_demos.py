@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from slow import slow
 from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 import zoo
@@ -30,6 +31,7 @@ SHORT_TASK = {  # the rest of a demo, in little
 
 
 SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on four ranks too
+SHORT_SUITE = {"demo", "axial_video_demo", "pairformer_demo"}
 
 
 class Demo(Runs):
@@ -49,7 +51,9 @@ def same(a, b, tolerance):
             assert curve[step] == pytest.approx(values, rel=tolerance), (step, keys)
 
 
-@pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path if path.stem in SHORT_SUITE else slow(path) for path in DEMOS], ids=lambda path: path.stem
+)
 def test_a_demo(trainer, tmp_path, request, monkeypatch, path):  # noqa: F811
     run = Demo(trainer, tmp_path, path)
     plain = run("name=plain")

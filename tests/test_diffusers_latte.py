@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +95,7 @@ def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gat
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n", [slow(1), 2, slow(3), 4])
 def test_outputs_and_every_gradient(ranks, n: int, ckpt: bool) -> None:
     ranks(parity, n, 2, 7, 6, ckpt, n != 3)
     ranks(parity, n, 1, 5, 4, ckpt, n == 3)
@@ -115,7 +116,7 @@ def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None:
     # M = B·T·S·D elements of 8 bytes; 3 layers of two blocks; patch 2; 8 channels come out
     m = 2 * 8 * 16 * 16 * 8
@@ -174,7 +175,7 @@ def held(mesh: DeviceMesh, backward: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, backward: bool) -> None:
     for largest, total in ranks(held, n, backward):
         assert largest <= 1.1 / n

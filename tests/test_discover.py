@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import toys
 from einops import rearrange
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,12 +34,11 @@ ZOO = [
     "axial-image",
 ]
 MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
-SLOW = ("latte-4-text", "stdit-v1", "st_mamba", "st_rwkv-sst", "axial-video")  # to discover
+SLOW = {*ZOO, "timesformer", "patchtst", "Streams", "Branches"} - {"latte-text", "axial-image"}  # to discover
 
 
 def marked(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
-
+    return [slow(name) if name in SLOW else name for name in names]
 
 
 def build(name: str, frames: int = 7) -> nn.Module:
@@ -86,7 +86,7 @@ def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> No
             assert divides or sum(one.bytes.values()) <= sum(two.bytes.values()), options
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, slow(4)])
 @pytest.mark.parametrize("name", third_party.MODELS)
 def test_no_rank_holds_more_than_under_the_hand_written_stages(ranks, n: int, name: str) -> None:
     lengths = (32, 16) if name == "patchtst" else (16, 4)
@@ -123,7 +123,7 @@ def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dic
     return comm.by_collective(), plan.bytes, float((dsp.gather(out) - expect).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d-stdit", "latte-text", "Folded"])
+@pytest.mark.parametrize("name", ["diffusers-latte", slow("transformer2d-stdit"), slow("latte-text"), "Folded"])
 def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stages(ranks, name: str) -> None:
     def switched(counts: dict[str, Any]) -> int:
         return sum(counts[phase]["switch"]["bytes"] for phase in ("forward", "backward"))
@@ -260,7 +260,7 @@ def test_dropout_within_attention_and_after_it() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Branches"])
+@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), "Branches"])
 def test_equal_sizes_are_not_confused(name: str) -> None:
     kwargs = toys.inputs(name, 4, 4, 4)
     if name == "Folded":

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 from einops import rearrange
+from slow import slow
 from test_loopback import measured
 from test_parallel import averaged, same
-from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
+from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +59,7 @@ def function(mesh: DeviceMesh, method: str, cases: list[tuple[int, int, int, boo
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, slow(4)])
 def test_functions(ranks, method: str, n: int) -> None:
     heads = [(4, 4), (4, 2), (6, 2), (6, 1), (12, 6), (5, 5)]  # for 4 ranks: even, shared, uneven, padded, idle
     cases = [(places, *h, causal) for places in (8, 7, 5) for h in heads for causal in (False, True)]
@@ -151,7 +152,9 @@ UNEVEN = [(case, 3) for case in ("transformer2d", "stdit-v3")]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("case", "n"), [(case, 4) for case in CASES] + [(CASES[0], 2), *UNEVEN])
+@pytest.mark.parametrize(
+    ("case", "n"), [(CASES[0], 4), *(slow(case, 4) for case in CASES[1:]), slow(CASES[0], 2), *UNEVEN]
+)
 def test_models(ranks, case: str, method: str, n: int) -> None:
     ranks(parity, n, case, method, 5, 6, 10 if n < 4 else 6)  # 15 places on 2 and 3 ranks; 9 on 4: the last has none
 
@@ -189,7 +192,7 @@ def objective(mesh: DeviceMesh, kind: type[nn.Module], case: str, method: str) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), (IDDPM, "latte-class")])
+@pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), slow(IDDPM, "latte-class")])
 def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], case: str, method: str) -> None:
     ranks(objective, 2, kind, case, method)
 
@@ -227,7 +230,7 @@ def sent(counts: dict, phase: str, *collectives: str) -> int:
     return sum(counts[phase].get(name, {"bytes": 0})["bytes"] for name in collectives)
 
 
-@pytest.mark.parametrize("how", [None, "stages", "saved", "blocks", "both"])
+@pytest.mark.parametrize("how", [slow(None), slow("stages"), "saved", slow("blocks"), "both"])
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how: str | None) -> None:
     n, case = 4, "transformer2d"
@@ -457,14 +460,12 @@ def test_heads_are_one_more_dim_to_switch(ranks, n: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
-def test_training_gives_the_losses_of_one_process(run) -> None:  # noqa: F811
+def test_training_gives_the_losses_of_one_process(run, whole_world) -> None:  # noqa: F811
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     again = ("train.checkpoint_activations=stages", "parallel.save_exchanges=true")
     options = {"ulysses": again, "ring": ()}
-    processes = [run.torchrun(2, f"name={m}", f"parallel.method={m}", *few, *options[m]) for m in METHODS]
     expect = metrics(run("name=one", *few), "loss", "grad_norm")
-    for process, method in zip(processes, METHODS):
-        errors = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, errors
+    for method in METHODS:
+        whole_world(_run_here, 2, run.arguments(f"name={method}", f"parallel.method={method}", *few, *options[method]))
         got = metrics(run.directory / "runs" / method, "loss", "grad_norm")
         assert got == {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from slow import slow
 from test_parallel import same
 from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
@@ -66,8 +67,9 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
 @pytest.mark.parametrize(
     ("case", "n"),
     [
-        ("transformer2d", 4), ("transformer2d-stdit", 2), ("stdit-v1", 2), ("stdit-v2", 4), ("stdit-v3", 2),
-        ("latte-class", 2), ("latte-text", 4), ("latte-2-text", 2), ("latte-3-text", 4), ("latte-4-class", 2),
+        slow("transformer2d", 4), ("transformer2d-stdit", 2), slow("stdit-v1", 2), slow("stdit-v2", 4),
+        slow("stdit-v3", 2), slow("latte-class", 2), ("latte-text", 4), slow("latte-2-text", 2),
+        slow("latte-3-text", 4), slow("latte-4-class", 2),
     ],
 )  # fmt: skip
 def test_models(ranks, case: str, n: int, method: str) -> None:
@@ -193,7 +195,7 @@ def formula(n: int, r: int, s: int) -> float:
     ("r", "s", "n", "table"),
     [
         (768, 512, 8, {"dap": 394, "dsp": 205}),
-        pytest.param(2048, 512, 16, {"dap": 2400}, marks=pytest.mark.slow),
+        slow(2048, 512, 16, {"dap": 2400}),
     ],
 )
 def test_bytes_of_fastfold(r: int, s: int, n: int, table: dict[str, int]) -> None:
@@ -240,7 +242,7 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
     return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
 
 
-@pytest.mark.parametrize(("case", "n"), [("evoformer", 4), ("evoformer-first", 2), ("pairformer", 4)])
+@pytest.mark.parametrize(("case", "n"), [slow("evoformer", 4), ("evoformer-first", 2), slow("pairformer", 4)])
 def test_fastfold(ranks, case: str, n: int) -> None:
     for phase in zip(*ranks(protein, n, case)):
         assert max(sent for _, sent in phase) <= phase[0][0]

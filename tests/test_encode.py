@@ -156,6 +156,7 @@ encode.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_killed_and_run_again(whole, encoders, quiet, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = [whole, "--out", out, "--vae", encoders, "--text", encoders, "--bucket", *BUCKETS, "--shard-mib", 0.005]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
 
 
 @every_case
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
 
@@ -82,7 +83,7 @@ def checked(mesh: DeviceMesh, case: str) -> str:
     return str(report)
 
 
-@every_case
+@pytest.mark.parametrize("case", [slow("evoformer"), "opm first", slow("pairformer")])
 def test_check(ranks: Any, case: str) -> None:
     for report in ranks(checked, 2, case):
         assert "float64: ok" in report, report
@@ -102,7 +103,7 @@ def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @every_case
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, slow(4)])
 def test_moves_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
     for planned, sent in ranks(moved, n, case):
         assert sent == planned
@@ -123,7 +124,7 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@every_case
+@pytest.mark.parametrize("case", [slow("evoformer"), "opm first", slow("pairformer")])
 def test_no_rank_holds_more_than_its_share(ranks: Any, case: str) -> None:
     for largest, total in ranks(held, 4, case):
         assert largest <= 1.1 / 4
@@ -164,7 +165,7 @@ def real_plan(name: str, s: int, r: int, n: int, **overrides: Any) -> dsp.Plan:
     return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), (4, 128, 1024), (8, 512, 768), (16, 512, 2048)])
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), slow(4, 128, 1024), (8, 512, 768), slow(16, 512, 2048)])
 def test_a_block_of_alphafold_2_sends_what_it_must(n: int, s: int, r: int) -> None:
     """Forward: less than FastFold's schedule, and on four or more ranks what switching triangle channels takes."""
     fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2

@@ -4,7 +4,10 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_loss_and_gradients_in_float64(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])
     benchmark = importlib.import_module("fold_memory")

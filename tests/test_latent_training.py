@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from latent_folders import SHAPES, TEXT, latent_folder
+from slow import slow
 from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 from zoo.data.sampling import hash_seed
@@ -68,19 +69,17 @@ def same(a, b, tolerance):
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
-def test_ranks_that_share_a_clip(run, reference):
+def test_ranks_that_share_a_clip(run, whole_world, reference):
     """Three: of three frames or a single one too. Two ranks are below."""
-    processes = run.bare(3, "name=three", "train.checkpoint_activations=stages")
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, errors
+    whole_world(_run_here, 3, run.arguments("name=three", "train.checkpoint_activations=stages"))
     same(reference, run.directory / "runs/three", tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2"],
-        pytest.param(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"], marks=pytest.mark.slow),
+        slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2"]),
+        slow(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
     ],
     ids=["dp2-sp2", "accumulated"],
 )
@@ -152,13 +151,11 @@ def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, cap
     assert all(speed > 0 for (speed,) in metrics(half, "tokens_per_s").values())
 
 
-def test_one_rank_begins_and_two_go_on(run, trainer, reference, monkeypatch):  # noqa: F811
+def test_one_rank_begins_and_two_go_on(run, trainer, whole_world, reference, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 4)
         half = run("name=half", expect=trainer.STOPPED)
-    processes = run.bare(2, "name=half", "resume=true", "parallel.sp=2")
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    whole_world(_run_here, 2, run.arguments("name=half", "resume=true", "parallel.sp=2"))
     same(reference, half, tolerance=1e-5)
     assert len(metrics(half, "loss")) == 8
 
@@ -267,8 +264,8 @@ def test_validation_is_the_same_for_any_number_of_groups(run, groups):
 @pytest.mark.parametrize(
     "model",
     [
-        "{name: stdit, size: test, overrides: {version: v1, in_channels: 2, caption_channels: 6}}",
-        "{name: stdit, size: test, overrides: {version: v2, in_channels: 2, caption_channels: 6}}",
+        slow("{name: stdit, size: test, overrides: {version: v1, in_channels: 2, caption_channels: 6}}"),
+        slow("{name: stdit, size: test, overrides: {version: v2, in_channels: 2, caption_channels: 6}}"),
         "{name: latte, size: test, overrides: {conditioning: text, in_channels: 2, caption_channels: 6}}",
         "{name: transformer2d, size: test, overrides: {block: stdit, in_channels: 2, caption_channels: 6}}",
         "{name: latte, size: test, overrides: {in_channels: 2}}",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toys
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,7 @@ SHAPES = [(1, 7, 5), (2, 4, 8), (1, 5, 3), (2, 3, 3)]
 
 
 @pytest.mark.parametrize("name", toys.TOYS)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [slow(1), slow(2), 3, slow(4)])
 def test_exact(ranks, name: str, n: int) -> None:
     ranks(parity, n, name, SHAPES, n % 2 == 0)
 
@@ -113,6 +114,6 @@ def test_exact_the_other_way_round(ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Global"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_exact_under_the_models_own_checkpointing(ranks, name: str, n: int) -> None:
     ranks(parity, n, name, SHAPES[:2], n == 2, True)

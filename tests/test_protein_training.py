@@ -1,14 +1,12 @@
 """The protein task in the trainer: its data sets, its errors, its records."""
 
-import importlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from test_train import _run_here, trainer  # noqa: F401 (`trainer` is a fixture)
 
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.training import config as cfg
@@ -28,15 +26,8 @@ wandb: {mode: disabled}
 """
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    sys.path.insert(0, str(ROOT))
-    yield importlib.import_module("train")
-    sys.path.remove(str(ROOT))
-
-
 @pytest.fixture
-def run(trainer, tmp_path):
+def run(trainer, tmp_path):  # noqa: F811
     def start(*overrides, expect=0, **sections):
         lines = [line for line in TINY.splitlines() if line.split(":")[0] not in sections]
         lines += [f"{name}: {text}" for name, text in sections.items()]
@@ -171,14 +162,9 @@ def test_validation_is_the_same_for_any_number_of_groups():
     assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
 
 
-def test_two_ranks_train_as_one(run, tmp_path):
+def test_two_ranks_train_as_one(run, tmp_path, whole_world):
     alone = run("name=alone", objective="{recycles: 2}")
-    command = [
-        sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "train.py"),
-        str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared"])
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
     assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
     for key in ("loss", "val_loss", "val_lDDT-Cβ", "frequency_floor"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool)
         same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_outputs_and_every_gradient(ranks, n: int, name: str) -> None:
     ranks(parity, n, name, (2, 5, 3), False)
     ranks(parity, n, name, (1, 7, 4), True)
@@ -184,7 +185,7 @@ def moved(mesh: DeviceMesh, name: str, one: int, two: int) -> tuple[dict, dict, 
     return comm.by_collective(), plan.bytes, sum(isinstance(y, DTensor) for y in outputs)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_bytes_equal_the_formula(ranks, n: int, name: str) -> None:
     lengths = (8, 4) if name == "timesformer" else (16, 8)
     formula = [BYTES[name](n, rank, *lengths) for rank in range(n)]
@@ -219,7 +220,7 @@ def held(
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, name: str) -> None:
     for largest, total in ranks(held, n, name, 1, 32, 16 if name == "patchtst" else 8):
         assert largest <= 1.3 / n

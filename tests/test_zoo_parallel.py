@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
@@ -79,8 +80,15 @@ def parity(mesh: DeviceMesh, case: str, frames: int, height: int, width: int) ->
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+OF_A_KIND = {  # others show the same
+    "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba-sst",
+    "st_mamba-2-sst", "st_rwkv-sst", "latte-2-class", "latte-3-text", "latte-4-class", "axial-video-summed",
+    "axial-image",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [slow(case) if case in OF_A_KIND else case for case in CASES])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_models(ranks, case: str, n: int) -> None:
     ranks(parity, n, case, 7 if n != 4 else 5, 6, 10)
 
@@ -106,9 +114,9 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), ("iddpm", "stdit-v2")],
+    [slow("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
 )
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_objectives(ranks, kind: str, case: str, n: int) -> None:
     depth = build(case).config.depth
     for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
@@ -119,6 +127,7 @@ def test_objectives(ranks, kind: str, case: str, n: int) -> None:
 
 
 NEW = [case for case in CASES if case.startswith("axial") or case[:8] in ("latte-2-", "latte-3-", "latte-4-")]
+NEW = [case if case in ("axial-video", "axial-image-colour", "latte-4-text") else slow(case) for case in NEW]
 
 
 def checked(mesh: DeviceMesh, case: str) -> None:
@@ -154,7 +163,7 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("case", NEW)
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
         assert largest <= 1.1 / n
@@ -174,7 +183,7 @@ def bits(mesh: DeviceMesh, case: str) -> None:
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("case", ["axial-image", "axial-image-colour"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("case", ["axial-image", slow("axial-image-colour")])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_bits_per_dim(ranks, n: int, case: str) -> None:
     ranks(bits, n, case)

@@ -1,0 +1,9 @@
+"""A case of a parametrized test that shows for one more model, mesh or size what others show: for `pytest -m slow`."""
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
