@@ -380,6 +380,52 @@ def test_compiled_stage_modules(ranks) -> None:
     ranks(compiled, 2, "eager", True)
 
 
+class ByNumpy(torch.autograd.Function):
+    """A kernel that torch knows nothing of: a running sum over the last dim but one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert type(x) is Tensor
+        return torch.from_numpy(x.detach().numpy().cumsum(-2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy()[..., ::-1, :].cumsum(-2)[..., ::-1, :].copy())
+
+
+class Kernel(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s] c", "time": "b [t] s [c]"}
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ByNumpy.apply(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = self.Sum(), toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.space(self.time(x)) * 0.1 + x
+
+
+def any_kernel(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    single = Kernel().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x = torch.randn(1, 7, 5, toys.C).double()
+    single(x).square().mean().backward()
+    for _ in range(2):  # it cannot run on fake tensors: the first call is recorded, the second follows the plan
+        model.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+        torch.testing.assert_close(out, single(x))
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(ranks) -> None:
+    ranks(any_kernel, 3)
+
+
 class Noisy(nn.Module):
     stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
 

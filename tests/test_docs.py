@@ -163,6 +163,15 @@ def test_file_names_in_prose_exist(path: Path) -> None:
         assert list(HOME.glob(name.rstrip("/"))), f"{path.name} speaks of {name}"
 
 
+def test_every_contract_has_a_test_in_the_short_suite() -> None:
+    """The table of CONTRIBUTING.md: what it names is there, and some of it is not kept for `-m slow`."""
+    table = [line for line in (HOME / "CONTRIBUTING.md").read_text().splitlines() if "::" in line]
+    assert len(table) == 9
+    for line in table:
+        for name, test in re.findall(r"`(test_\w+)::(test_\w+)`", line):
+            assert re.search(rf"\n(?<!slow\n)def {test}\(", (HOME / f"tests/{name}.py").read_text()), f"{name}::{test}"
+
+
 def test_the_tree_is_the_tree() -> None:
     tree = next(block.text for block in blocks(README) if "train.py" in block.text and block.language == "text")
     at: list[str] = []
