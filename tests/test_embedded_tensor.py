@@ -258,8 +258,9 @@ def test_objectives_have_it_too() -> None:
 # Training
 
 
-def test_training_is_that_of_one_process(run, trainer, whole_world) -> None:  # noqa: F811
-    """Curves, averages, pictures; and a checkpoint of one method goes on under another and on one process."""
+@pytest.mark.parametrize("meshes", [1, slow(2)])
+def test_training_is_that_of_one_process(run, whole_world, meshes: int) -> None:  # noqa: F811
+    """Curves, averages, pictures; and a checkpoint of one method goes on on one process, and under another method."""
     options = ["train.ema=0.5", "train.precision=fp32"]
     whole = run(*options, "train.batch=4", "name=whole")
     cut = run.directory / "runs/cut"
@@ -275,7 +276,7 @@ def test_training_is_that_of_one_process(run, trainer, whole_world) -> None:  # 
     with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
     again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=both"]
-    for mesh in (again, None):
+    for mesh in (None, again)[:meshes]:
         shutil.rmtree(cut / "checkpoints/step-00000004")
         if mesh:
             whole_world(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))

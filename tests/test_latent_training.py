@@ -69,6 +69,7 @@ def same(a, b, tolerance):
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_clip(run, whole_world, reference):
     """Three: of three frames or a single one too. Two ranks are below."""
     whole_world(_run_here, 3, run.arguments("name=three", "train.checkpoint_activations=stages"))
