@@ -1,32 +1,39 @@
-"""check: is this model, with these stages, exact in parallel? Forward, every gradient, and every stage by slices."""
+"""check: is this model, with these stages, exact in parallel? Forward, every gradient, and every stage by slices.
+
+What is found wrong is a problem; what was not looked at is said, too.
+"""
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from dsp.compare import Call, compare
 from dsp.layout import Axis
 from dsp.notation import StagePattern
-from dsp.parallel import parallelize
+from dsp.parallel import describe, parallelize
 from dsp.plan import stages_of
-from dsp.slices import TOLERANCE, call_part, copies, error, part, slices
-from dsp.stages import Stage, clean, cut_for, sizes_of_root, tensors_in
+from dsp.slices import TOLERANCE, call_part, cast, copies, error, part, slices, smaller
+from dsp.stages import Signature, Stage, clean, cut_for, sizes_of_root, tensors_in
+
+CALLS = 3  # one of each kind shows nothing: a forward that reads its data is planned from the record of its first
 
 
 @dataclass
 class Report:
     """What `check` found. True if nothing is wrong; ``print(report)`` says what was compared and how far it is off.
 
-    output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient. slices: by
-    (stage, dim) the error of f(slice) against slice of f. problems: one sentence each, naming stage, dim or parameter.
+    output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient, of all runs.
+    slices: by (stage, dim) the error of f(slice) against slice of f. calls, modes, sizes: how it was called. problems:
+    one sentence each, naming stage, dim or parameter. uncovered: what was not looked at, and why.
     """
 
     size: int
@@ -35,6 +42,11 @@ class Report:
     gradients: dict[str, float] = field(default_factory=dict)
     slices: dict[tuple[str, str], float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    calls: int = 1
+    modes: list[str] = field(default_factory=list)
+    sizes: list[str] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
+    still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
 
     @property
     def ok(self) -> bool:
@@ -45,7 +57,7 @@ class Report:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        lines = [f"check over {self.size} ranks in {kind}: {'ok' if self else 'NOT OK'}"]
+        lines = [f"check over {self.size} rank{'s' * (self.size > 1)} in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:
             worst = max(self.slices, key=lambda k: self.slices[k])
             lines.append(
@@ -60,7 +72,11 @@ class Report:
                 f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} "
                 f"({worst_grad})"
             )
-        return "\n".join(lines + [f"  problem: {p}" for p in self.problems])
+        if self.modes:
+            sizes = " and ".join(f"with {size}" for size in self.sizes)
+            lines.append(f"  runs: {', '.join(self.modes)}; {self.calls} each {sizes}".rstrip())
+        lines += [f"  problem: {p}" for p in self.problems]
+        return "\n".join(lines + [f"  not covered: {u}" for u in self.uncovered])
 
 
 def check(
@@ -70,23 +86,26 @@ def check(
     *,
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None = None,
+    thorough: bool = True,
 ) -> Report:
     """Compare `model` in parallel over `mesh` with itself on one process. Call it on every rank, with the same inputs.
 
-    Copies of the model run in float64 where they can (else in their own type): outputs, the gradient of every parameter
-    and of every input, under a random projection as the loss; and each stage on uneven slices of its own recorded
-    inputs along each dim that its pattern calls independent. The model itself is left untouched. Raises what a wrong
-    pattern raises; everything that runs but is wrong is in the report.
+    Copies of the model run in float64 where they can (else in their own type): each stage on uneven slices of its own
+    recorded inputs along each dim that its pattern calls independent; then the whole model in training, in eval mode
+    and under no_grad, at the given size and at a smaller one, three calls each, for what the first call recorded or
+    cached the next ones use. With ``thorough=False`` it is called once, as it is given. Compared are outputs, buffers,
+    and under a random projection as the loss the gradient of every parameter and of every input. The model itself is
+    left untouched. Raises what a wrong pattern raises; everything that runs but is wrong is in the report, and what was
+    not looked at, too.
     """
     kwargs = dict(kwargs or {})
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
     axis = Axis.of(mesh)
     found, root = stages_of(model, stages)
-    paths = {s.name: s for s in found}
-    args = (args,) if isinstance(args, Tensor) else tuple(args)
     tensors = itertools.chain(model.parameters(), model.buffers(), tensors_in((args, kwargs)))
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=cuda), torch.enable_grad():
-        return _check(model, args, kwargs, axis, mesh, stages, paths, root)
+        return _check(model, args, kwargs, axis, mesh, stages, found, root, thorough)
 
 
 def _check(
@@ -96,119 +115,223 @@ def _check(
     axis: Axis,
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None,
-    paths: dict[str, Stage],
+    found: list[Stage],
     root: StagePattern | None,
+    thorough: bool,
 ) -> Report:
-    single, args, kwargs, dtype = _prepare(model, args, kwargs)
-    report = Report(axis.size, dtype)
+    probe, args, kwargs, dtype, modes = _prepare(model, args, kwargs, thorough)
+    report = Report(axis.size, dtype, calls=CALLS if thorough else 1)
     tolerance = TOLERANCE.get(dtype, 3e-2)
-
-    expected, expected_grads, calls = _run(single, args, kwargs, paths, average=lambda g: g)
+    calls = _recorded(probe, found, args, kwargs)
     root_sizes = sizes_of_root(model, root, args, kwargs)
     for stage, stage_args, stage_kwargs in calls:
         _slices(stage, stage_args, stage_kwargs, root_sizes, report, tolerance)
-
+    _unseen(report, found, calls, root_sizes)
     if report.problems:
         report.problems.append("not run in parallel: it would be wrong until its stages are right")
         return report
-    parallel = copy.deepcopy(single)
-    parallel.zero_grad()
-    parallelize(parallel, mesh, stages)
-
-    def average(g: Tensor) -> Tensor:
-        return torch.ops.dsp.all_reduce(g.contiguous(), axis.group) / axis.size
-
-    try:
-        outputs, grads, _ = _run(parallel, args, kwargs, {}, average=average if axis.size > 1 else lambda g: g)
-    except Exception as reason:
-        report.problems.append(f"the parallel run raised {type(reason).__name__}: {reason}")
+    if axis.size == 1:
+        report.uncovered.append("a parallel run: there is one rank")
         return report
-    report.output = max((error(a, b) for a, b in zip(outputs, expected)), default=0.0)
-    if not report.output <= tolerance:
-        report.problems.append(f"outputs differ by {report.output:.1e}")
-    # a gradient that is zero but for rounding (the bias of attention keys, say) is measured against the others
-    largest = [float(g.abs().max()) for g in expected_grads.values() if g is not None and g.numel()]
-    floor = 1e-6 * max(largest, default=0.0)
-    wrong = []
-    for name, g in expected_grads.items():
-        mine = grads.get(name)
-        if g is None or mine is None:
-            off = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
-        else:
-            off = error(mine, g, floor)
-        report.gradients[name] = off
-        if not off <= 10 * tolerance:
-            wrong.append(f"the gradient of {name} differs by {off:.1e}")
-    report.problems += wrong[:5]
-    if len(wrong) > 5:
-        report.problems.append(f"and {len(wrong) - 5} more gradients; report.gradients has them all")
+    if thorough:
+        inputs = _sizes(report, probe, found, root, root_sizes, args, kwargs)
+    else:
+        inputs, modes = [("", args, kwargs)], [m for m in modes if not m.fails][:1]
+        report.uncovered.append("other calls, and other sizes, than one: thorough=False")
+    single, parallel = cast(model, dtype), parallelize(cast(model, dtype), mesh, stages)
+    for mode in modes:
+        if mode.fails:
+            report.uncovered.append(f"{mode.name}: the model itself raises {mode.fails}")
+            continue
+        if mode.random:
+            report.uncovered.append(f"numbers {mode.name}: the model draws random ones, so that it was only run")
+        report.modes.append(mode.name)
+        for size, a, k in inputs:
+            for n in range(report.calls):
+                problems = _one_call(single, parallel, mode, a, k, axis, report, tolerance)
+                if _agreed(problems, axis):
+                    report.problems += [f"{p} ({mode.name}, {size}call {n + 1})" for p in problems]
+                    return report
+    if not report.gradients:
+        report.uncovered.append("gradients: nothing that the model returns has one")
+    elif report.still:
+        report.uncovered.append(f"what is multiplied by zero: {_some(sorted(report.still))} had no gradient but zeros")
     return report
 
 
-def _prepare(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any, torch.dtype]:
-    """A copy without randomness, in float64 if it runs there, with inputs to match."""
+def _sizes(
+    report: Report,
+    model: nn.Module,
+    found: list[Stage],
+    root: StagePattern | None,
+    sizes: Mapping[str, int],
+    args: Any,
+    kwargs: Any,
+) -> list[tuple[str, Any, Any]]:
+    """The inputs as they are, and shorter along what may be sharded; a name for each."""
+    free = {name for stage in found for name in stage.pattern.free} or set(sizes)
+    longer = [name for name, size in sizes.items() if name in free and size > 2]
+    if root is None:
+        why = 'the stages name no dims of the model\'s own inputs, as {"": "x=b t s c"} would'
+    elif not longer:
+        why = "no dim of them that may be sharded is longer than 2"
+    else:
+        signature = Signature(model, root, "the model")
+        shorter = smaller(longer, sizes, signature, args, kwargs, lambda a, k: _call(model, a, k))
+        if shorter is not None:
+            own, *cut = shorter
+            changed = [name for name in sizes if own[name] != sizes[name]]
+            report.sizes = [" ".join(f"{name}={s[name]}" for name in changed) for s in (sizes, own)]
+            return [(f"{report.sizes[0]}, ", args, kwargs), (f"{report.sizes[1]}, ", *cut)]
+        why = "the model takes no other"
+    report.uncovered.append(f"another size of the inputs: {why}")
+    return [("", args, kwargs)]
+
+
+def _one_call(
+    single: nn.Module,
+    parallel: nn.Module,
+    mode: Mode,
+    args: Any,
+    kwargs: Any,
+    axis: Axis,
+    report: Report,
+    tolerance: float,
+) -> list[str]:
+    mode.set(single)
+    mode.set(parallel)
+    expected = Call(single, args, kwargs, mode.grad)
+    try:
+        got = Call(parallel, args, kwargs, mode.grad, axis)
+    except Exception as reason:
+        return [f"the parallel run raised {type(reason).__name__}: {reason}"]
+    found = compare(got, expected, tolerance, numbers=not mode.random)
+    if not mode.random:
+        report.output = max(report.output or 0.0, found.output)
+        for name, off in found.gradients.items():
+            report.gradients[name] = max(report.gradients.get(name, 0.0), off)
+    moves = {name for name, g in expected.grads.items() if g is not None and g.any()}
+    if mode.grad:
+        weights = {name for name in expected.grads if not name.startswith("input ")}
+        report.still = (weights if report.still is None else report.still) - moves
+    more = len(found.problems) - 5
+    return found.problems[:5] + [f"and {more} more; report.gradients has all gradients"] * (more > 0)
+
+
+def _agreed(problems: list[str], axis: Axis) -> bool:
+    """Whether any rank has problems; then all have the same, and none goes on without the others."""
+    count = torch.tensor(len(problems), device=axis.mesh.device_type)
+    if not torch.ops.dsp.all_reduce(count, axis.group):
+        return False
+    everyone: list[Any] = [None] * axis.size
+    dist.all_gather_object(everyone, problems, group=axis.mesh.get_group())
+    problems[:] = dict.fromkeys(p for own in everyone for p in own)
+    return True
+
+
+@dataclass
+class Mode:
+    """A way to call the model. `random`: its numbers are others each time; `fails`: what it raises on one process."""
+
+    name: str
+    grad: bool
+    training: list[bool]  # by module
+    random: bool = False
+    fails: str = ""
+
+    def set(self, model: nn.Module) -> None:
+        for module, training in zip(model.modules(), self.training):
+            module.training = training
+
+
+def _modes(model: nn.Module) -> list[Mode]:
+    """As the model is given first: some of its modules may be frozen."""
+    own = [m.training for m in model.modules()]
+    training = Mode("in training", True, own if model.training else [True] * len(own))
+    evaluation = Mode("in eval mode", True, [False] * len(own) if model.training else own)
+    return [training, evaluation][:: 1 if model.training else -1] + [Mode("under no_grad", False, evaluation.training)]
+
+
+def _prepare(
+    model: nn.Module, args: Any, kwargs: Any, thorough: bool
+) -> tuple[nn.Module, Any, Any, torch.dtype, list[Mode]]:
+    """A copy in float64 if it runs there, inputs to match, and how it may be called: without random numbers, first."""
     first: Exception | None = None
     for dtype, clone, a, k in copies(model, args, kwargs):
-        try:
-            with torch.no_grad():
-                torch.manual_seed(0)
-                one = tensors_in(clone(*a, **k))
-                torch.manual_seed(1)
-                two = tensors_in(clone(*a, **k))
-        except Exception as reason:
-            first = first or reason
-            continue
-        if any(not torch.equal(x, y) for x, y in zip(one, two)):
-            clone.eval()  # dropout and the like cannot be compared number by number
-        return clone, a, k, dtype
+        modes = _modes(clone)
+        for mode in modes:
+            mode.set(clone)
+            try:
+                one, two = (_call(clone, a, k, mode.grad, seed) for seed in (0, 1))
+                mode.random = bool(compare(two, one, TOLERANCE.get(dtype, 3e-2)).problems)
+            except Exception as reason:
+                first = first or reason
+                mode.fails = f"{type(reason).__name__}: {reason}"
+                if mode is modes[0]:
+                    break
+            if not (thorough or mode.fails or mode.random):
+                return clone, a, k, dtype, [mode]
+        else:
+            modes.sort(key=lambda m: m.random)  # numbers that differ leave buffers behind that differ
+            next(m for m in modes if not m.fails).set(clone)
+            return clone, a, k, dtype, modes
     assert first is not None
     raise first
 
 
-def _run(
-    model: nn.Module, args: Any, kwargs: Any, paths: dict[str, Stage], average: Callable[[Tensor], Tensor]
-) -> tuple[list[Tensor], dict[str, Tensor | None], list[tuple[Stage, Any, Any]]]:
-    leaves: list[Tensor] = []
+def _call(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0) -> Call:
+    """A call that leaves the buffers as they were."""
+    before = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        return Call(model, args, kwargs, grad, seed=seed)
+    finally:
+        for b, value in before:
+            b.detach().copy_(value)
 
-    def leaf(t: Tensor) -> Tensor:
-        t = t.detach().clone()
-        if t.is_floating_point():
-            t.requires_grad_()
-        leaves.append(t)
-        return t
 
-    a, k = pytree.tree_map_only(Tensor, leaf, (args, kwargs))
+# --- stages by slices -------------------------------------------------------------------------------------------------
+
+
+def _recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
+    """The stage calls of a forward, one for every kind of arguments."""
     calls: list[tuple[Stage, Any, Any]] = []
+    seen: set[Any] = set()
     handles = []
-    for name, stage in paths.items():
-        own = Stage(name, _module(model, name), stage.pattern.text)
+    for stage in found:
+        own = Stage(stage.name, _module(model, stage.name), stage.pattern.text)
 
         def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = own) -> None:
-            if not any(c[0] is own for c in calls):
-                detached = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-                calls.append((own, *detached))
+            if (key := (own.name, describe(args, kwargs))) not in seen:
+                seen.add(key)
+                calls.append((own, *pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))))
 
         handles.append(own.module.register_forward_pre_hook(record, with_kwargs=True))
-    torch.manual_seed(0)
-    outputs = [t for t in tensors_in(model(*a, **k)) if t.is_floating_point()]
-    for h in handles:
-        h.remove()
-    generator = torch.Generator().manual_seed(0)
-    loss = sum(
-        ((t * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)).sum() / t.numel() for t in outputs),
-        torch.zeros(()),
-    )
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        loss.backward()
-    grads: dict[str, Tensor | None] = {}
-    for name, p in model.named_parameters():
-        # every rank takes part in every average
-        mine = p.grad if p.grad is not None else torch.zeros_like(p)
-        grads[name] = average(mine)
-    for i, t in enumerate(leaves):
-        if t.is_floating_point():
-            grads[f"input {i}"] = t.grad
-    return [t.detach() for t in outputs], grads, calls
+    try:
+        _call(model, args, kwargs)
+    finally:
+        for h in handles:
+            h.remove()
+    return calls
+
+
+def _unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
+    """What no slice was taken of."""
+    ran = {stage.name for stage, *_ in calls}
+    idle = [stage.name for stage in found if stage.name not in ran]
+    if idle:
+        report.uncovered.append(f"stages that did not run: {_some(idle)}")
+    short: dict[str, list[str]] = {}
+    for stage, args, kwargs in calls:
+        sizes = stage.sizes(stage.signature.bind(args, kwargs)[1], root)
+        for name in stage.pattern.free:
+            if sizes.get(name, 1) < 2 and (stage.name, name) not in report.slices:
+                short.setdefault(name, []).append(stage.name)
+    for name, names in short.items():
+        report.uncovered.append(f"slices along {name!r}, which has size 1: {_some(list(dict.fromkeys(names)))}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _module(model: nn.Module, clean_name: str) -> nn.Module:
@@ -221,8 +344,13 @@ def _slices(
     """f(slice) == slice of f, along every dim outside brackets, in uneven parts."""
     _, bound = stage.signature.bind(args, kwargs)
     sizes = stage.sizes(bound, root_sizes)
-    with torch.no_grad():
-        whole = tensors_in(stage.module(*args, **kwargs))
+
+    def run(args: Any, kwargs: Any) -> list[Tensor]:
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a stage may write into them
+        with torch.no_grad():
+            return tensors_in(stage.module(*args, **kwargs))
+
+    whole = run(args, kwargs)
     patterns = stage.outputs(whole)
     for name in stage.pattern.free:
         size = sizes.get(name, 1)
@@ -233,8 +361,7 @@ def _slices(
         for start, length in slices(size):
             call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
             try:
-                with torch.no_grad():
-                    outputs = tensors_in(stage.module(*call.args, **call.kwargs))
+                outputs = run(call.args, call.kwargs)
             except Exception as reason:
                 worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
                 break
@@ -243,7 +370,7 @@ def _slices(
                 cut = cut_for(p, w.shape, name, out_sizes)
                 expected = part(w, cut, size, start, length) if cut is not None else w
                 worst = max(worst, error(t, expected))
-        report.slices[(stage.name, name)] = worst
+        report.slices[(stage.name, name)] = max(worst, report.slices.get((stage.name, name), 0.0))
         if not worst <= tolerance:
             failure = failure or (
                 f"is not independent along {name!r}: f(slice) is off by {worst:.1e} from the slice of f"

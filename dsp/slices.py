@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsp.collectives import inexact
 from dsp.layout import Cut
-from dsp.stages import Call, Signature, constants_in, tensors_in
+from dsp.stages import Call, Signature, constants_in, cut_for, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of a model, or of tensors in whatever holds them, in another type: in float64 of complex numbers, too."""
+
+    def one(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(torch.complex128) if dtype == torch.float64 else t
+        return t.to(dtype) if t.is_floating_point() else t
+
+    if isinstance(value, nn.Module):  # whose own `to` would make complex parameters and buffers real
+        return copy.deepcopy(value)._apply(one)
+    return pytree.tree_map_only(Tensor, lambda t: one(t.detach()).clone(), value)
 
 
 def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dtype, nn.Module, Any, Any]]:
     """Copies of a model and its inputs: in float64, and for a model that does not run there in its own type."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for dtype in dict.fromkeys((torch.float64, own)):
-
-        def cast(t: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            if t.is_complex():
-                return t.to(torch.complex128) if dtype == torch.float64 else t
-            return t.to(dtype) if t.is_floating_point() else t
-
-        inputs = pytree.tree_map_only(Tensor, lambda t, cast=cast: cast(t.detach()).clone(), (args, kwargs))
-        # Module.to would make complex parameters and buffers real
-        yield dtype, copy.deepcopy(model)._apply(cast), *inputs
+        yield (dtype, cast(model, dtype), *cast((args, kwargs), dtype))
 
 
 def slices(size: int) -> list[tuple[int, int]]:
@@ -62,6 +67,40 @@ def call_part(
         if cut is not None:
             call.replace(b, part(b.tensor, cut, size, start, length))
     return call
+
+
+def smaller(
+    names: Collection[str],
+    sizes: Mapping[str, int],
+    signature: Signature,
+    args: Any,
+    kwargs: Any,
+    run: Callable[[Any, Any], Any],
+) -> tuple[dict[str, int], Any, Any] | None:
+    """Sizes and inputs cut to two thirds along all dims of `names` that `run` takes shorter; None if it takes none."""
+
+    def cut(some: Sequence[str]) -> tuple[dict[str, int], Any, Any] | None:
+        own, a, k = dict(sizes), args, kwargs
+        for name in some:
+            cuts = [cut_for(b.pattern, b.tensor.shape, name, own) for b in signature.bind(a, k)[1]]
+            length = max(2, own[name] * 2 // 3)
+            call = call_part(signature, a, k, cuts, own[name], 0, length)
+            a, k, own[name] = tuple(call.args), call.kwargs, length
+        try:
+            run(a, k)
+        except Exception:
+            return None
+        return own, a, k
+
+    best, taken = None, list[str]()
+    # all at once; else first those of one size, which may have to be as long as each other, then each alone
+    alike = [[n for n in names if sizes[n] == size] for size in dict.fromkeys(sizes[n] for n in names)]
+    for some in (list(names), *alike, *([n] for n in names)):
+        if set(some) <= set(taken):
+            continue
+        if (found := cut(taken + [n for n in some if n not in taken])) is not None:
+            best, taken = found, [*taken, *(n for n in some if n not in taken)]
+    return best
 
 
 def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:

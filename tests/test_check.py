@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import toys
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -124,3 +126,143 @@ def test_a_wrong_gradient_is_named(ranks) -> None:
     assert report.output < 1e-12
     assert not report.ok
     assert any("the gradient of stage.w differs by" in problem for problem in report.problems)
+
+
+# --- what one call of one kind does not show --------------------------------------------------------------------------
+
+
+class Late(nn.Module):
+    """Right but where `wrong` says that it is not: there it mixes frames, or leaves something behind."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s c"}
+
+    class Space(nn.Module):
+        def __init__(self, wrong: Any) -> None:
+            super().__init__()
+            self.wrong, self.w = wrong, nn.Parameter(torch.ones(4))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.w
+            return x - x.mean(1, keepdim=True) if self.wrong(self, x) else x
+
+    def __init__(self, wrong: Any) -> None:
+        super().__init__()
+        self.space, self.time = self.Space(wrong), nn.Softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.time(self.space(x))
+
+
+def keeps(m: nn.Module, x: Tensor) -> bool:
+    m.seen.copy_(x.detach().mean())
+    return False
+
+
+LATE: dict[str, tuple[Any, list[str]]] = {
+    "in eval mode": (lambda m, x: not m.training, ["outputs differ by", "(in eval mode, t=7 s=5, call 1)"]),
+    "under no_grad": (
+        lambda m, x: not torch.is_grad_enabled() and x.shape[2] < 4,
+        ["outputs differ by", "(under no_grad, t=4 s=3, call 1)"],
+    ),
+    "at another size": (lambda m, x: x.shape[2] < 4, ["outputs differ by", "(in training, t=4 s=3, call 1)"]),
+    "a buffer": (keeps, ["leaves the buffer space.seen other by", "(in training, t=7 s=5, call 1)"]),
+}
+
+
+class Endless(nn.Module):
+    """Next to a number without end every other difference is small."""
+
+    stages = {"": "x=b t s c", "stage": "b t [s c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Fn(lambda m, x, _: (x - x.mean(1, keepdim=True)).masked_fill(torch.eye(5, 4) > 0, -torch.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage(x)
+
+
+class Partly(nn.Module):
+    """Draws random numbers in training, does not call one of its stages, and multiplies by a gate that is zero."""
+
+    stages = {"space": "b t [s c]", "time": "b [t] s c", "idle": "b t [s c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.idle = toys.Along(2), nn.Softmax(1), nn.Identity()
+        self.gate = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w() + self.gate * self.time(F.dropout(self.space(x), 0.5, self.training))
+
+    def w(self) -> Tensor:
+        return 1 + self.gate
+
+
+def finds_what_comes_late(mesh: DeviceMesh) -> None:
+    from dsp.glue import Run
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 7, 5, 4)
+    for name, (wrong, says) in LATE.items():
+        report = dsp.check(Late(wrong), (x,), mesh=mesh)
+        assert not report, name
+        assert all(part in report.problems[0] for part in says), f"{name}: {report.problems[0]}"
+    assert not dsp.check(Endless(), (x,), mesh=mesh)
+
+    # a forward that reads its data, and goes wrong where it follows the record of its first call
+    own = Run.push_all
+    Run.push_all = lambda run, parts: 1 / 0 if run.script and run.script.recorded else own(run, parts)  # type: ignore
+    try:
+        report = dsp.check(toys.make("Unplanned"), kwargs=toys.inputs("Unplanned", 1, 7, 5), mesh=mesh)
+    finally:
+        Run.push_all = own
+    (problem,) = report.problems
+    assert problem == "the parallel run raised ZeroDivisionError: division by zero (in training, t=7 s=5, call 2)"
+
+
+def test_what_one_call_does_not_show_is_found(ranks) -> None:
+    ranks(finds_what_comes_late, 2)
+
+
+def alone_wrong(mesh: DeviceMesh) -> list[str]:
+    """Only one rank sees that something is wrong; none waits for it, and all say the same."""
+    check = sys.modules["dsp.check"]  # the function has its name
+    own = check.compare
+
+    def compare(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        found.problems += ["is seen by one rank"] * mesh.get_local_rank()
+        return found
+
+    check.compare = compare
+    try:
+        return dsp.check(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 5, 3), mesh=mesh).problems
+    finally:
+        check.compare = own
+
+
+def test_all_ranks_report_what_one_of_them_sees(ranks) -> None:
+    assert ranks(alone_wrong, 2) == [["is seen by one rank (in training, t=5 s=3, call 1)"]] * 2
+
+
+def uncovered(mesh: DeviceMesh) -> list[str]:
+    report = dsp.check(Partly(), (torch.randn(1, 5, 3, 4),), mesh=mesh)
+    assert report, report
+    assert report.modes == (["in eval mode", "under no_grad", "in training"] if mesh.size() > 1 else [])
+    assert all(f"  not covered: {u}" in str(report) for u in report.uncovered)
+    return report.uncovered
+
+
+def test_what_is_not_covered_is_said(ranks) -> None:
+    expect = [
+        "stages that did not run: idle",
+        "slices along 'b', which has size 1: space, time",
+        """another size of the inputs: the stages name no dims of the model's own inputs, as {"": "x=b t s c"} would""",
+        "numbers in training: the model draws random ones, so that it was only run",
+        "what is multiplied by zero: space.norm.bias, space.norm.weight, space.out.bias and 2 more had no gradient but "
+        "zeros",
+    ]
+    assert ranks(uncovered, 2) == [expect, expect]
+    assert ranks(uncovered, 1)[0][-1] == "a parallel run: there is one rank"

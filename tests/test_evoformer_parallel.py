@@ -79,7 +79,7 @@ def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
 
 def checked(mesh: DeviceMesh, case: str) -> str:
     model = build(case)
-    report = dsp.check(model, kwargs=inputs(model, 1, 5, 7), mesh=mesh)
+    report = dsp.check(model, kwargs=inputs(model, 1, 5, 7), mesh=mesh, thorough=False)
     return str(report)
 
 

@@ -169,7 +169,7 @@ def checked(mesh, version, masked, frames):
     inputs = without_mask(doubled(model.example_inputs(2, frames=frames, height=6, width=10)), masked)
     # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
     inputs = {k: v.round().long() if v.ndim == 1 else v for k, v in inputs.items()}
-    report = dsp.check(model, kwargs=inputs, mesh=mesh)
+    report = dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False)
     assert report.ok, str(report)
 
 
