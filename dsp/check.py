@@ -219,13 +219,13 @@ def _one_call(
 
 
 def _agreed(problems: list[str], axis: Axis) -> bool:
-    """Whether any rank has problems; then all have the same, and none goes on without the others."""
+    """Whether any rank has problems; then all take those of the first that has, and none goes on without the others."""
     count = torch.tensor(len(problems), device=axis.mesh.device_type)
     if not torch.ops.dsp.all_reduce(count, axis.group):
         return False
     everyone: list[Any] = [None] * axis.size
     dist.all_gather_object(everyone, problems, group=axis.mesh.get_group())
-    problems[:] = dict.fromkeys(p for own in everyone for p in own)
+    problems[:] = next(own for own in everyone if own)
     return True
 
 
