@@ -25,7 +25,7 @@ from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.patterns import Patterns
-from dsp.plan import plan
+from dsp.plan import plan_stages, stages_of
 from dsp.rules import GlueError
 from dsp.search import Node, Search
 from dsp.slices import call_part, copies
@@ -91,7 +91,8 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
 
     def cost(stages: Stages) -> tuple[float, int]:
         """The part of all work that every rank does again, in hundredths, and the bytes sent."""
-        plans = [plan(model, args, kwargs, size=n, stages=stages) for n in SIZES]
+        found = stages_of(model, stages)
+        plans = [plan_stages(model, *found, args, kwargs, n, batch=False) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # only the first layer finds its input whole: others would have to gather it, and back

@@ -318,11 +318,12 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
 
 def make_plan(
     t: Trace, stages: Mapping[str, Stage], n: int, memory: int | None, hardware: Hardware | None = None,
-    again_inside: bool = False, kept_inside: bool = False,
+    again_inside: bool = False, kept_inside: bool = False, batch: bool = True,
 ) -> Plan:  # fmt: skip
     """Solve a trace. `again_inside`: all stages are recomputed within their hooks, also where the trace saw no
-    checkpoint; `kept_inside`: what is sent inside of stages is kept all the same."""
-    problem, solution = _solved(t, n, memory)
+    checkpoint; `kept_inside`: what is sent inside of stages is kept all the same; `batch`: whether it may be
+    sharded for the sake of bytes."""
+    problem, solution = _solved(t, n, memory, batch)
     needs = [op.choices[c].needs for op, c in zip(t.ops, solution.choices)]
     gives = [op.choices[c].gives for op, c in zip(t.ops, solution.choices)]
     producer = {v: (i, k) for i, op in enumerate(t.ops) for k, v in enumerate(op.outputs)}
@@ -479,7 +480,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def _solved(t: Trace, n: int, memory: int | None) -> tuple[Problem, Solution]:
+def _solved(t: Trace, n: int, memory: int | None, batch: bool) -> tuple[Problem, Solution]:
     """The problem of a trace, and its plan: without batch where there is more, unless nothing else fits the memory."""
 
     def solved(admitted: Sequence[Sequence[int]]) -> tuple[Problem, Solution]:
@@ -489,12 +490,12 @@ def _solved(t: Trace, n: int, memory: int | None) -> tuple[Problem, Solution]:
         return problem, replace(solution, choices=tuple(own[c] for own, c in zip(admitted, solution.choices)))
 
     try:
-        return solved(_without_batch(t, n))
+        return solved(_without_batch(t, n, batch))
     except Infeasible:
         return solved([range(len(op.choices)) for op in t.ops])
 
 
-def _without_batch(t: Trace, n: int) -> list[list[int]]:
+def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
     """Of every op the choices that compete by their bytes.
 
     To share out a batch is what data parallelism is for, and here it may be 1. So it is not for stages, if all of them
@@ -510,7 +511,7 @@ def _without_batch(t: Trace, n: int) -> list[list[int]]:
 
     def admitted(op: Op, stage: bool) -> list[int]:
         other = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
-        left_out = [c.rank and other and ((stage and spared) or uneven(op, c)) for c in op.choices]
+        left_out = [c.rank and other and (not batch or (stage and spared) or uneven(op, c)) for c in op.choices]
         return [i for i, out in enumerate(left_out) if not out]
 
     return [admitted(op, event.kind == "stage") for op, event in zip(t.ops, t.events)]
@@ -649,13 +650,14 @@ def plan_stages(
     hardware: Hardware | None = None,
     again_inside: bool = False,
     kept_inside: bool = False,
+    batch: bool = True,
 ) -> Plan:
-    """`plan` for stages that were found already."""
+    """`plan` for stages that were found already; without `batch` nothing is sharded along it that need not be."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = traced(
         model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype, recompute=again_inside
     )
-    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside)
+    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside, batch)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
