@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from dsp.compare import Call, compare
 from dsp.layout import Axis
 from dsp.notation import StagePattern
 from dsp.parallel import describe, parallelize
 from dsp.plan import stages_of
+from dsp.private import pytree
 from dsp.slices import TOLERANCE, call_part, cast, copies, error, part, slices, smaller
 from dsp.stages import Signature, Stage, clean, cut_for, sizes_of_root, tensors_in
 

@@ -17,11 +17,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dsp.planner import chunk_sizes
+from dsp.private import _resolve_process_group
 
 _lib = torch.library.Library("dsp", "DEF")
 _lib.define("switch(Tensor x, int src, int dst, int src_size, str group) -> Tensor")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dsp.collectives import inexact
 from dsp.layout import Axis
+from dsp.private import pytree
 from dsp.slices import error
 from dsp.stages import clean, constants_in, tensors_in
 

@@ -7,11 +7,9 @@ import re
 from collections import Counter
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from dsp.collectives import added_in, chunk_sizes, ranks
 from dsp.embedded.ring import ring_bytes
+from dsp.private import TorchDispatchMode, backward_node, backward_pass
 
 
 class Traffic:
@@ -61,10 +59,9 @@ class count_comm(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if func.namespace in ("dsp", "_c10d_functional", "_dtensor") and name in COLLECTIVES:
             traffic = self.forward
-            if torch._C._current_graph_task_id() != -1:
+            if backward_pass() != -1:
                 # a collective of ours in backward is its adjoint's, or else it is forward work done again
-                node = torch._C._current_autograd_node()
-                again = func.namespace == "dsp" and (node is None or not OURS.search(node.name()))
+                again = func.namespace == "dsp" and not OURS.search(backward_node())
                 traffic = self.recompute if again else self.backward
             label = COLLECTIVES[name]
             traffic.calls[label] += 1

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.patterns import Patterns
 from dsp.plan import plan_stages, stages_of
+from dsp.private import pytree
 from dsp.rules import GlueError
 from dsp.search import Node, Search
 from dsp.slices import call_part, copies

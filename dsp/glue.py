@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from dsp.collectives import summed_in
 from dsp.layout import At, Axis, Cut, connected_local, cut_of, separable
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import GlueStep, Script
+from dsp.private import StorageWeakRef, _get_current_function_mode, _pop_mode, _push_mode, checkpoint_frame
 from dsp.randomness import forked
 from dsp.rules import (
     RULES,
@@ -40,7 +40,7 @@ from dsp.rules import (
 )  # fmt: skip
 from dsp.sharded import ACTIVE, NO, READ, Moved, Sharded, bare, carry, plain
 from dsp.stages import Option, Place, Stage, map_tensors, tensors_in
-from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, checkpoint_frame, in_place, memory, op_name
+from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, in_place, memory, op_name
 
 log = logging.getLogger("dsp")
 

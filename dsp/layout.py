@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from dsp.planner import chunk_sizes
+from dsp.private import DTensorSpec, TensorMeta, _StridedShard, backward_pass, dtensor, opened
 
 
 class Cut(NamedTuple):
@@ -178,14 +178,14 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:  # type: ignore[override]
         ctx.placements, ctx.size = spec.placements, spec.mesh.size()
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+        return dtensor(local.view_as(local), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         if isinstance(grad, DTensor):
             if grad.placements != ctx.placements:
                 _refuse(f"its gradient arrived as {grad.placements} where the tensor is {ctx.placements}")
-            grad = grad._local_tensor
+            grad, _ = opened(grad)
         return grad, None
 
 
@@ -197,15 +197,15 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> Tensor:  # type: ignore[override]
-        ctx.spec = x._spec
-        return x._local_tensor.view_as(x._local_tensor)
+        local, ctx.spec = opened(x)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         spec, stride = ctx.spec, global_stride(grad, ctx.spec.shape)
         if stride != spec.stride:
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, stride, grad.dtype))
-        return DTensor(grad, spec, requires_grad=grad.requires_grad)  # type: ignore[call-arg]
+        return dtensor(grad, spec)
 
 
 class _GuardedWrap(_Wrap):
@@ -248,13 +248,13 @@ class ExitGuard:
 
     @classmethod
     def note(cls, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task not in cls._recent:
             cls._recent[:] = [*cls._recent[-63:], task]
 
     @classmethod
     def covered(cls) -> bool:
-        return torch._C._current_graph_task_id() in cls._recent
+        return backward_pass() in cls._recent
 
 
 def covered_exit(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from dsp.collectives import inexact
 from dsp.glue import InStage, Run, active, version
@@ -26,6 +25,7 @@ from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
+from dsp.private import LEAF, PASSING, pytree
 from dsp.randomness import fork, join
 from dsp.rules import GlueError
 from dsp.sharded import ACTIVE, Own, Sharded, carry, plain
@@ -45,13 +45,7 @@ from dsp.trace import Recorder, Trace, _foreign, trace
 
 log = logging.getLogger("dsp")
 
-# autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
-PASSING = frozenset(
-    """
-_FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 CloneBackward0 AliasBackward0
-""".split()
-)
-GIVEN = frozenset({"torch::autograd::AccumulateGrad", "_HandedOverBackward"})
+GIVEN = frozenset({LEAF, "_HandedOverBackward"})
 
 PLANS = 64  # input signatures whose plan is kept
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from dsp.notation import NotationError, StagePattern
+from dsp.private import DataDependentOutputException, DynamicOutputShapeException
 from dsp.rules import GlueError
 from dsp.stages import Stage, tensors_in
 from dsp.trace import Trace, op_name, trace

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dsp.dims import Axes, Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.parallel import describe
+from dsp.private import pytree
 from dsp.slices import Probe, divisors
 from dsp.stages import Signature, clean, tensors_in
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from dsp.layout import At, global_stride
+from dsp.private import OpOverload, backward_pass, pytree
 
 NO = torch._C.DisableTorchFunctionSubclass
 ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
@@ -40,7 +39,7 @@ class Sharded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # outside of what a forward does again all tensors of backward are parts, and so is what was saved for it
-        backward = torch._C._current_graph_task_id() != -1 and ACTIVE.get() is None
+        backward = backward_pass() != -1 and ACTIVE.get() is None
         known = func in READ or func in AS_LOCAL
         if func in READ and not backward:
             return READ[func](*args, **kwargs)

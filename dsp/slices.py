@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsp.collectives import inexact
 from dsp.layout import Cut
+from dsp.private import TorchDispatchMode, pytree
 from dsp.stages import Call, Signature, constants_in, cut_for, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from dsp.layout import Axis, Cut, chunk_sizes, fold_fits
 from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, parse, solve_sizes
+from dsp.private import _BatchNorm, pytree
 from dsp.sharded import Sharded
 
 

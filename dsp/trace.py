@@ -21,11 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -33,6 +29,7 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
+from dsp.private import FakeTensorMode, StorageWeakRef, TorchDispatchMode, checkpoint_frame, pytree
 from dsp.rules import (
     RULES,
     SOURCES,
@@ -300,18 +297,6 @@ def memory(t: Tensor) -> StorageWeakRef:
 
 def is_batch(key: str) -> bool:
     return key.rstrip("'") in BATCH_NAMES
-
-
-def checkpoint_frame() -> Any:
-    """The activation checkpoint (non-reentrant) that the current code runs in, if any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if not hooks:
-        return None
-    pack = hooks[0]
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    if "frame" in names and getattr(pack, "__module__", "") == "torch.utils.checkpoint":
-        return pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index]
-    return None
 
 
 # products mix every element of one operand with every element of the other

@@ -14,8 +14,8 @@ from dsp.glue import current_place
 from dsp.layout import Axis
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
+from dsp.private import backward_pass, checkpoint_frame
 from dsp.stages import Place, Sends, Stage
-from dsp.trace import checkpoint_frame
 
 AGAIN: ContextVar[Place | None] = ContextVar("dsp_again", default=None)
 
@@ -26,7 +26,7 @@ def place_of_call() -> Place | None:
     Activation checkpointing within a stage's hooks (train.py) recomputes the stage in backward, where no hook tells.
     """
     place = current_place() or AGAIN.get()
-    if place is None and torch._C._current_graph_task_id() != -1:
+    if place is None and backward_pass() != -1:
         raise RuntimeError(
             "a stage with communication inside is recomputed by a checkpoint that cannot be followed; use "
             "torch.utils.checkpoint with use_reentrant=False, round a stage or a block of the model"

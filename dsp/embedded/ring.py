@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore, busiest
 from dsp.embedded.low_rank import LowRank
 from dsp.notation import NotationError
+from dsp.private import _resolve_process_group
 from dsp.stages import Peers, Place, Sends, Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")

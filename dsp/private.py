@@ -1,0 +1,106 @@
+"""What is used of torch that it may change without notice: each under one name, with what it stands for here.
+
+`tests/test_private.py` has a case of each name and says which one broke; no other file of dsp reaches behind torch's
+public names, but for `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional, which compilers see through
+from torch import Tensor
+from torch._ops import OpOverload  # an op below autograd
+from torch._subclasses.fake_tensor import (  # tensors with a shape and without data, to trace with; what they cannot
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.distributed_c10d import _resolve_process_group  # the group that an op was given the name of
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # placements, global shape and strides
+from torch.distributed.tensor.placement_types import _StridedShard  # a dim inside a fold, sharded
+from torch.multiprocessing.reductions import StorageWeakRef  # which memory a tensor lives in
+from torch.nn.modules.batchnorm import _BatchNorm  # every norm over the batch
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # glue steps aside inside of a stage
+from torch.utils import _pytree as pytree  # tensors inside of any arguments
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every op below autograd: to count, to trace
+
+# autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
+PASSING = frozenset(
+    """
+_FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 CloneBackward0 AliasBackward0
+""".split()
+)
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A shell round `local`, without autograd and without a word to other ranks."""
+    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+
+
+def opened(x: DTensor) -> tuple[Tensor, DTensorSpec]:
+    """What a DTensor is made of, without autograd."""
+    return x._local_tensor, x._spec
+
+
+def backward_pass() -> int:
+    """A number of the running backward pass, another one for each; -1 outside of backward."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_node() -> str:
+    """The name of the autograd node whose backward is running, if any."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
+def checkpoint_frame() -> Any:
+    """The activation checkpoint (non-reentrant) that the current code runs in, if any.
+
+    It is known by the hook that packs what backward needs: a closure over `frame`, whose `recompute_fn` runs the region
+    again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = hooks[0] if hooks else None
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+        return None
+    pack = inspect.unwrap(pack)  # type: ignore[arg-type]
+    names = pack.__code__.co_freevars
+    if "frame" in names:
+        return pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index]
+    if "target_frame_ref" in names:  # it recomputes
+        return None
+    raise RuntimeError(
+        f"torch {torch.__version__} keeps its activation checkpoints in a way that dsp does not know; "
+        "run without activation checkpointing, or with a version of torch that dsp was tested with"
+    )
+
+
+__all__ = [
+    "LEAF",
+    "PASSING",
+    "DTensorSpec",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensorMode",
+    "OpOverload",
+    "StorageWeakRef",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "_BatchNorm",
+    "_StridedShard",
+    "_get_current_function_mode",
+    "_pop_mode",
+    "_push_mode",
+    "_resolve_process_group",
+    "backward_node",
+    "backward_pass",
+    "checkpoint_frame",
+    "dtensor",
+    "opened",
+    "pytree",
+]
