@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import math
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dsp.agreement import Agreement
 from dsp.collectives import inexact
 from dsp.glue import InStage, Run, active, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
@@ -512,91 +512,3 @@ def describe(args: Any, kwargs: Any) -> Any:
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return tuple(one(v) for v in leaves), str(spec)
-
-
-class Agreement:
-    """Do all ranks hold the same inputs? One small asynchronous all-gather a step, looked at as the next one begins."""
-
-    SLOTS = 15
-
-    def __init__(self, axis: Axis, positional: list[str]) -> None:
-        self.axis, self.positional = axis, positional
-        self.pending: Any = None
-        self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
-
-    def start(self, args: Any, kwargs: Any, key: Any, *, wait: bool) -> None:
-        device = "cuda" if self.axis.mesh.device_type == "cuda" else "cpu"
-        if device == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph: what it replays was agreed on in the calls before
-        self.finish()
-        sums: list[Tensor] = []
-        paths = []
-        named = {self.positional[i] if i < len(self.positional) else f"args[{i}]": v for i, v in enumerate(args)}
-        for path, v in pytree.tree_flatten_with_path({**named, **kwargs})[0]:
-            if isinstance(v, Tensor) and not isinstance(v, DTensor) and v.numel() and not v.is_meta:
-                paths.append(getattr(path[0], "key", "") + pytree.keystr(path[1:]))
-                # a copy to the host that nobody waits for would be read too early
-                sums.append(checksum(v.detach()).to(device, non_blocking=device == "cuda"))
-        digest = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
-        mine = torch.zeros(self.SLOTS + 1, dtype=torch.int64)
-        mine[0] = digest
-        mine = mine.to(device, non_blocking=True)
-        for i, s in enumerate(sums):
-            mine[1 + min(i, self.SLOTS - 1)] += s
-        everyone = mine.new_empty(self.axis.size * (self.SLOTS + 1))
-        group = self.axis.mesh.get_group()
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        work = all_gather(everyone, mine, group=group, async_op=True)
-        arrived, answer = self.to_host(work, everyone) if device == "cuda" else (work.wait, everyone)
-        self.pending = (arrived, answer, paths, (mine, everyone))
-        if wait:
-            self.finish()
-
-    def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
-        """How to wait for the answer, and where it then is. Read from the device it would come after all that the
-        device has been given to do, and the host could not run ahead by a step."""
-        if self.aside is None:
-            self.aside = torch.cuda.Stream(), torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
-        stream, host = self.aside
-        with torch.cuda.stream(stream):
-            work.wait()
-            host.copy_(everyone, non_blocking=True)
-        return stream.record_event().synchronize, host
-
-    def before_switching(self) -> None:
-        """On CPU the answer is here by the end of the first stage, and looking at it now saves the ranks a deadlock."""
-        if self.axis.mesh.device_type == "cpu":
-            self.finish()
-
-    def finish(self) -> None:
-        if self.pending is None:
-            return
-        arrived, everyone, paths, _ = self.pending
-        self.pending = None
-        arrived()
-        rows = everyone.view(self.axis.size, -1).tolist()
-        for slot in range(self.SLOTS + 1):
-            values = [row[slot] for row in rows]
-            if len(set(values)) == 1:
-                continue
-            odd = [r for r, v in enumerate(values) if v != values[0]]
-            what = "inputs of other shapes, types or options" if slot == 0 else f"another {paths[slot - 1]!r}"
-            raise RuntimeError(
-                f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
-                f"{', '.join(map(str, odd))} got {what} than rank 0. Whole inputs must be the same on "
-                "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
-            )
-
-
-def checksum(x: Tensor) -> Tensor:
-    """An int64 that changes with any element, and with the order of rows; no host synchronisation."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    x = x.resolve_conj().resolve_neg()
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    bits = x.contiguous().view(kinds[x.element_size()]) if x.dtype != torch.bool else x.to(torch.int8)
-    flat = bits.reshape(-1)
-    rows = 64 if flat.numel() % 64 == 0 else 1
-    sums = flat.view(rows, -1).sum(1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * rows, 2, device=x.device, dtype=torch.int64)
-    return (sums * weights).sum() + flat[-1].to(torch.int64) * 7919

@@ -23,15 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401 (collectives take fake tensors)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 
 import dsp
 import dsp.embedded
 import zoo
 from dsp import collectives
+from dsp.agreement import SLOTS, Agreement
 from dsp.embedded import blocks
 from dsp.glue import forked
 from dsp.layout import Axis, chunk
-from dsp.parallel import Agreement
 from dsp.planner import chunk_sizes
 from dsp.stages import tensors_in
 from dsp.trace import Watch
@@ -237,13 +238,13 @@ def test_the_answer_of_ranks_is_read_beside_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: empty(*size, **how).fill_(pin_memory))
     with world(2) as mesh:
         agreement = Agreement(Axis.of(mesh), ["x"])
-        everyone = torch.zeros(2 * (Agreement.SLOTS + 1), dtype=torch.int64)
-        everyone[-Agreement.SLOTS] = 5  # of rank 1
+        everyone = torch.zeros(2 * (SLOTS + 1), dtype=torch.int64)
+        everyone[-SLOTS] = 5  # of rank 1
         arrived, answer = agreement.to_host(SimpleNamespace(wait=lambda: said.append("wait for the answer")), everyone)
         assert said == ["aside", "wait for the answer", "back", "event"]
         assert torch.equal(answer, everyone)
         assert answer is not everyone
-        agreement.pending = (arrived, answer, ["x"], ())
+        agreement.pending = (arrived, answer, (pytree.tree_structure(((0,), {})), [0]), ())
         with pytest.raises(RuntimeError, match="rank 1 got another 'x' than rank 0"):
             agreement.finish()
         assert said[-1] == "wait for the event"

@@ -1,0 +1,122 @@
+"""Do all ranks of a group hold the same inputs? A checksum of them, compared while the model runs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from dsp.layout import Axis
+
+SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
+KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Agreement:
+    """One small asynchronous all-gather a step, looked at as the next one begins."""
+
+    def __init__(self, axis: Axis, positional: list[str]) -> None:
+        self.axis, self.positional = axis, positional
+        self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
+        self.pending: Any = None
+        self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
+        self.digests: dict[Any, Tensor] = {}  # by input signature
+
+    def start(self, args: Any, kwargs: Any, key: Any, *, wait: bool) -> None:
+        """Send what these inputs are; `key` is their signature, which has to be the same as well."""
+        if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # a CUDA graph: what it replays was agreed on in the calls before
+        self.finish()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        checked = [i for i, v in enumerate(leaves) if compared(v)]
+        # a copy to the host that nobody waits for would be read too early
+        sums = [checksum(leaves[i].detach()).to(self.device, non_blocking=self.device == "cuda") for i in checked]
+        if len(sums) > SLOTS:
+            sums[SLOTS - 1 :] = [torch.stack(sums[SLOTS - 1 :]).sum()]
+        blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
+        mine = torch.cat([self.digest(key), *(s.view(1) for s in sums), blank])
+        everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        work = all_gather(everyone, mine, group=self.axis.mesh.get_group(), async_op=True)
+        arrived, answer = self.to_host(work, everyone) if self.device == "cuda" else (work.wait, everyone)
+        self.pending = arrived, answer, (spec, checked), (mine, everyone)
+        if wait:
+            self.finish()
+
+    def digest(self, key: Any) -> Tensor:
+        found = self.digests.get(key)
+        if found is None:
+            number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+            if len(self.digests) >= 1024:
+                self.digests.clear()
+            found = self.digests[key] = torch.tensor([number], dtype=torch.int64, device=self.device)
+        return found
+
+    def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
+        """How to wait for the answer, and where it then is. Read from the device it would come after all that the
+        device has been given to do, and the host could not run ahead by a step."""
+        if self.aside is None:
+            self.aside = torch.cuda.Stream(), torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+        stream, host = self.aside
+        with torch.cuda.stream(stream):
+            work.wait()
+            host.copy_(everyone, non_blocking=True)
+        return stream.record_event().synchronize, host
+
+    def before_switching(self) -> None:
+        """On CPU the answer is here by the end of the first stage, and looking at it now saves the ranks a deadlock."""
+        if self.device == "cpu":
+            self.finish()
+
+    def finish(self) -> None:
+        """Raises RuntimeError if ranks differ."""
+        if self.pending is None:
+            return
+        arrived, everyone, (spec, checked), _ = self.pending
+        self.pending = None
+        arrived()
+        rows = everyone.view(self.axis.size, -1).tolist()
+        if all(row == rows[0] for row in rows):
+            return
+        slot = next(i for i in range(SLOTS + 1) if any(row[i] != rows[0][i] for row in rows))
+        odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
+        got = "inputs of other shapes, types or options"
+        if slot:
+            got = f"another {self.name(spec, checked[slot - 1])!r}"
+        raise RuntimeError(
+            f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
+            f"{', '.join(map(str, odd))} got {got} than rank 0. Whole inputs must be the same on "
+            "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
+        )
+
+    def name(self, spec: Any, leaf: int) -> str:
+        """The how-many-th of the inputs' leaves this is, as the forward calls it."""
+        args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
+        named = {self.positional[i] if i < len(self.positional) else f"args[{i}]": v for i, v in enumerate(args)}
+        path = next(path for path, i in pytree.tree_flatten_with_path({**named, **kwargs})[0] if i == leaf)
+        return getattr(path[0], "key", "") + pytree.keystr(path[1:])
+
+
+def compared(v: Any) -> bool:
+    """Whole tensors are the same on every rank; of a DTensor each has its own part."""
+    return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
+
+
+def checksum(x: Tensor) -> Tensor:
+    """An int64 that changes with any element, and with the order of rows; no host synchronisation."""
+    x = x.resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    flat = (x.contiguous() if x.dtype != torch.bool else x.to(torch.int8)).reshape(-1)
+    nbytes = flat.numel() * flat.element_size()
+    wide = nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+    bits = flat.view(torch.int64 if wide else KINDS[flat.element_size()])  # eight bytes at once, ten times as fast
+    rows = 64 if bits.numel() % 64 == 0 else 1
+    sums = bits.view(rows, -1).sum(1, dtype=torch.int64)
+    weights = torch.arange(1, 2 * rows, 2, device=x.device, dtype=torch.int64)
+    return (sums * weights).sum() + bits[-1].to(torch.int64) * 7919
