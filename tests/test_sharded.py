@@ -1,0 +1,118 @@
+"""What glue holds of a sharded tensor: it reads as a DTensor, and autograd functions of others may have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_parallel import averaged, same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from toys import Along, C
+
+import dsp
+from dsp.sharded import Sharded
+
+STAGES = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+SHAPE = (2, 5, 6, C)
+
+
+class Model(nn.Module):
+    """Attention over space, what `glue` does, attention over time."""
+
+    def __init__(self, glue: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.space, self.time, self.glue = Along(2), Along(1), glue
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.time(self.glue(self.space(x)))
+
+
+def inputs() -> Tensor:
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def parity(mesh: DeviceMesh, glue: Any) -> None:
+    single, model = Model(glue), dsp.parallelize(Model(glue), mesh, STAGES)
+    y, z = single(inputs()), model(inputs())
+    torch.testing.assert_close(z, y)
+    for out in (y, z):
+        (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+class Unchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2
+
+
+class Viewed(Unchanged):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return g * 2 * x
+
+
+def custom_functions(mesh: DeviceMesh) -> None:
+    for glue in (Unchanged.apply, Viewed.apply, lambda x: Squared.apply(x.detach()) + x):
+        parity(mesh, glue)
+    model = dsp.parallelize(Model(Squared.apply), mesh, STAGES)
+    with pytest.raises(RuntimeError, match="put it into a stage, a submodule with a pattern"):
+        model(inputs()).sum().backward()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_autograd_functions_between_stages(ranks, n: int) -> None:
+    ranks(custom_functions, n)
+
+
+def kept(mesh: DeviceMesh) -> None:
+    found: list[Any] = []
+    glue = lambda x: (found.append(x), x * 1)[1]  # noqa: E731
+    whole = Model(glue)(inputs())
+    before = found.pop()
+    y = dsp.parallelize(Model(glue), mesh, STAGES)(inputs())
+    torch.testing.assert_close(y, whole)
+    x = found.pop()
+    assert type(x) is Sharded
+    assert isinstance(x, Tensor)
+    assert (x.shape, x.ndim, x.numel(), len(x), x.size(1)) == (SHAPE, 4, before.numel(), 2, 5)
+    assert (x.stride(), x.is_contiguous(), x.dtype, x.requires_grad) == (before.stride(), True, torch.float64, True)
+    assert x.device_mesh == mesh
+    assert x.placements == (Shard(1),)
+    assert x.to_local().shape[1] == (3 if mesh.get_local_rank() == 0 else 2)
+    torch.testing.assert_close(x.full_tensor(), before)
+    torch.testing.assert_close(dsp.gather(x), before)
+    torch.testing.assert_close(dsp.gather(dsp.switch(x, 2)), before)
+    torch.testing.assert_close(dsp.mean(x), before.mean())
+    assert isinstance(x.redistribute(placements=[Shard(2)]), DTensor)
+    later = x + 1  # outside the forward it is a DTensor like any other
+    assert isinstance(later, DTensor)
+    torch.testing.assert_close(later.full_tensor(), before + 1)
+    assert "the part of rank" in repr(x)
+    assert f"sharded along dim 1" in f"{x}"  # noqa: F541
+    assert x.new_zeros(2).shape == (2,)
+
+
+def test_it_reads_as_a_dtensor(ranks) -> None:
+    ranks(kept, 2)
