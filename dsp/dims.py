@@ -38,7 +38,7 @@ class Dim:
         return tuple(a for p in d.parts for a in p.atoms()) if d.parts else (d,)
 
 
-Axes = list[tuple[Dim, ...]]  # for each axis the dims it folds, outermost first; none for size 1
+Axes = list[tuple[Dim, ...]]  # for each axis the dims it folds, outermost first; none for sizes 0 and 1
 
 
 class Dims:
@@ -85,6 +85,9 @@ class Dims:
         """The axes of a tensor in which dims were found, with new dims where none was; what overlaps is the same."""
         axes: Axes = []
         for d, size in enumerate(shape):
+            if size == 0:
+                axes.append(())
+                continue
             spans: list[tuple[int, Dim]] = []
             marks = {1, size}
             for cut, dims in found:

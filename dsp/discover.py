@@ -152,6 +152,11 @@ def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:
     if any(t.is_meta for t in [*tensors, *model.parameters(), *model.buffers()]):
         raise ValueError("discover runs the model: build it, and its inputs, on a real device and with small sizes")
     for t in tensors:
+        if not t.numel():
+            raise ValueError(
+                f"discover got an input {tuple(t.shape)} that holds nothing, so that what moves in it cannot be seen; "
+                "pass at least two of everything that may grow: samples, frames, tokens"
+            )
         counts = not inexact(t) and t.dtype != torch.bool
         if counts and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
             raise ValueError(

@@ -434,7 +434,7 @@ class Recorder:
         if not outputs and written and syms[0] is not None:
             outputs = [tracked[0]]  # x[...] = y
         if not outputs and not written:
-            if out is None or name in ("__setattr__", "set"):
+            if out is None or out in ((), []) or name in ("__setattr__", "set"):  # nothing, taken apart, is nothing
                 return
             if self.real:  # of which the run finds them whole
                 read = tuple(dict.fromkeys(s.value for s in syms if s is not None))
