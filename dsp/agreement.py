@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from dsp.layout import Axis
+from dsp.private import pytree
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
