@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from einops import rearrange, repeat
+from slow import slow
 from test_embedded import own, recomputed, sent
 from test_embedded_tensor import gradients
 from test_parallel import averaged, same
@@ -137,8 +138,9 @@ def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int
 @pytest.mark.parametrize(
     ("method", "n", "case"),
     [
-        *(("ring", n, "transformer2d") for n in (2, 3, 4)), ("ring", 4, "transformer2d-stdit"),
-        ("ulysses", 2, "transformer2d-stdit"), ("ulysses", 4, "transformer2d"), ("dsp", 3, "transformer2d"),
+        slow("ring", 2, "transformer2d"), ("ring", 3, "transformer2d"), slow("ring", 4, "transformer2d"),
+        slow("ring", 4, "transformer2d-stdit"), ("ulysses", 2, "transformer2d-stdit"),
+        slow("ulysses", 4, "transformer2d"), ("dsp", 3, "transformer2d"),
     ],
 )  # fmt: skip
 def test_models(ranks, method: str, n: int, case: str) -> None:
@@ -146,7 +148,7 @@ def test_models(ranks, method: str, n: int, case: str) -> None:
     ranks(parity, n, case, method, [(5, 6, 10), (2, 6, 6)])
 
 
-@pytest.mark.parametrize("method", ["dsp_ring", "dsp_ulysses"])
+@pytest.mark.parametrize("method", [slow("dsp_ring"), "dsp_ulysses"])
 def test_mixed_with_dsp(ranks, method: str) -> None:
     """2 x 2 ranks for two frames, 15 places, and 2 of which one block has none; 1 x 4 for one; DSP for four."""
     ranks(parity, 4, "transformer2d", method, [(2, 6, 10), (3, 2, 4), (1, 6, 6), (4, 6, 6)])
@@ -177,7 +179,7 @@ def step(mesh: DeviceMesh, how: str | None) -> dict:
     return comm.by_collective()
 
 
-@pytest.mark.parametrize("how", [None, "stages", "saved", "blocks"])
+@pytest.mark.parametrize("how", [None, slow("stages"), slow("saved"), slow("blocks")])
 def test_bytes_are_those_of_the_plan_and_do_not_grow_with_the_length(ranks, how: str | None) -> None:
     n, again, frames = 4, how is not None, 4
     sums = 2 * frames * 2 * ROWS * WIDTH * 8  # of keys and of values
@@ -280,7 +282,7 @@ def too_long(mesh: DeviceMesh, method: str) -> None:
     torch.testing.assert_close(model(**inputs), single(**inputs))
 
 
-@pytest.mark.parametrize("method", ["dsp", "ring", "ulysses"])
+@pytest.mark.parametrize("method", [slow("dsp"), "ring", slow("ulysses")])
 def test_too_many_places_are_an_error_on_every_rank(ranks, method: str) -> None:
     ranks(too_long, 4, method)
 

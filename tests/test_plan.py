@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import toys
+from slow import slow
 from test_parallel import as_tuple, scalar, wrap_checkpoints
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -99,8 +100,8 @@ def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) 
     return counted, plan.bytes, called, plan.calls
 
 
-@pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube", "Pair", "Branches", "Global", "Streams"])
+@pytest.mark.parametrize("ckpt", [False, slow(True)])
+@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), "Pair", "Branches", "Global", slow("Streams")])
 def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
     for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
         assert counted == planned

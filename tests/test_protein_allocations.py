@@ -75,7 +75,8 @@ def watch(mesh, name):
     return parts
 
 
-@pytest.mark.parametrize("name", ["evoformer", pytest.param("pairformer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["evoformer", "pairformer"])
 def test_nothing_of_the_size_of_all_pairs_is_made(ranks, name):
     (alone,) = ranks(watch, 1, name)
     assert [bool(whole) for _, whole in alone] == [True] * 3  # it is seen where it is

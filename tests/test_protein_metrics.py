@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from sklearn.metrics import mutual_info_score
+from slow import slow
 from test_parallel import averaged, same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -282,16 +283,14 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
             same(averaged(parallel, mesh), grads)
 
 
-@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("model", [slow("evoformer"), "pairformer"])
+@pytest.mark.parametrize("n", [2, slow(3)])
 def test_objective_in_parallel(ranks, model, n):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (0,))
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["dsp", "dsp and fsdp"])
-@pytest.mark.parametrize(
-    ("model", "n"), [("evoformer", 2), ("evoformer", 3), pytest.param("pairformer", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fsdp", [False, slow(True)], ids=["dsp", "dsp and fsdp"])
+@pytest.mark.parametrize(("model", "n"), [("evoformer", 2), slow("evoformer", 3), slow("pairformer", 3)])
 def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0, 1), fsdp)
 
@@ -311,8 +310,8 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     return plan.bytes, sent
 
 
-@pytest.mark.parametrize("way", ["stages", "blocks"])
-@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
+@pytest.mark.parametrize("way", [slow("stages"), "blocks"])
+@pytest.mark.parametrize("model", ["evoformer", slow("pairformer")])
 def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model, way):
     (once, sent), (thrice, sent_thrice) = (ranks(moved, 2, model, recycles, way)[0] for recycles in (0, 2))
     unsent = {phase: planned - sent[phase] for phase, planned in once.items()}

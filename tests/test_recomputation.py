@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import slow
 from test_evoformer_parallel import CASES, build, inputs, scalar
 from test_parallel import averaged, same
 from torch import nn
@@ -76,7 +77,7 @@ def planned(name, way, uneven, n):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("evoformer", "both"), ("pairformer", "blocks"), *(("latte", way) for way in WAYS)]
+    ("name", "way"), [slow("evoformer", "both"), slow("pairformer", "blocks"), *(("latte", way) for way in WAYS)]
 )
 def test_loss_gradients_and_bytes(ranks, name, way):
     few = name in CASES  # whose plans take long, on every rank
