@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import toys
 from test_parallel import as_tuple, averaged, same, scalar, step
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp.stages import find_modules
 
 
 def full(g: Any) -> Tensor:
@@ -378,6 +380,15 @@ def test_compiled_forward_of_stages(ranks, backend: str) -> None:
 
 def test_compiled_stage_modules(ranks) -> None:
     ranks(compiled, 2, "eager", True)
+
+
+def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
+    compiled = partial(torch.compile, backend="eager")
+    model, patterns = toys.make("Grid"), {**toys.Grid.stages, "space.*.norm": "b t s [c]"}
+    expect = [name for name, *_ in find_modules(model, patterns)]
+    model.space[0], model.time = (compiled(m) for m in (model.space[0], model.time))
+    model.space[1] = checkpoint_wrapper(model.space[1])
+    assert [name for name, *_ in find_modules(compiled(model), patterns)] == expect
 
 
 class ByNumpy(torch.autograd.Function):
