@@ -163,7 +163,7 @@ def test_validation_is_the_same_for_any_number_of_groups():
 
 
 def test_two_ranks_train_as_one(run, tmp_path, whole_world):
-    alone = run("name=alone", objective="{recycles: 2}")
+    alone = run("name=alone", objective="{recycles: 1}")
     whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared"])
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
     assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
@@ -191,6 +191,7 @@ def test_a_step_draws_its_recycled_passes():
     assert made.example(None, made.bucket(7, 2))["recycles"] == made.recycles(7)
 
 
+@pytest.mark.slow
 def test_recycled_passes_train_and_resume(run, capsys):
     every = run("objective.recycles=2", "eval.floors=false", "name=all")
     losses = [record["loss"] for record in every if "loss" in record]
@@ -210,7 +211,7 @@ def test_passes_without_gradient_keep_nothing(run, capsys):
         out = capsys.readouterr().out
         return out, next(line.split()[1:3] for line in out.splitlines() if line.startswith("  activations"))
 
-    for kept in ("none", "stages", "blocks", "both"):
+    for kept in ("none", "both"):
         out, few = activations("objective.recycles=1", f"train.checkpoint_activations={kept}")
         assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
         assert activations("objective.recycles=3", f"train.checkpoint_activations={kept}")[1] == few

@@ -77,7 +77,11 @@ def planned(name, way, uneven, n):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [slow("evoformer", "both"), slow("pairformer", "blocks"), *(("latte", way) for way in WAYS)]
+    ("name", "way"),
+    [
+        slow("evoformer", "both"), slow("pairformer", "blocks"),
+        ("latte", "stages"), slow("latte", "blocks"), ("latte", "both"),
+    ],
 )
 def test_loss_gradients_and_bytes(ranks, name, way):
     few = name in CASES  # whose plans take long, on every rank
@@ -111,7 +115,7 @@ def dropping(mesh, name, way, apart=False):
     return loss.detach(), averaged(model, mesh)
 
 
-@pytest.mark.parametrize("name", ["evoformer", "axial_image"])
+@pytest.mark.parametrize("name", [slow("evoformer"), "axial_image"])
 def test_what_was_dropped_is_dropped_again(ranks, name):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
     expected = [ranks(dropping, n, name, "none") for n in (1, 2, 3)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -264,7 +265,7 @@ def planned_op(mesh: DeviceMesh, names: list[str]) -> list[str]:
     return moved
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, slow(3)])
 def test_every_operation_runs_in_a_plan(ranks, n: int) -> None:
     """What no sharded dim can pass is switched or gathered: nothing between stages is refused for its own sake."""
     names = list(OPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_zoo_parallel import build, doubled
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +16,7 @@ SCANS = ["st_mamba", "st_mamba-2-sst", "st_rwkv"]
 
 
 @pytest.mark.parametrize("name", ["st_mamba", "st_rwkv"])
-@pytest.mark.parametrize("order", ["st", "sst"])
+@pytest.mark.parametrize("order", [slow("st"), "sst"])
 def test_two_switches_a_cycle(name: str, order: str) -> None:
     cycles = 4
     with torch.device("meta"):
@@ -37,7 +38,7 @@ def checked(mesh: DeviceMesh, case: str) -> str:
     return str(dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False))
 
 
-@pytest.mark.parametrize("case", SCANS)
+@pytest.mark.parametrize("case", [case if case == "st_mamba" else slow(case) for case in SCANS])
 def test_check(ranks, case: str) -> None:
     for report in ranks(checked, 3, case):
         assert report.startswith("check over 3 ranks in float64: ok"), report
@@ -58,7 +59,7 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@pytest.mark.parametrize("case", SCANS)
+@pytest.mark.parametrize("case", [case if case == "st_mamba-2-sst" else slow(case) for case in SCANS])
 def test_no_rank_holds_more_than_its_share(ranks, case: str) -> None:
     for largest, total in ranks(held, 4, case):
         assert largest <= 1.1 / 4

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_zoo_parallel import build, doubled
 
@@ -174,7 +175,7 @@ def checked(mesh, version, masked, frames):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("n", "frames"), [(2, 7), (3, 5)])
+@pytest.mark.parametrize(("n", "frames"), [slow(2, 7), (3, 5)])
 def test_stages_are_what_they_say(ranks, case, n, frames):
     version, _, masked = case.partition("-")
     ranks(checked, n, version, bool(masked), frames)
@@ -221,7 +222,7 @@ def held(mesh, version, backward):
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [slow(False), True])
 @pytest.mark.parametrize("version", ["v1", "v2", "v3"])
 def test_no_rank_holds_more_than_its_share(ranks, version, backward):
     for largest, total in ranks(held, 4, version, backward):

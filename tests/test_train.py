@@ -19,6 +19,7 @@ import pytest
 import sklearn.datasets  # noqa: F401 (here, so that ranks are forked with it)
 import torch
 from PIL import Image
+from slow import slow
 from torch.utils.checkpoint import checkpoint
 
 from dsp import twins
@@ -249,6 +250,7 @@ def test_resume_before_the_first_checkpoint_starts_anew(run, capsys):
     assert list(metrics(directory, "loss")) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch):
     """sp=2, SIGKILL; resumed under torchrun, SIGTERM; resumed on one rank: the curve is that of one quiet rank."""
     long = ["train.steps=400", "checkpoint.every=5", "eval.every=20", "sample.every=20"]
@@ -291,6 +293,7 @@ def test_two_ranks_killed_stopped_and_finished_by_one(run, trainer, monkeypatch)
     assert comm[1] == comm[stopped] > (0,) == comm[stopped + 3]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     """Whatever started them can tell a run that was stopped from one that has finished."""
     processes = run.bare(2, "train.steps=100000", "eval.every=0", "sample.every=0", "log.every=100000")
@@ -315,6 +318,7 @@ def test_under_torchrun_an_error_is_printed_once(run):
     assert "already holds a run (to step 1): continue it with resume=true" in err
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_error_leave_together(run):
     """Nobody's connections are cut, nobody has to be killed, and without torchrun too one rank speaks."""
     run("train.steps=1", "eval.every=0", "sample.every=0")
@@ -326,9 +330,11 @@ def test_ranks_with_the_same_error_leave_together(run):
     assert errors[1] == ""
 
 
-def test_averaged_weights(run, trainer, whole_world, monkeypatch):
-    """They are what is judged, resume bitwise, do not depend on the mesh, and an old checkpoint starts them."""
-    ema = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
+EMA = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
+
+
+def test_averaged_weights(run, trainer, monkeypatch):
+    """They are what is judged, and resume bitwise."""
     seen = []
     plain_step, plain_evaluate = trainer.train_step, trainer.evaluate
 
@@ -350,7 +356,7 @@ def test_averaged_weights(run, trainer, whole_world, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "train_step", stepped)
         patch.setattr(trainer, "evaluate", judged)
-        whole = run(*ema, "name=whole")
+        whole = run(*EMA, "name=whole")
     average = None
     for what, *values in seen:
         if what == "step":
@@ -361,17 +367,22 @@ def test_averaged_weights(run, trainer, whole_world, monkeypatch):
 
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 3)
-        half = run(*ema, "name=half", expect=trainer.STOPPED)
-    run(*ema, "name=half", "resume=true")
+        half = run(*EMA, "name=half", expect=trainer.STOPPED)
+    run(*EMA, "name=half", "resume=true")
     for keys in (("loss", "grad_norm"), ("val_loss",)):
         assert metrics(half, *keys) == metrics(whole, *keys)
 
-    whole_world(_run_here, 4, run.arguments(*ema, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+
+@pytest.mark.slow
+def test_averaged_weights_of_other_runs(run, whole_world):
+    """They do not depend on the mesh, and an old checkpoint starts them."""
+    whole = run(*EMA, "name=whole")
+    whole_world(_run_here, 4, run.arguments(*EMA, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
     expected, got = metrics(whole, "val_loss"), metrics(run.directory / "runs/mesh", "val_loss")
     assert {k: pytest.approx(v, rel=1e-5) for k, v in expected.items()} == got
 
     run("train.batch=4", "sample.every=0", "train.steps=2", "name=late")
-    late = run(*ema, "name=late", "resume=true")
+    late = run(*EMA, "name=late", "resume=true")
     assert list(metrics(late, "loss")) == [1, 2, 3, 4]
     assert metrics(late, "val_loss")[4] != metrics(whole, "val_loss")[4]
 
@@ -404,11 +415,11 @@ def _run_here(mesh, arguments):
 @pytest.mark.parametrize(
     "options",
     [
-        ["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"],
+        slow(["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"]),
         ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=stages"],
-        ["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"],
-        ["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"],
-        ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"],
+        slow(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
+        slow(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
+        slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"]),
         ["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"],
     ],
     ids=["replicate", "shard", "no-sp", "sp", "blocks", "both-bf16"],
