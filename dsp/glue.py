@@ -100,6 +100,7 @@ class Run:
         self.in_stage: InStage | None = None
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.lends = False  # whether a whole tensor is a copy that may not be written
+        self.strayed = False  # whether this forward does not do what its script was made for
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
@@ -445,6 +446,9 @@ class Glue(TorchFunctionMode):
             return self.operate(-1, func, what, args, kwargs, types)
         index = run.glue_index
         run.glue_index += 1
+        if run.script is not None and not run.strayed:
+            names = run.script.names
+            run.strayed = index >= len(names) or names[index] != what.name
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             run.observe("record", index, what.name, args, kwargs, out, what.changing)
@@ -546,7 +550,7 @@ class Glue(TorchFunctionMode):
                     raise frame.refuse("it writes a sharded tensor into a whole one")
                 outcome = rule(frame)
             except GlueError as refusal:
-                if run.script is not None and not run.script.recorded:
+                if run.script is not None and not (run.script.recorded or run.strayed):
                     raise
                 # nobody planned this: would another dim do, or else the whole tensors?
                 found = self.detour(rule, func, what.name, args, kwargs, tensors, shells)

@@ -134,6 +134,7 @@ class Runtime:
             return self.forward(*args, **kwargs)
         self.settle_hooks()
         plan, fresh = self.plan_for(args, kwargs)
+        key = self.last_key
         if fresh:
             self.leave_out_hooks()
         self.agreement.start(args, kwargs, self.last_key, wait=fresh)
@@ -152,8 +153,11 @@ class Runtime:
             run.observe("root_outputs", output, self.gather_output)
             if run.recorder is not None:
                 run.recorder.random_glue = True
-                plan = self.plans[self.last_key] = self.solve(run.recorder.trace())
+                plan = self.plans[key] = self.solve(run.recorder.trace())
                 plan.script.recorded = True
+            elif run.strayed and plan is not None and not plan.script.recorded:
+                # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
+                self.plans[key] = None
             return self.leave(run, output)
         finally:
             if state is not None:

@@ -78,6 +78,7 @@ class Script:
     glue: dict[int, GlueStep]
     random_glue: bool
     copies: frozenset[int] = frozenset()  # glue that only looks like a view: it copies
+    names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
 
@@ -352,7 +353,7 @@ def make_plan(
         kinds = {m.dst: m.kind for m in moves.get(v, [])}
         return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
 
-    script = Script({}, [], {}, t.random_glue, frozenset(t.copies))
+    script = Script({}, [], {}, t.random_glue, frozenset(t.copies), tuple(t.names))
     inputs: dict[str, tuple[str, ...]] = {}
     for param, v in t.inputs.items():
         layouts = used.get(v, set())

@@ -155,6 +155,7 @@ class Trace:
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
     whole_touched: int = 0  # bytes, likewise
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
+    names: Sequence[str] = ()  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 
@@ -338,6 +339,7 @@ class Recorder:
         self.frames: list[Any] = []
         self.saves: dict[int, float] = {}
         self.copies: set[int] = set()
+        self.names: list[str] = []  # of all glue operations
 
     # --- values ---
 
@@ -403,6 +405,7 @@ class Recorder:
 
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
         """Glue operation number `index`; `written`: in place, into its first operand."""
+        self.names.append(name)
         tracked = tensor_args(args, kwargs)
         syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
@@ -744,7 +747,7 @@ class Recorder:
     def trace(self, resident: int = 0) -> Trace:
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves, copies=self.copies,
+            resident, saves=self.saves, copies=self.copies, names=self.names,
         )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:
@@ -770,7 +773,6 @@ class Tracer(Recorder, TorchFunctionMode):
         self.whole_flops = self.whole_touched = 0
         self.in_stage = False
         self.depth = 0
-        self.glue_ops = 0
         self.watch = Watch()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -780,8 +782,7 @@ class Tracer(Recorder, TorchFunctionMode):
         name, attribute = op_name(func)
         if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
             return func(*args, **kwargs)
-        index = self.glue_ops
-        self.glue_ops += 1
+        index = len(self.names)
         self.watch.restart()
         region, kept = self.region(), list[Tensor]()
         with saving(kept) if region is not None else nullcontext():
