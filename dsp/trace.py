@@ -155,7 +155,7 @@ class Trace:
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
     whole_touched: int = 0  # bytes, likewise
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
-    names: Sequence[str] = ()  # of all glue operations
+    names: list[str] = field(default_factory=list)  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 

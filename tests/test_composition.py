@@ -474,7 +474,7 @@ def less_from_the_second_call_on(mesh: DeviceMesh) -> list[int]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_forward_that_does_less_from_the_second_call_on(ranks, n: int) -> None:
-    """The plan was made of the first call. The second goes its own way and the third is recorded: as cheap as at first."""
+    """The plan is of the first call. The second goes its own way and the third is recorded: as cheap as at first."""
     sent = torch.tensor(ranks(less_from_the_second_call_on, n)).amax(0).tolist()
     assert sent[3] == sent[0]
 
