@@ -11,7 +11,8 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -229,7 +230,11 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return (torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype)
 
 
-def _fresh(kernel: Any) -> Any:
+# told of every collective of this thread: its name and arguments
+LISTENER: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar("dsp_listener", default=None)
+
+
+def _fresh(name: str, kernel: Any) -> Any:
     """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own."""
 
     def own(out: Tensor) -> Tensor:
@@ -238,6 +243,8 @@ def _fresh(kernel: Any) -> Any:
         return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
 
     def run(*args: Any) -> Any:
+        if (hear := LISTENER.get()) is not None:
+            hear(name, args)
         out = kernel(*args)
         return list(map(own, out)) if isinstance(out, list) else own(out)
 
@@ -248,8 +255,8 @@ for _name, _kernel in [
     ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many), ("gather", _gather),
     ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
 ]:  # fmt: skip
-    _lib.impl(_name, _fresh(_kernel), "CPU")
-    _lib.impl(_name, _fresh(_kernel), "CUDA")
+    _lib.impl(_name, _fresh(_name, _kernel), "CPU")
+    _lib.impl(_name, _fresh(_name, _kernel), "CUDA")
 
 
 @torch.library.register_fake("dsp::switch", lib=_lib)

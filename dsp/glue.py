@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.collectives import summed_in
 from dsp.layout import At, Axis, Cut, connected_local, cut_of, separable
+from dsp.ledger import Where
 from dsp.ops import Part, gather_local, switch_all, switch_local
-from dsp.plan import GlueStep, Script
+from dsp.plan import GlueStep, Script, Via
 from dsp.private import StorageWeakRef, _get_current_function_mode, _pop_mode, _push_mode, checkpoint_frame
 from dsp.randomness import forked
 from dsp.rules import (
@@ -98,9 +99,10 @@ class Run:
         self.stage_index = self.glue_index = 0
         self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
         self.in_stage: InStage | None = None
+        self.where: Where = ("glue", -1, "the inputs")  # what moves are for
+        self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.lends = False  # whether a whole tensor is a copy that may not be written
-        self.strayed = False  # whether this forward does not do what its script was made for
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
@@ -194,11 +196,28 @@ class Run:
             home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
         return home.copies[None]
 
-    def gather_first(self, tensors: Sequence[Sharded | None], whole: Sequence[bool]) -> None:
-        """Gather what the plan gathers for several uses before it is cut for this one."""
-        for t, gathered in zip(tensors, whole):
-            if t is not None and gathered:
-                self.gather(home_of(t))
+    def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
+        """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
+        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
+
+        def switch() -> None:
+            parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
+            for ((_, dst), (home, _)), local in zip(todo.items(), switch_all(parts, self.axis)):
+                home.copies[dst] = local
+            todo.clear()
+
+        for home, src, dst in [(home_of(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
+            if src is not None and (id(home), src) in todo:
+                switch()
+            if dst in home.copies or src not in home.copies:
+                continue
+            if src is None and dst is not None:
+                home.copies[dst] = self.axis.narrow(home.copies[None], dst)
+            elif dst is None and src is not None:
+                home.copies[None] = gather_local(home.copies[src], src, home.shape, self.axis)
+            elif src is not None and dst is not None:
+                todo[id(home), dst] = home, src
+        switch()
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
@@ -238,7 +257,7 @@ class Run:
             return plain(t)
         if source == "view":
             assert cut is not None
-            if separable(t.at.shape, t.at.cut, cut, self.axis.size):
+            if None not in home.copies and separable(t.at.shape, t.at.cut, cut, self.axis.size):
                 return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
             return self.axis.narrow(self.view(t, None, "whole"), cut)
         at = None if source == "whole" else source
@@ -360,14 +379,14 @@ def known(func: Any) -> Function:
 class Recipe:
     """How one operation runs on local parts, for all operations of one key.
 
-    frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); whole: those that
-    are gathered first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view: the
-    result is the same data. A `quick` one moves nothing: once it ran, `ats` tell where its results lie.
+    frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
+    be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
+    the result is the same data. A `quick` one moves nothing: once it ran, `ats` tell where its results lie.
     """
 
     frame: Frame
     wanted: list[Cut | None]
-    whole: list[bool]
+    via: list[list[Via]]
     outcome: Outcome | None
     push: list[Cut | None]
     view: bool
@@ -446,9 +465,10 @@ class Glue(TorchFunctionMode):
             return self.operate(-1, func, what, args, kwargs, types)
         index = run.glue_index
         run.glue_index += 1
-        if run.script is not None and not run.strayed:
+        if run.script is not None and run.strayed is None:
             names = run.script.names
-            run.strayed = index >= len(names) or names[index] != what.name
+            if index >= len(names) or names[index] != what.name:
+                run.strayed = ("glue", index, what.name), names[index] if index < len(names) else None
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             run.observe("record", index, what.name, args, kwargs, out, what.changing)
@@ -466,6 +486,7 @@ class Glue(TorchFunctionMode):
             and not run.lends
             and not any(isinstance(t, DTensor) for t in tensor_args(args, kwargs))
         ):
+            run.where = ("glue", index, what.name)
             return func(*args, **kwargs)
         mark = index if step is not None or (run.script is not None and index in run.script.copies) else None
         try:
@@ -475,6 +496,7 @@ class Glue(TorchFunctionMode):
             key = recipe = None
         if recipe is not None and recipe.ats and not run.stale:
             return self.quickly(recipe, recipe.quick, func, args, kwargs)
+        run.where = ("glue", index, what.name)
         tensors = tensor_args(args, kwargs)
         shells = [run.open(t) for t in tensors]
         if recipe is None:
@@ -564,12 +586,12 @@ class Glue(TorchFunctionMode):
         push = step.push if step is not None else []
         # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
         view = outcome is not None and outcome.view and run.script is not None and index not in run.script.copies
-        whole = step.whole if step is not None else []
+        via = step.via if step is not None else []
         quick = None
         stay = all(c == _cut(s) for s, c in zip(shells, wanted))
-        if outcome is not None and stay and not (changing or any(push) or any(whole)):
+        if outcome is not None and stay and not (changing or any(push) or any(via)):
             quick = self.quick(outcome, frame, func, what, args, shells)
-        return Recipe(frame, wanted, whole, outcome, push, view, quick)
+        return Recipe(frame, wanted, via, outcome, push, view, quick)
 
     def quick(
         self, outcome: Outcome, frame: Frame, func: Any, what: Function, args: Any, shells: list[Sharded | None]
@@ -608,7 +630,7 @@ class Glue(TorchFunctionMode):
     ) -> Any:  # fmt: skip
         """Run an operation by its recipe."""
         run, outcome, wanted, push = self.run, recipe.outcome, recipe.wanted, recipe.push
-        run.gather_first(shells, recipe.whole)
+        run.copy_first(shells, recipe.via)
         moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None and s.at.cut != c]))
         locals_: list[Tensor] = []
         for t, s, c in zip(tensors, shells, wanted):

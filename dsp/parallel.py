@@ -22,6 +22,7 @@ from dsp.agreement import Agreement
 from dsp.collectives import inexact
 from dsp.glue import InStage, Run, active, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
+from dsp.ledger import Ledger, Word
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
@@ -84,10 +85,12 @@ class Runtime:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
+        self.told: set[Any] = set()  # the signatures of which it was said that a run sent other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.recipes: dict[Any, Any] = {}  # of runs without a plan
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
+        self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
         self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
 
     def install(self) -> None:
@@ -147,21 +150,35 @@ class Runtime:
         state = None
         if plan is None or plan.script.random_glue:
             state = self.shared_randomness()
+        ledger = Ledger(run)
         try:
-            with active(self, run):
-                output = self.forward(*args, **kwargs)
-            run.observe("root_outputs", output, self.gather_output)
-            if run.recorder is not None:
-                run.recorder.random_glue = True
-                plan = self.plans[key] = self.solve(run.recorder.trace())
-                plan.script.recorded = True
-            elif run.strayed and plan is not None and not plan.script.recorded:
-                # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
-                self.plans[key] = None
-            return self.leave(run, output)
+            with ledger.listening():
+                with active(self, run):
+                    output = self.forward(*args, **kwargs)
+                run.observe("root_outputs", output, self.gather_output)
+                if run.recorder is not None:
+                    run.recorder.random_glue = True
+                    plan = self.plans[key] = self.solve(run.recorder.trace())
+                    plan.script.recorded = True
+                    return self.leave(run, output)
+                output = self.leave(run, output)
+            if plan is not None:
+                self.keep_word(plan, key, ledger)
+                if run.strayed and not plan.script.recorded:
+                    # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
+                    self.plans[key] = None
+            return output
         finally:
             if state is not None:
                 join(state)
+
+    def keep_word(self, plan: Plan, key: Any, ledger: Ledger) -> None:
+        """A run that sends other than its plan says so, once."""
+        if plan.script.word is None:
+            plan.script.word = Word(plan, self.axis.rank)
+        if self.counts and not (plan.script.word.kept(ledger) or key in self.told):
+            self.told.add(key)
+            (log.warning if self.axis.rank == 0 else log.info)(plan.script.word.tell(ledger))
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan | None, bool]:
         key = (describe(args, kwargs), self.model.training, torch.is_grad_enabled())
@@ -241,7 +258,8 @@ class Runtime:
 
     def leave(self, run: Run, output: Any) -> Any:
         finished = []
-        for t in tensors_in(output):
+        for i, t in enumerate(tensors_in(output)):
+            run.where = ("output", i, "output")
             shard = run.open(t)
             if shard is None:
                 finished.append(t)
@@ -298,18 +316,19 @@ class Runtime:
         sizes, options = known
         index = run.stage_index
         run.stage_index += 1
+        run.where = ("stage", index, stage.name)
         step = None
         if run.script is not None and index < len(run.script.stages):
             step = run.script.stages[index]
             if step.name != stage.name:
+                run.strayed = run.strayed or (run.where, step.name)
                 step = None
         option = next((o for o in options if step and o.name == step.option), None)
         if option is None:
             step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
         shared = option.name is not None
         place = Place(axis, option.name, Peers.all(option.size, axis.size) if shared else Peers((axis.rank,), (1,)))
-        whole = step.whole if step is not None and len(step.whole) == len(bound) else [False] * len(bound)
-        run.gather_first(shells, whole)
+        run.copy_first(shells, step.via if step is not None and len(step.via) == len(bound) else [])
         moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
         parts = []
         for b, shell, cut in zip(bound, shells, option.cuts):

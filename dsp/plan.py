@@ -13,6 +13,7 @@ from torch import nn
 
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
+from dsp.ledger import Sending
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, parse
 from dsp.planner import Choice, Infeasible, Move, Op, Problem, Solution, Value, chunk_sizes, fuses, price, solve
 from dsp.reads import traced
@@ -50,13 +51,16 @@ class Switch:
     shared: bool = False  # travels in the collective of one before it
 
 
+Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
+
+
 @dataclass
 class StageStep:
     name: str
     option: str | None
     push: list[Cut | None]
     random: bool
-    whole: list[bool]  # the tensors that no move brings to what the stage needs: gathered, then cut
+    via: list[list[Via]]  # the copies to be made of each tensor first, in this order
     constants: list[Any]  # what it returned beside tensors at full size
 
 
@@ -66,7 +70,7 @@ class GlueStep:
     cuts: list[Cut | None] | None = None  # what each tensor operand must be; None: as they come
     push: list[Cut | None] = field(default_factory=list)
     source: Cut | None = None
-    whole: list[bool] = field(default_factory=list)  # operands to be gathered first, then cut
+    via: list[list[Via]] = field(default_factory=list)  # the copies to be made of each operand first, in this order
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Script:
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
+    word: Any = field(default=None, repr=False, compare=False)  # what it promises of this rank, once that was asked
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class Plan:
     resident: int
     exact: bool
     script: Script = field(repr=False)
+    sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # of a forward, outside of stages
     calls: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     flops_alone: int = 0
@@ -349,9 +355,14 @@ def make_plan(
                 push[v] = first.dst
     _meet(t, solution, push, n)
 
-    def through_whole(v: int, layout: str | None) -> bool:
-        kinds = {m.dst: m.kind for m in moves.get(v, [])}
-        return layout is None or (kinds.get(None) == "gather" and kinds.get(layout) == "split")
+    def via(s: Any, i: int) -> list[Via]:
+        """The moves of an operand before op i, but for those that its use makes by itself."""
+        own = [m for m in moves.get(s.value, []) if m.before == i] if s is not None else []
+        return [
+            (t.cuts[m.value].get(m.src) if m.src else None, t.cuts[m.value].get(m.dst) if m.dst else None)
+            for m in own
+            if push.get(m.value, "") != m.dst
+        ]
 
     script = Script({}, [], {}, t.random_glue, frozenset(t.copies), tuple(t.names))
     inputs: dict[str, tuple[str, ...]] = {}
@@ -366,9 +377,8 @@ def make_plan(
         pushes = [t.cuts[v][key] if (key := push.get(v)) is not None else None for v in op.outputs]
         if event.kind == "stage":
             option = event.options[choice].name
-            asked = dict(zip(op.inputs, needs[i]))
-            whole = [s is not None and through_whole(s.value, asked[s.value]) for s in event.operands]
-            script.stages.append(StageStep(event.name, option, pushes, event.random, whole, event.constants))
+            ways = [via(s, i) for s in event.operands]
+            script.stages.append(StageStep(event.name, option, pushes, event.random, ways, event.constants))
             # run whole on every rank, it has to draw the same numbers there, as glue does
             script.random_glue |= event.random and option is None
         elif event.kind == "source":
@@ -379,8 +389,7 @@ def make_plan(
             if not any(pushes) and all(homes[v] == key for v, key in layout.items()):
                 continue
             cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
-            whole = [s is not None and through_whole(s.value, layout[s.value]) for s in event.operands]
-            script.glue[event.index] = GlueStep(event.name, cuts, pushes, whole=whole)
+            script.glue[event.index] = GlueStep(event.name, cuts, pushes, via=[via(s, i) for s in event.operands])
 
     def again(at: int, after: bool) -> bool:
         """Whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
@@ -416,6 +425,11 @@ def make_plan(
     def count(phase: str, kind: str, nbytes: int, times: int = 1) -> None:
         sends[phase] = add_sent(sends[phase], {kind: (nbytes, times)})
 
+    sendings: list[Sending] = []
+
+    def where(at: int) -> tuple[str, int, str]:
+        return t.events[at].kind, t.events[at].index, t.ops[at].name
+
     own_call: dict[Move, int] = {}
     seen: set[Any] = set()
     for m in (m for m in solution.moves if m.kind != "split"):
@@ -431,8 +445,12 @@ def make_plan(
                 count(phase, "reduce_scatter" if back else m.kind, sent, int(new))
                 if phase == "forward":
                     own_call[m] = int(new)
+                    at = where(m.after if push.get(m.value, "") == m.dst else m.before)
+                    sendings.append(Sending(at, m.kind, int(new), t.values[m.value], m.src, m.dst))
     for i, (event, own) in enumerate(zip(t.events, taken)):
         alike = {"all_reduce": (own.bytes, own.calls)} if own.calls else {}  # a sum in glue is its own adjoint
+        if event.kind != "stage" and own.calls:
+            sendings.append(Sending(where(i), "all_reduce", own.calls, bytes=own.bytes))
         inside = event.sends[solution.choices[i]] if event.kind == "stage" else Sends(alike, alike, alike)
         sends["forward"] = add_sent(sends["forward"], inside.forward)
         if event.grad:
@@ -467,7 +485,8 @@ def make_plan(
     touched = [tuple(t.forwards(event) * part for part in event.touched) for event in t.events]
     shares = [_share(t, stages, i, solution.choices[i], n) for i in range(len(t.ops))]
     return Plan(
-        n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script, calls,
+        n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script,
+        sendings=sendings if n > 1 else [], calls=calls,
         flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
         flops_alone=sum(everything) + t.whole_flops,
         flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,

@@ -18,7 +18,7 @@ the ops in order and carries along what is held. Nothing here knows tensors: byt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, combinations, count, islice, pairwise, product
@@ -44,7 +44,9 @@ class Value:
     """A tensor that lives between ops: its dims in order, folds unfolded, and the bytes of an element.
 
     `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
-    is for one that is written in place and has views: it is moved only if nothing else will do.
+    is for one that is written in place and has views: it is moved only if nothing else will do. Dims may lie in each
+    other, a fold and a part of it: then `numel` says how many elements there are. `apart` are pairs of dims between
+    which no one all-to-all leads: from one to the other the value is gathered, and split.
     """
 
     name: str
@@ -52,17 +54,20 @@ class Value:
     itemsize: int
     home: tuple[Layout, ...] = ()
     fixed: bool = False
+    numel: int | None = None
+    apart: frozenset[frozenset[str]] = frozenset()
 
     @property
     def nbytes(self) -> int:
-        return prod(size for _, size in self.sizes) * self.itemsize
+        numel = prod(size for _, size in self.sizes) if self.numel is None else self.numel
+        return numel * self.itemsize
 
-    def local_bytes(self, layout: Layout, n: int) -> int:
-        """Bytes of the largest shard over n ranks."""
-        sizes = dict(self.sizes)
-        if layout is not None:
-            sizes[layout] = chunk_sizes(sizes[layout], n)[0]
-        return prod(sizes.values()) * self.itemsize
+    def local_bytes(self, layout: Layout, n: int, rank: int = 0) -> int:
+        """Bytes of a shard over n ranks, by default of the largest."""
+        if layout is None:
+            return self.nbytes
+        size = dict(self.sizes)[layout]
+        return self.nbytes * chunk_sizes(size, n)[rank] // max(size, 1)
 
 
 @dataclass(frozen=True)
@@ -161,12 +166,22 @@ def price(value: Value, src: Layout, dst: Layout, n: int) -> tuple[int, int]:
     if n == 1 or src == dst or src is None:
         return 0, 0
     sizes = dict(value.sizes)
-    chunks = chunk_sizes(sizes.pop(src), n)
+    chunks = chunk_sizes(sizes[src], n)
     if dst is None:
-        return (n - 1) * chunks[0] * prod(sizes.values()) * value.itemsize, 1
-    size = sizes.pop(dst)
-    sent = max(chunk * (size - kept) for chunk, kept in zip(chunks, chunk_sizes(size, n)))
-    return sent * prod(sizes.values()) * value.itemsize, 1
+        return (n - 1) * value.local_bytes(src, n), 1
+    sent = max(chunk * (sizes[dst] - kept) for chunk, kept in zip(chunks, chunk_sizes(sizes[dst], n)))
+    return value.nbytes * sent // max(sizes[src] * sizes[dst], 1), 1
+
+
+def sent_by(value: Value, src: Layout, dst: Layout, n: int, rank: int) -> int:
+    """Bytes that one of n ranks sends in a move; `price` has those of the busiest."""
+    if n == 1 or src == dst or src is None:
+        return 0
+    own = value.local_bytes(src, n, rank)
+    if dst is None:
+        return (n - 1) * own
+    size = dict(value.sizes)[dst]
+    return own * (size - chunk_sizes(size, n)[rank]) // max(size, 1)
 
 
 def solve(problem: Problem) -> Solution:
@@ -195,8 +210,13 @@ class _Shape:
         self.layouts = layouts
         self.local = {a: value.local_bytes(a, n) for a in layouts}
         extra = 1 << 160 if value.fixed else 0  # more than all bytes
+        never = 1 << 192  # there is another way
         self.price = {
-            (a, b): _cost(*price(value, a, b, n)) + (extra if a != b else 0) for a in layouts for b in layouts
+            (a, b): _cost(*price(value, a, b, n))
+            + (extra if a != b else 0)
+            + (never if frozenset((a, b)) in value.apart else 0)
+            for a in layouts
+            for b in layouts
         }
         self.reach = cache(self._reach)
         self.spread = cache(self._spread)
@@ -291,13 +311,9 @@ class _Facts:
                 for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives):
                     named[v].add(layout)
         # alike values share one
-        shape = cache(
-            lambda sizes, itemsize, fixed, layouts: _Shape(
-                Value("", sizes, itemsize, fixed=fixed), layouts, self.problem.size
-            )
-        )
+        shape = cache(lambda value, layouts: _Shape(value, layouts, self.problem.size))
         return [
-            shape(value.sizes, value.itemsize, value.fixed, (None, *(dim for dim, _ in value.sizes if dim in dims)))
+            shape(replace(value, name="", home=()), (None, *(dim for dim, _ in value.sizes if dim in dims)))
             for value, dims in zip(self.problem.values, named)
         ]
 

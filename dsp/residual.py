@@ -76,12 +76,13 @@ def joins(problem: Problem, stages: Sequence[bool]) -> list[_Join]:
 
 def residuals(problem: Problem, stages: Sequence[bool], solution: tuple[int, int]) -> list[Residual]:
     """Every residual stream of a problem whose plan sends `solution`; each alternative is planned without a limit."""
-    streams: dict[tuple[tuple[str, int], ...], list[_Join]] = {}
+    streams: dict[tuple[tuple[tuple[str, int], ...], int], list[_Join]] = {}
     for join in joins(problem, stages):
-        streams.setdefault(problem.values[join.out].sizes, []).append(join)
+        out = problem.values[join.out]
+        streams.setdefault((out.sizes, out.nbytes), []).append(join)
     free = replace(problem, capacity=None)
     found = []
-    for sizes, stream in streams.items():
+    for (sizes, _), stream in streams.items():
         heavy = frozenset().union(*(join.branch for join in stream))
         values = tuple(
             replace(v, itemsize=v.itemsize * FORBIDDING) if i in heavy else v for i, v in enumerate(problem.values)
@@ -99,7 +100,7 @@ def residuals(problem: Problem, stages: Sequence[bool], solution: tuple[int, int
             cost = _cost(problem, solve(replace(free, ops=tuple(ops))))
             if kept is None or cost < kept:
                 kept, along = cost, layout
-        dims = " ".join(dim for dim, _ in sizes if dim)
+        dims = " ".join(dim for dim, _ in sizes)
         found.append(Residual(dims, len(stream), solution, switched, kept, along))
     return found
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dsp.collectives import summed_in
-from dsp.layout import Cut
+from dsp.layout import Cut, separable
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
 from dsp.private import FakeTensorMode, StorageWeakRef, TorchDispatchMode, checkpoint_frame, pytree
@@ -346,9 +346,8 @@ class Recorder:
     def value(self, t: Tensor, name: str, sizes: Mapping[str, int], cuts: dict[str, Cut], whole: bool) -> int:
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded."""
         self.longest = max(self.longest, t.numel() * t.element_size())
-        rest = math.prod(t.shape) // max(math.prod(sizes[k] for k in cuts), 1)
-        dims = tuple((k, sizes[k]) for k in cuts) + (("", max(rest, 1)),)
-        self.values.append(Value(name, dims, t.element_size()))
+        dims = tuple((k, sizes[k]) for k in cuts)
+        self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
         self.grads.append(t.requires_grad)
         self.cuts.append(dict(cuts))
         self.shapes.append(tuple(t.shape))
@@ -386,10 +385,7 @@ class Recorder:
             while key in known:
                 key += "'"
             extent = self.shapes[sym.value][d] // base.outer
-            sizes = dict(value.sizes)
-            sizes[key] = extent
-            sizes[""] = sizes.pop("") // extent
-            self.values[sym.value] = replace(value, sizes=tuple(sizes.items()))
+            self.values[sym.value] = replace(value, sizes=(*value.sizes, (key, extent)))
             known[key] = base
             sym.cuts[key] = cut
 
@@ -744,7 +740,13 @@ class Recorder:
         for i, t in enumerate(tensors_in(output)):
             self.root_output(i, t, gather)
 
+    def apart(self, v: int) -> frozenset[frozenset[str]]:
+        """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
+        pairs = itertools.combinations(self.cuts[v].items(), 2)
+        return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
+
     def trace(self, resident: int = 0) -> Trace:
+        self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
             resident, saves=self.saves, copies=self.copies, names=self.names,

@@ -1,0 +1,136 @@
+"""A plan keeps its word: what a run sends is counted as it is sent, and a run that sends other than planned says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import toys
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("dsp").addHandler(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        logging.getLogger("dsp").removeHandler(self)
+
+
+class Frames(nn.Module):
+    """A convolution within each frame, then a recurrence along time over whole frames: (b t) folded, and opened."""
+
+    stages = {"": "x=b t c h w", "conv": "(b t) [c h w]", "rnn": "b [t f] -> b [t g], [n] b [g], [n] b [g]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rnn = nn.Conv2d(3, 4, 3, padding=1), nn.LSTM(64, 8, batch_first=True)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.flatten(0, 1)).relu().flatten(1).view(*x.shape[:2], -1)
+        return self.out(self.rnn(y)[0])
+
+
+def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None = None) -> tuple[Any, ...]:
+    model = build()
+    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages)
+    dsp.parallelize(model, mesh, stages, gather_output=False)
+    with Heard() as heard:
+        for _ in range(2):
+            with torch.no_grad(), dsp.count_comm() as comm:
+                model(x)
+    word = next(iter(model.forward.__self__.plans.values())).script.word
+    own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
+    return own, (word.bytes, word.calls), plan, heard.texts
+
+
+def test_a_view_of_what_is_whole_already_is_not_switched_once_more(ranks) -> None:
+    """The fold of 2 samples is gathered for the recurrence, whose own part a rank then takes of its view."""
+    results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
+    for own, promised, plan, told in results:
+        assert own == promised
+        assert own[1] == plan.calls["forward"] == 2
+        assert told == []
+    assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
+
+
+class Wayward(nn.Module):
+    """The way of a forward that reads its data, planned from the record of its first call."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+
+    def forward(self, x: Tensor, often: Tensor) -> Tensor:
+        for k in range(int(often)):
+            x = self.space(x) if k % 2 else self.time(x)
+        return x
+
+
+def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
+    model = dsp.parallelize(Wayward(), mesh, gather_output=False)
+    x, told = torch.randn(1, 4, 6, toys.C), []
+    for k in often:
+        with Heard() as heard, torch.no_grad():
+            model(x, torch.tensor(k))
+        told.append(heard.texts)
+    return told
+
+
+def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
+    first, second = ranks(wayward, 2, 2, 2, 3, 4)
+    assert first[:2] == [[], []]
+    assert len(first[2]) == 1
+    assert first[2][0] == (
+        "this forward sent 192 B in 2 calls where its plan says 96 B in 1: it called 3 stages, and the plan, which is "
+        "the record of an earlier call, has 2. What it computes is right"
+    )
+    assert first[3] == []
+    assert second == [[], [], [], []]  # rank 0 speaks for all
+
+
+class Own(nn.Module):
+    """A model that gathers by itself what the library moves."""
+
+    stages = {"": "x=b t s c", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.time(x) * 2
+        if hasattr(y, "placements"):
+            dsp.gather(y)
+        return y
+
+
+def own_way(mesh: DeviceMesh) -> list[str]:
+    model = dsp.parallelize(Own(), mesh, gather_output=False)
+    with Heard() as heard, torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(1, 4, 6, toys.C))
+    return heard.texts
+
+
+def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
+    (told,) = ranks(own_way, 2)[0]
+    assert told == (
+        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: it came to gather() where the plan ends. "
+        "What it computes is right"
+    )
