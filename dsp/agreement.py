@@ -1,20 +1,84 @@
-"""Do all ranks of a group hold the same inputs? A checksum of them, compared while the model runs."""
+"""Do all ranks of a group hold the same? The model and its stages once; the inputs by a checksum, as the model runs."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import Axis
 from dsp.private import pytree
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
+PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memory
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raises RuntimeError on every rank if ranks make another model parallel, or with other options: 8 bytes a rank.
+
+    Only where they differ, what they hold is sent as well, for the error to name it.
+    """
+    facts = {name: repr(v) if isinstance(v, PLAIN) else type(v).__qualname__ for name, v in flat(options).items()}
+    facts.update(torch=torch.__version__, **{"the source of dsp": source()})
+    facts.update({f"model.{k}".rstrip("."): type(module).__qualname__ for k, module in model.named_modules()})
+    mine = torch.tensor([number(sorted(facts.items()))], device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
+    everyone = mine.new_empty(axis.size)
+    all_gather(everyone, mine, group=axis.mesh.get_group())
+    if alike(everyone):
+        return
+    held: list[Any] = [None] * axis.size
+    dist.all_gather_object(held, facts, group=axis.mesh.get_group())
+    names = {name: None for facts in held for name in facts}
+    odd = [name for name in names if any(facts.get(name) != held[0].get(name) for facts in held)]
+    values: dict[str, list[int]] = {}
+    for rank, facts in zip(dist.get_process_group_ranks(axis.mesh.get_group()), held):
+        values.setdefault(facts.get(odd[0], "missing"), []).append(rank)
+    told = ", but ".join(f"{value} on rank{'s' * (len(who) > 1)} {some(who)}" for value, who in values.items())
+    raise RuntimeError(
+        f"the ranks of one sequence-parallel group make different things parallel: {odd[0]} is {told}"
+        + (f"; so differ {some(odd[1:])}" if odd[1:] else "")
+        + ". Give every rank of the group the same model, stages, options and versions"
+    )
+
+
+def alike(everyone: Tensor) -> bool:
+    return len(set(everyone.tolist())) == 1
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The entries of mappings, each by its path."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {k: v for key, x in value.items() for k, v in flat(x, f"{name}[{key!r}]" if name else str(key)).items()}
+
+
+def some(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:4])) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
+
+
+@cache
+def source() -> str:
+    """Of dsp, as no version number tells one checkout from another."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=7).hexdigest()
+
+
+def number(key: Any) -> int:
+    """An int64 for what has a repr."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
+def all_gather(everyone: Tensor, mine: Tensor, **options: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return gather(everyone, mine, **options)
 
 
 class Agreement:
@@ -41,7 +105,6 @@ class Agreement:
         blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
         mine = torch.cat([self.digest(key), *(s.view(1) for s in sums), blank])
         everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         work = all_gather(everyone, mine, group=self.axis.mesh.get_group(), async_op=True)
         arrived, answer = self.to_host(work, everyone) if self.device == "cuda" else (work.wait, everyone)
         self.pending = arrived, answer, (spec, checked), (mine, everyone)
@@ -51,10 +114,9 @@ class Agreement:
     def digest(self, key: Any) -> Tensor:
         found = self.digests.get(key)
         if found is None:
-            number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
             if len(self.digests) >= 1024:
                 self.digests.clear()
-            found = self.digests[key] = torch.tensor([number], dtype=torch.int64, device=self.device)
+            found = self.digests[key] = torch.tensor([number(key)], dtype=torch.int64, device=self.device)
         return found
 
     def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.agreement import agree
 from dsp.compare import Call, compare
 from dsp.layout import Axis
 from dsp.notation import StagePattern
@@ -101,6 +102,8 @@ def check(
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     axis = Axis.of(mesh)
+    if axis.size > 1:
+        agree(axis, model, {"stages": stages if stages is not None else getattr(model, "stages", None)})
     found, root = stages_of(model, stages)
     tensors = itertools.chain(model.parameters(), model.buffers(), tensors_in((args, kwargs)))
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dsp.agreement import Agreement
+from dsp.agreement import Agreement, agree
 from dsp.collectives import inexact
 from dsp.glue import InStage, Run, active, version
 from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
@@ -65,9 +66,15 @@ def parallelize(
     with ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the
     ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
 
-    At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this.
+    At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
+    every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     axis = Axis.of(mesh)
+    if axis.size > 1:
+        stated = stages if stages is not None else getattr(model, "stages", None)
+        agree(axis, model, {"stages": stated, "gather_output": gather_output})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
@@ -92,6 +99,7 @@ class Runtime:
         self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
         self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
         self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
+        self.idle = threading.Lock()  # held while a forward runs
 
     def install(self) -> None:
         if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
@@ -135,6 +143,18 @@ class Runtime:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if ACTIVE.get() is not None:  # inside another parallelized model: its plan governs
             return self.forward(*args, **kwargs)
+        if not self.idle.acquire(blocking=False):
+            raise RuntimeError(
+                f"two threads call one parallelized {type(self.model).__name__} at the same time, as nn.DataParallel "
+                "would: its ranks could not tell whose data they exchange. Call it from one thread, or build a model "
+                "for each, on a mesh of its own"
+            )
+        try:
+            return self.once(args, kwargs)
+        finally:
+            self.idle.release()
+
+    def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.settle_hooks()
         plan, fresh = self.plan_for(args, kwargs)
         key = self.last_key
@@ -293,8 +313,8 @@ class Runtime:
         if current is None:
             if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
                 raise RuntimeError(
-                    f"{stage.where} got a sharded tensor outside its model's forward. If this is activation "
-                    "checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
+                    f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
+                    "activation checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
                 )
             return None
         runtime, run = current

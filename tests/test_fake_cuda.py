@@ -76,6 +76,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "to_host", lambda self, work, everyone: (work.wait, everyone))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Agreement, "finish", lambda self: setattr(self, "pending", None))
+    monkeypatch.setattr("dsp.agreement.alike", lambda everyone: True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from dsp.agreement import agree
 from dsp.embedded.core import AttentionCore, Distributed
 from dsp.embedded.grid import Grid
 from dsp.embedded.ring import Ring
@@ -175,6 +176,9 @@ def parallelize(
     Raises ValueError for a method that does not fit the model.
     """
     axis = Axis.of(mesh)
+    if axis.size > 1:
+        named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
+        agree(axis, model, {**named, "gather_output": gather_output, "method": method, **options})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
