@@ -1,182 +1,159 @@
-"""A training step of the paper's 720M model on one GPU: tokens/s, MFU, memory; and what a switch costs beside its wire.
+"""One command for a GPU: is everything right on CUDA, how fast is it, and what does the cost model make of it?
 
-    python benchmarks/gpu.py                   # on a CUDA GPU; docs/images/gpu.json
-    python benchmarks/gpu.py --tiny            # the same on a small model, on a CPU too: its numbers mean nothing
+    python benchmarks/gpu.py                                # nine minutes at most; docs/images/gpu.json, docs/gpu.md
+    python benchmarks/gpu.py --out FOLDER                   # FOLDER/gpu.json, FOLDER/gpu.md
+    python benchmarks/gpu.py --out FOLDER --only step host  # some of its parts
+    python benchmarks/gpu.py --dry-run                      # on a CPU at tiny sizes, as where there is no GPU
 
-This has not been run on a GPU yet: --tiny, on a CPU, is all that was. Weights, gradients and AdamW's moments are bf16;
-every stage (a block along one dim) is compiled by itself and recomputed in backward, as train.py does it. 64 frames of
-1024 x 1024 are T = 64, S = 4096. MFU counts the FLOPs of forward and backward once, not the recomputed, over the peak
-of the data sheet. `switch` times the two copies of a switch of a rank's part on 2, 4 and 8 ranks against a plain copy
-of as many bytes: without the exchange, which needs the other ranks.
+Each part (benchmarks/gpu_parts/) has a process and a time limit of its own. What fails or hangs is in the report with
+its error, and the others go on; the report is written after each part. Packages that are missing are named first.
+Then `python benchmarks/rival_tables.py --write` puts the main numbers into docs/benchmarks.md.
 """
 
+from __future__ import annotations
+
 import argparse
+import importlib.metadata
+import importlib.util
 import json
-import re
-import statistics
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from rivals import ROOT, Shape, circumstances
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
-
-import dsp
-import zoo
-from dsp.collectives import SwitchPlan
-from dsp.planner import chunk_sizes
-
-PEAK = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # TFLOP/s of dense bf16, by the data sheets
-KINDS = {
-    "attention": re.compile(r"flash|fmha|attention|sdpa", re.I),
-    "matmul": re.compile(r"gemm|nvjet|cutlass|xmma|matmul|::(add|b|badd)?mm\b|conv", re.I),
-}
-FULL = Shape(hidden=1152, heads=16, depth=28, frames=64, side=64)
-TINY = Shape(hidden=48, heads=4, depth=1, frames=4, side=4)
-T_DIM, S_DIM = 1, 2  # of an activation (b t s c)
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+BASICS = ("torch", "numpy", "einops")  # without which nothing runs
+PIP = {"sklearn": "scikit-learn", "PIL": "pillow", "flash_attn": "flash-attn", "fla": "flash-linear-attention"}
+MORE = {"flash_attn": "More kernels of attention", "fla": "Kernels of scans"}  # used where they are
+BUDGET = 540  # seconds in all
+RESERVE = 20  # of them, to import, to find the GPU and to write
 
 
-def build(shape: Shape, device: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model in bf16, its stages recomputed and compiled, and its inputs."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
-        inputs = model.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
-    model = model.bfloat16()
-    torch.nn.init.normal_(model.final.linear.weight, std=0.02)  # which starts as zero, and its gradients with it
-    torch._dynamo.config.recompile_limit = 64  # all stages share one forward
-    for stage in (s for layer in model.blocks for s in (layer.spatial, layer.temporal)):
-        inside = torch.compile(stage.forward, backend="inductor" if device == "cuda" else "eager")
-        stage.forward = partial(checkpoint, inside, use_reentrant=False)
-    return model, {k: x.bfloat16() if x.is_floating_point() else x for k, x in inputs.items()}
+def absent(modules: Sequence[str]) -> list[str]:
+    return [module for module in modules if importlib.util.find_spec(module) is None]
 
 
-def seconds(run: Callable[[], object], device: str, times: int, warm: int = 3) -> float:
-    """Median seconds of a call, until the device is done."""
-    found = []
-    for i in range(-warm, times):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if i >= 0:
-            found.append(time.perf_counter() - began)
-    return statistics.median(found)
+def installing(modules: Sequence[str]) -> str:
+    return "pip install " + " ".join(PIP.get(module, module) for module in modules)
 
 
-def by_kind(run: Callable[[], object], device: str) -> dict[str, float]:
-    """Seconds that the device was busy with attention, with matrix products and with all else, of one call."""
-    cuda = device == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
-        run()
-        if cuda:
-            torch.cuda.synchronize()
-    spent = dict.fromkeys((*KINDS, "else"), 0.0)
-    for event in found.events():
-        if cuda and (event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False)):
+def versions() -> dict[str, str]:
+    import torch
+
+    found = {"torch": torch.__version__}
+    for name in ("triton", "diffusers", "flash-attn", "fla-core", "transformers", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
             continue
-        kind = next((kind for kind, pattern in KINDS.items() if pattern.search(event.name)), "else")
-        spent[kind] += 1e-6 * (event.time_range.elapsed_us() if cuda else event.self_cpu_time_total)
-    return spent
+    return found
 
 
-def training(shape: Shape, device: str, times: int, peak: float | None) -> dict[str, Any]:
-    model, inputs = build(shape, device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
+def look(dry: bool, peak: float | None) -> Any:
+    """What GPU there is; in a process of its own, for one that has asked CUDA cannot fork any more."""
+    import torch
+    from gpu_parts import Machine
 
-    def step() -> None:
-        model(**inputs).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    from dsp.hardware import ACCELERATORS
 
-    with torch.device("meta"):
-        bare: Any = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
-        example = bare.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
-    flops = dsp.plan(bare, kwargs=example, size=1, dtype=torch.bfloat16).flops
-    took = seconds(step, device, times)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-    spent = by_kind(step, device)
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens": shape.tokens,
-        "seconds": took,
-        "tokens_per_s": shape.tokens / took,
-        "flops": flops,
-        "mfu": flops / took / (peak * 1e12) if peak else None,
-        "memory": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "busy": spent,
-        "outside": spent["else"] / sum(spent.values()),  # of matrix products and attention
-    }
+    if dry or not torch.cuda.is_available():
+        return Machine("cpu", "no GPU", peak or 1.0, 10.0)
+    name = torch.cuda.get_device_name()
+    sheet = next((row for key, row in ACCELERATORS.items() if key in name.lower()), None)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return Machine("cuda", name, peak or (sheet and sheet[0] * 1e-12), sheet and sheet[3], memory)
 
 
-def switch(shape: Shape, device: str, times: int) -> list[dict[str, Any]]:
-    """Pack and unpack of a switch of one rank's part, each way, against a copy of as many bytes: GB/s moved a way."""
-    rows = []
-    for n in (n for n in (2, 4, 8) if shape.frames % n == 0 and shape.side**2 % n == 0):
-        for way, src, dst in (("t to s", T_DIM, S_DIM), ("s to t", S_DIM, T_DIM)):
-            whole = [shape.batch, shape.frames, shape.side**2, shape.hidden]
-            own = [size // n if dim == src else size for dim, size in enumerate(whole)]
-            x = torch.randn(own, dtype=torch.bfloat16, device=device)
-            parts = chunk_sizes(whole[src], n), chunk_sizes(whole[dst], n)
-            plan = SwitchPlan(tuple(own), src, dst, *parts, 0)
-            sent = plan.pack(x)  # as large and in as many parts as what is received: all sizes divide
-            runs = {
-                "copy": lambda x=x: x.clone(),
-                "pack": lambda plan=plan, x=x: plan.pack(x),
-                "unpack": lambda plan=plan, sent=sent: plan.unpack(sent),
-            }
-            took = {name: seconds(run, device, times) for name, run in runs.items()}
-            gb = 1e-9 * x.numel() * x.element_size()
-            rows.append({
-                "ranks": n, "way": way, "gigabytes": gb, "seconds": took,
-                "of_a_copy": (took["pack"] + took["unpack"]) / took["copy"],
-                "copy_gb_per_s": 2 * gb / took["copy"],  # read and written
-            })  # fmt: skip
-    return rows
+def every_part() -> list[Any]:
+    from gpu_parts import alone, calibrate, correct, group, host, speed
+
+    # what everything else stands on first; times last, when nothing else runs
+    return [*correct.PARTS, *group.PARTS, *alone.PARTS, *speed.PARTS, *calibrate.PARTS, *host.PARTS]
+
+
+def show(part: dict[str, Any]) -> None:
+    """A line for a part, and one for each of its cases that is wrong or missed its aim."""
+    print(
+        f"{part['status']:<9}{part['seconds']:4.0f} s  {part['title']}" + (f": {e}" if (e := part.get("error")) else "")
+    )
+    for name, row in part["cases"].items():
+        if row.get("ok") is False:
+            print(f"           wrong: {name}: {row.get('error') or row.get('failed') or row}")
+        elif row.get("met") is False:
+            print(f"           missed {row['aim']}: {name}")
+    sys.stdout.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="A training step of the paper's 720M model on one GPU.")
-    parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU where there is no GPU")
-    parser.add_argument("--steps", type=int, default=10, help="measured, after three to warm up")
-    parser.add_argument("--frames", type=int, help="instead of 64, where memory is short")
-    parser.add_argument("--peak", type=float, help="TFLOP/s of the GPU in bf16, if it is none of " + ", ".join(PEAK))
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/gpu", help="for OUT.json")
+    began = time.monotonic()
+    if lacking := absent(BASICS):
+        print(f"nothing here runs without {', '.join(lacking)}: {installing(lacking)}")
+        return 2
+    from gpu_parts import page, runner, speed
+    from rivals import ROOT, circumstances
+
+    parts = every_part()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, at tiny sizes")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], help="some of the parts")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds; a dry run may take four times as many")
+    parser.add_argument("--peak", type=float, help="TFLOP/s of the GPU in bf16, if its name does not tell")
+    parser.add_argument("--out", type=Path, help="a folder for gpu.json and gpu.md, instead of those of docs/")
     options = parser.parse_args(arguments)
-    cuda = torch.cuda.is_available()
-    if not cuda and not options.tiny:
-        print("skipped: there is no CUDA GPU here; --tiny runs the same code on a small model")
-        return 0
-    shape, device = TINY if options.tiny else FULL, "cuda" if cuda else "cpu"
-    if options.frames:
-        shape = Shape(shape.hidden, shape.heads, shape.depth, shape.batch, options.frames, shape.side)
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    peak = options.peak or next((p for key, p in PEAK.items() if cuda and key in name), None)
-    found = circumstances(shape, arguments) | {"device": name, "peak": peak}
-    found["switch"] = switch(shape, device, options.steps)
-    found["training"] = one = training(shape, device, options.steps, peak)
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    mfu = f"MFU {one['mfu']:.1%}" if one["mfu"] else "no MFU without --peak"
-    memory = f"{one['memory'] / 2**30:.1f} GiB at most" if one["memory"] else "memory not measured"
-    print(f"{name}: a step of {one['tokens']:,} tokens in {one['seconds']:.3f} s, {one['tokens_per_s']:,.0f} tokens/s")
-    print(f"{mfu}; {memory}; {one['outside']:.0%} of the device's time is outside matrix products and attention")
-    for row in found["switch"]:
-        print(
-            f"a switch {row['way']} on {row['ranks']} ranks: its copies take {row['of_a_copy']:.2f} of a copy of "
-            f"{1e3 * row['gigabytes']:.2f} MB, which runs at {row['copy_gb_per_s']:.0f} GB/s"
-        )
-    print(f"wrote {options.out}.json")
-    return 0
+    if options.only and not options.out:
+        parser.error("--only needs --out: docs/gpu.md is of all parts")
+    parts = [part for part in parts if not options.only or part.name in options.only]
+
+    if needed := runner.missing(parts):
+        without = sorted({name for names in needed.values() for name in names})
+        print(f"{installing(list(needed))}  # left out without: {', '.join(without)}")
+    if lacking := absent(tuple(MORE)):
+        print(f"{installing(lacking)}  # for more kernels", flush=True)
+
+    try:
+        with runner.FORK.Pool(1) as pool:
+            machine = pool.apply_async(look, (options.dry_run, options.peak)).get(60)
+    except Exception as problem:
+        print(f"CUDA does not start within a minute: {runner.told(problem)}; --dry-run goes without it")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
+    json_path, page_path = ROOT / "docs/images/gpu.json", ROOT / "docs/gpu.md"
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        json_path, page_path = options.out / "gpu.json", options.out / "gpu.md"
+    elif machine.dry and json_path.exists() and not json.loads(json_path.read_text())["dry"]:
+        print(f"{json_path} is the report of a GPU: say with --out where that of a dry run goes")
+        return 2
+    print("no GPU: a dry run on the CPU" if machine.dry else f"{machine.name}, peak {machine.peak} TFLOP/s", flush=True)
+
+    said = (["--dry-run"] if options.dry_run else []) + (["--only", *options.only] if options.only else [])
+    found = circumstances(machine.of(speed.FULL, speed.TINY), said)
+    found |= {"device": machine.name, "memory": machine.memory, "peak": machine.peak, "dry": machine.dry}
+    found |= {"versions": versions(), "without": {PIP[module]: MORE[module] for module in lacking}}
+    found |= {"parts": {}, "finished": False, "took": 0.0}
+    shown: set[str] = set()
+
+    def keep(report: dict[str, Any]) -> None:
+        found["parts"] = {part.name: report[part.name] for part in parts if part.name in report}
+        found["took"] = time.monotonic() - began
+        runner.write(json_path, json.dumps(found, indent=1, default=str) + "\n")
+        runner.write(page_path, page.page(found))
+        for name in report:
+            if name not in shown:
+                shown.add(name)
+                show(report[name])
+
+    with tempfile.TemporaryDirectory() as folder:
+        deadline = began + machine.of(1, 4) * options.budget - RESERVE  # few cores take longer
+        report = runner.run(parts, machine, Path(folder), deadline, keep)
+    found["finished"] = True
+    keep(report)
+    print(f"{found['took']:.0f} s; wrote {json_path} and {page_path}")
+    return int(any(part["status"] not in ("ok", "left out") for part in found["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 210
 
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from gpu_parts.page import summary
 from rivals import METHODS, PAPER, ROOT, Shape, formula
 from zoo_tables import fill
 
@@ -316,21 +316,12 @@ def long_table() -> Iterator[str]:
 
 
 def gpu_table() -> Iterator[str]:
+    """The main numbers of docs/gpu.md."""
     found = read("gpu")
-    if found is None:
+    if found is None or found["dry"]:
         yield "Not run on a GPU yet: `python benchmarks/gpu.py` writes `images/gpu.json`, which this is read from."
-        return
-    one = found["training"]
-    yield "| | |"
-    yield "|---|---|"
-    yield f"| tokens a step | {one['tokens']:,} |"
-    yield f"| tokens/s | {one['tokens_per_s']:,.0f} |"
-    yield f"| MFU | {format(one['mfu'], '.1%') if one['mfu'] else 'its peak is not known'} |"
-    yield f"| memory | {format(one['memory'] / 2**30, '.1f') + ' GiB' if one['memory'] else 'not measured'} |"
-    yield f"| of the device's time, outside matrix products and attention | {one['outside']:.0%} |"
-    copies = statistics.median(row["of_a_copy"] for row in found["switch"])
-    rate = statistics.median(row["copy_gb_per_s"] for row in found["switch"])
-    yield f"| the copies of a switch / one copy, at {rate:,.0f} GB/s | {copies:.2f} |"
+    if found is not None:
+        yield from summary(found)
 
 
 def cost() -> dict[str, Any] | None:

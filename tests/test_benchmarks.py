@@ -190,17 +190,6 @@ def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> No
     assert time.monotonic() - began < 120
 
 
-@pytest.mark.measurement
-def test_gpu_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
-    said = run("gpu.py", "--tiny", "--steps", "1", "--peak", "1", "--out", str(tmp_path / "gpu"))
-    assert "tokens/s" in said
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert 0 < found["training"]["mfu"] < 1
-    assert 0 < found["training"]["outside"] < 1
-    assert all(seconds > 0 for seconds in found["training"]["busy"].values())  # every kind was recognised
-    assert {row["ranks"] for row in found["switch"]} == {2, 4}
-
-
 # ----------------------------------------------------------------------------------------------------- the cost model
 
 

@@ -1,0 +1,172 @@
+"""Is it right with NCCL, as far as one rank alone can tell; and does the trainer run?"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import dsp
+import zoo
+from dsp.agreement import Agreement
+from dsp.collectives import PendingSwitch
+from dsp.layout import Axis
+from gpu_parts import Cases, Machine, Part, Row, mesh_of
+from gpu_parts.group import functions
+from gpu_parts.runner import PYTHONPATH, ROOT
+
+
+def alone(machine: Machine) -> DeviceMesh:
+    if not dist.is_initialized():
+        if not machine.dry:
+            torch.cuda.set_device(0)
+        dist.init_process_group(machine.of("nccl", "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+    return mesh_of(machine)
+
+
+def operations(machine: Machine, dtype: torch.dtype) -> Row:
+    """Every collective of dsp among one rank gives what it is given, forward and backward."""
+    group = alone(machine).get_group().group_name
+    x = torch.randint(0, 2, (2, 6, 4), device=machine.device).to(dtype)
+    x.requires_grad_(dtype.is_floating_point)
+    ops = torch.ops.dsp
+    made = {
+        "switch": ops.switch(x, 1, 2, 6, group), "two halves": PendingSwitch(x, 1, 2, 6, group).wait(),
+        "switch_many": ops.switch_many([x], [1], [2], [6], group)[0], "gather": ops.gather(x, 1, 6, group),
+        "switch_among": ops.switch_among(x, 1, 2, [6], [4], [0], group),
+    }  # fmt: skip
+    if dtype not in (torch.bool, torch.complex64):
+        made |= {"reduce_scatter": ops.reduce_scatter(x, 1, group), "all_reduce": ops.all_reduce(x, group)}
+    wrong = [name for name, y in made.items() if not torch.equal(y, x)]
+    if x.requires_grad:
+        for name, y in made.items():
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            wrong += [] if torch.equal(grad, torch.ones_like(x)) else [f"{name} backward"]
+    return {"ok": not wrong, **({"error": f"wrong: {', '.join(wrong)}"} if wrong else {})}
+
+
+def read_beside(machine: Machine) -> Row:
+    """The host learns that ranks agree while the device is still busy with what it was given before and since."""
+    agreement = Agreement(Axis.of(alone(machine)), ["x"])
+    x = torch.randn(machine.of(8192, 64), machine.of(8192, 64), device=machine.device)
+    agreement.start((x,), {}, "key", wait=True)
+    agreement.start((x,), {}, "key", wait=False)
+    machine.wait()
+    began = time.perf_counter()
+    agreement.start((x,), {}, "key", wait=False)
+    time.sleep(0.05)
+    for _ in range(machine.of(20, 1)):  # a third of a second on an H200, in fp32
+        x @ x
+    asked = time.perf_counter() - began
+    agreement.finish()
+    answered = time.perf_counter() - began
+    machine.wait()
+    done = time.perf_counter() - began
+    row = {"asked, ms": 1e3 * asked, "answered, ms": 1e3 * answered, "device done, ms": 1e3 * done}
+    return {"ok": machine.dry or answered < done - 0.2 * (done - asked), **row}
+
+
+def captured(machine: Machine) -> Row:
+    """A switch in a CUDA graph of NCCL, replayed on other numbers."""
+    if machine.dry:
+        return {"ok": None, "note": "there are no CUDA graphs on a CPU"}
+    group = alone(machine).get_group().group_name
+    x = torch.randn(4, 8, 16, device=machine.device)
+    for _ in range(3):
+        torch.ops.dsp.switch(x, 0, 1, 4, group)
+    machine.wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
+        y = torch.ops.dsp.switch(x, 0, 1, 4, group) + 1
+    x.normal_()
+    graph.replay()
+    machine.wait()
+    return {"ok": torch.equal(y, x + 1)}
+
+
+def compiled(machine: Machine) -> Row:
+    """A switch inside of a compiled function."""
+    group = alone(machine).get_group().group_name
+    run = torch.compile(lambda x: torch.ops.dsp.switch(x * 2, 0, 1, 4, group) + 1, backend=machine.compiler)
+    x = torch.randn(4, 8, 16, device=machine.device, requires_grad=True)
+    y = run(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return {"ok": torch.equal(y, x * 2 + 1) and torch.equal(x.grad, torch.full_like(x, 2))}
+
+
+def sharded(machine: Machine) -> Row:
+    """fully_shard round stages of a parallelized model, in bf16: a step, and the loss goes down."""
+    mesh = alone(machine)
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        model: Any = zoo.create("transformer2d", "test")
+        inputs = model.example_inputs(1)
+    dsp.parallelize(model, mesh, gather_output=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(5):
+        loss = (model(**inputs) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"ok": losses[-1] < losses[0], "first loss": losses[0], "last loss": losses[-1]}
+
+
+def nccl(machine: Machine, _: Any) -> Cases:
+    dtypes = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64
+    return {
+        **{
+            f"collectives in {str(dtype).removeprefix('torch.')}": partial(operations, machine, dtype)
+            for dtype in dtypes
+        },
+        "functions": lambda: functions(machine, alone(machine)),
+        "agreement beside the queue": partial(read_beside, machine),
+        "a switch in a CUDA graph": partial(captured, machine),
+        "a switch compiled": partial(compiled, machine),
+        "fully_shard": partial(sharded, machine),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- the trainer
+
+
+def train(folder: tempfile.TemporaryDirectory[str], *more: str) -> Row:
+    """Steps of the demo by train.py under torchrun, with whatever device there is."""
+    steps = ["log.every=1", "eval.every=4", "sample.every=4", "checkpoint.every=2", "wandb.mode=disabled", *more]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py", "configs/demo.yaml"]
+    command += [*steps, f"runs_dir={folder.name}"]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    losses = re.findall(r"loss ([\d.]+)", done.stdout)
+    row: Row = {"ok": done.returncode == 0 and bool(losses), "losses": losses[:8]}
+    return row if row["ok"] else row | {"error": (done.stdout + done.stderr)[-500:].replace(str(ROOT), "")}
+
+
+def trainer(machine: Machine, _: Any) -> Cases:
+    folder = tempfile.TemporaryDirectory(prefix="dsp-gpu-")  # which goes with the cases
+    compiling = () if machine.dry else ("train.compile=true",)
+    return {
+        "started": partial(train, folder, "train.steps=4", *compiling),
+        "resumed": partial(train, folder, "train.steps=6", "resume=true", *compiling),
+    }
+
+
+PARTS = [
+    Part("nccl", "NCCL, alone with itself", nccl, 90),
+    Part("trainer", "train.py", trainer, 110, ("omegaconf", "sklearn", "PIL")),
+]

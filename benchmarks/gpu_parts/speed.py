@@ -1,0 +1,254 @@
+"""How fast is it? A training step of the paper's 720M model on one GPU, and what a switch costs beside its wire."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rivals import Shape
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import dsp
+import zoo
+import zoo.attention
+from dsp.collectives import SwitchPlan
+from dsp.planner import chunk_sizes
+from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
+from gpu_parts.runner import told
+from zoo.training.stages import repeated_stages
+
+KINDS = {
+    "attention": re.compile(r"flash|fmha|attention|sdpa", re.I),
+    "products": re.compile(r"gemm|nvjet|cutlass|xmma|matmul|::(add|b|badd)?mm\b|conv", re.I),
+}
+FULL = Shape(hidden=1152, heads=16, depth=28, frames=64, side=64)
+TINY = Shape(hidden=48, heads=4, depth=1, frames=8, side=4)
+T_DIM, S_DIM = 1, 2  # of an activation (b t s c)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def time_attention(machine: Machine, shape: tuple[int, ...], kernel: str | None) -> Row:
+    """Forward and backward of attention (b n h e) in bf16; TFLOP/s of both. None: what zoo.attention takes."""
+    q, k, v = (torch.randn(shape, device=machine.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=machine.device, dtype=torch.bfloat16)
+    rows, places, heads, width = shape
+
+    def run() -> None:
+        y = zoo.attention.attend(q, k, v)
+        torch.autograd.grad(y, (q, k, v), grad)
+
+    try:
+        with attended_by([kernel] if kernel else []):
+            took = machine.seconds(run, machine.of(10, 1))
+    except RuntimeError as problem:
+        if not any(words in str(problem) for words in REFUSED):
+            raise
+        return {"ok": None, "note": "does not take this"}
+    flops = 3.5 * 4 * rows * heads * places**2 * width  # backward is five products, forward two
+    return {"ms": 1e3 * took, "TFLOP/s": 1e-12 * flops / took}
+
+
+def attention(machine: Machine, _: Any) -> Cases:
+    one = machine.of(FULL, TINY)
+    width = one.hidden // one.heads
+    shapes = {
+        "over space": (one.frames // machine.of(4, 1), one.places, one.heads, width),
+        "over time": (one.places, one.frames, one.heads, width),
+        "over space, heads of 128": (one.frames // machine.of(4, 1), one.places, one.heads // 2, 128),
+    }
+    tried = machine.of((None, "flash", "cudnn", "efficient"), (None, "flash"))
+    return {
+        f"{name}, {kernel or 'as the zoo has it'}": partial(time_attention, machine, shape, kernel)
+        for name, shape in shapes.items()
+        for kernel in tried
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- a training step
+
+
+def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if KINDS["attention"].search(str(op)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def model_of(shape: Shape, device: str) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
+        inputs = model.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
+    if device != "meta":
+        torch.nn.init.normal_(model.final.linear.weight, std=0.02)  # which starts as zero, and its gradients with it
+    return model.bfloat16(), {k: x.bfloat16() if x.is_floating_point() else x for k, x in inputs.items()}
+
+
+def build(machine: Machine, shape: Shape, again: str) -> tuple[Any, dict[str, Tensor]]:
+    """The model in bf16, its stages compiled; `again`: what backward computes again of them."""
+    model, inputs = model_of(shape, machine.device)
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # all stages of a kind share one forward
+    for stage in repeated_stages(model):
+        inside = stage.forward
+        if again == "but attention":
+            contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+            inside = partial(checkpoint, inside, use_reentrant=False, context_fn=contexts)
+        inside = torch.compile(inside, backend=machine.compiler)
+        stage.forward = partial(checkpoint, inside, use_reentrant=False) if again == "all" else inside
+    return model, inputs
+
+
+def by_kind(machine: Machine, run: Callable[[], object]) -> tuple[dict[str, float], int]:
+    """Seconds that the device was busy with attention, with products and with all else in one call; and how often."""
+    activity = machine.of(ProfilerActivity.CUDA, ProfilerActivity.CPU)
+    with profile(activities=[activity]) as found:
+        run()
+        machine.wait()
+    spent, count = dict.fromkeys((*KINDS, "else"), 0.0), 0
+    for event in found.events():
+        if not machine.dry and (event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False)):
+            continue
+        kind = next((kind for kind, pattern in KINDS.items() if pattern.search(event.name)), "else")
+        spent[kind] += 1e-6 * (event.self_cpu_time_total if machine.dry else event.time_range.elapsed_us())
+        count += 1
+    if not count:
+        raise RuntimeError("the profiler saw nothing of the device")
+    return spent, count
+
+
+def profiled(machine: Machine, run: Callable[[], object]) -> Row:
+    """What the profiler sees of one call; without it the other numbers stand."""
+    try:
+        busy, launches = by_kind(machine, run)
+    except Exception as problem:
+        return {"no profile": told(problem)}
+    total = sum(busy.values())
+    return {"busy": busy, "kernels, ms": 1e3 * total, "launches": launches, "outside": busy["else"] / total}
+
+
+def step(machine: Machine, shape: Shape, again: str, kernel: str | None) -> Row:
+    """A training step with AdamW: weights, gradients and moments are bf16, too."""
+    model, inputs = build(machine, shape, again)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=not machine.dry)
+
+    def run() -> None:
+        model(**inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    on_meta, without_data = model_of(shape, "meta")
+    flops = dsp.plan(on_meta, kwargs=without_data, size=1).flops  # of forward and backward, nothing twice
+    with attended_by([kernel, *(k for k in KERNELS if k != kernel)] if kernel else []):
+        run()
+        memory = machine.peak_memory(run)
+        took = machine.seconds(run, machine.of(3, 1), warm=0)
+        seen = profiled(machine, run)
+    if "busy" in seen:
+        seen["idle"] = max(0.0, 1 - 1e-3 * seen["kernels, ms"] / took)
+    mfu = flops / took / (machine.peak * 1e12) if machine.peak else None
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens": shape.tokens, "step, s": took,
+        "tokens/s": shape.tokens / took, "flops": flops, "mfu": mfu, "memory": memory, "kernel": kernel,
+        **seen, "aim": "MFU of 50%", "met": judged(machine, mfu, 0.5),
+    }  # fmt: skip
+
+
+def judged(machine: Machine, value: float | None, aim: float) -> bool | None:
+    """Whether it is met; a dry run's numbers mean nothing."""
+    return None if machine.dry or value is None else value >= aim
+
+
+def steps(machine: Machine, earlier: dict[str, Any]) -> Cases:
+    one = machine.of(FULL, TINY)
+    few = machine.of(8, 4)
+    spatial = {
+        kernel: row["ms"] for kernel in KERNELS
+        if "ms" in (row := earlier.get("kernels", {}).get("cases", {}).get(f"over space, {kernel}", {}))
+    }  # fmt: skip
+    fastest = min(spatial, key=spatial.__getitem__, default=None)
+    short = Shape(one.hidden, one.heads, one.depth, one.batch, few, one.side)
+    return {
+        "as train.py has it: stages recomputed": partial(step, machine, one, "all", None),
+        f"attention kept, by {fastest or 'what the zoo takes'}": partial(step, machine, one, "but attention", fastest),
+        f"{few} frames, nothing recomputed": partial(step, machine, short, "nothing", fastest),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the copies of a switch
+
+
+def copies(machine: Machine, n: int, batch: int, frames: int, src: int, dst: int) -> Row:
+    """Pack and unpack of a switch of rank 0's part against plain copies of as many bytes, without the exchange.
+
+    `share`: of the rate of those copies. At batch 1 one of the two is a view, and there is one copy to make.
+    """
+    one = machine.of(FULL, TINY)
+    whole = [batch, frames, one.places, one.hidden]
+    parts = {dim: chunk_sizes(whole[dim], n) for dim in (src, dst)}
+    own = [parts[src][0] if dim == src else size for dim, size in enumerate(whole)]
+    x = torch.randn(own, dtype=torch.bfloat16, device=machine.device)
+    plan = SwitchPlan(tuple(own), src, dst, parts[src], parts[dst], 0)
+    sent, arrived = plan.pack(x), torch.randn(sum(plan.out_splits), dtype=torch.bfloat16, device=machine.device)
+    runs = {"copy": lambda: x.clone(), "pack": lambda: plan.pack(x), "unpack": lambda: plan.unpack(arrived)}
+    took = {name: machine.seconds(run, machine.of(20, 2)) for name, run in runs.items()}
+    made = sum(y.data_ptr() != z.data_ptr() for y, z in ((sent, x), (plan.unpack(arrived), arrived)))
+    share = made * took["copy"] / (took["pack"] + took["unpack"]) if made else None
+    return {
+        "MB": 1e-6 * x.nbytes, "copies": made, **{f"{name}, ms": 1e3 * seconds for name, seconds in took.items()},
+        "GB/s of a copy": 2e-9 * x.nbytes / took["copy"], "share": share, "aim": "70% of a copy's rate",
+        "met": judged(machine, share, 0.7),
+    }  # fmt: skip
+
+
+def kernels(machine: Machine, earlier: dict[str, Any]) -> Cases:
+    one = machine.of(FULL, TINY)
+    cases: Cases = {}
+    for n, batch, frames in ((2, 1, one.frames), (8, 1, one.frames), (8, 2, one.frames), (8, 1, one.frames - 1)):
+        for way, src, dst in (("t to s", T_DIM, S_DIM), ("s to t", S_DIM, T_DIM)):
+            name = f"switch {way}, {n} ranks, batch {batch}, {frames} frames"
+            cases[name] = partial(copies, machine, n, batch, frames, src, dst)
+    return cases | attention(machine, earlier)
+
+
+# -------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def graphed(machine: Machine, batch: int, frames: int, side: int) -> Row:
+    """The forward of one rank's part without gradients, launched by the host, and replayed as a CUDA graph."""
+    one = machine.of(FULL, TINY)
+    model, inputs = model_of(Shape(one.hidden, one.heads, one.depth, batch, frames, side), machine.device)
+    with torch.no_grad():
+        wanted = model(**inputs)
+        eager = machine.seconds(lambda: model(**inputs), machine.of(10, 1))
+        row = {"tokens": batch * frames * side**2, "eager, ms": 1e3 * eager}
+        row |= profiled(machine, lambda: model(**inputs))
+        if machine.dry:
+            return {"ok": None, "note": "there are no CUDA graphs on a CPU", **row}
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(**inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            found = model(**inputs)
+        took = machine.seconds(graph.replay, 10)
+        return {"ok": error(found, wanted) < 1e-2, **row, "graph, ms": 1e3 * took, "eager / graph": eager / took}
+
+
+def graphs(machine: Machine, _: Any) -> Cases:
+    shapes = machine.of(((1, 8, 64), (1, 2, 32), (1, 4, 8)), ((1, 4, 4),))
+    return {f"{b} x {t} frames of {s} x {s} patches": partial(graphed, machine, b, t, s) for b, t, s in shapes}
+
+
+PARTS = [
+    Part("kernels", "The copies of a switch, and attention", kernels, 45, alone=True),
+    Part("step", "A training step of the 720M model", steps, 180, alone=True),
+    Part("graph", "CUDA graphs of a local forward", graphs, 35, alone=True),
+]
