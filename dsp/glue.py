@@ -40,7 +40,7 @@ from dsp.rules import (
     without_operands,
 )  # fmt: skip
 from dsp.sharded import ACTIVE, NO, READ, Moved, Sharded, bare, carry, plain
-from dsp.stages import Option, Place, Stage, map_tensors, tensors_in
+from dsp.stages import Place, Stage, map_tensors, tensors_in
 from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, in_place, memory, op_name
 
 log = logging.getLogger("dsp")
@@ -91,7 +91,7 @@ class Run:
     """One forward of a parallelized model on this rank: where it is in its script."""
 
     def __init__(
-        self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Recipe]
+        self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any]
     ) -> None:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
         self.recipes = script.recipes if script is not None else recipes
@@ -314,16 +314,24 @@ def seen(views: Sequence[tuple[Any, Frame]], cut: Cut) -> Cut | None:
     return found
 
 
+class Given(NamedTuple):
+    """A tensor of a stage call: as the model holds it, this rank's part of it, and what the stage sees of that."""
+
+    tensor: Tensor
+    shell: Sharded | None
+    part: Tensor
+    local: Tensor  # with a dummy row where the part is empty
+    written: int  # how often, before
+
+
 class InStage(NamedTuple):
-    """The stage call that runs now: what it runs on, what the plan says of it (if any), and what it was given."""
+    """The stage call that runs now: the `Way` of it, what it runs on, and what it was given."""
 
     stage: Stage
-    option: Option
-    sizes: dict[str, int]
+    way: Any
     place: Place
-    step: Any
     random: Any
-    given: list[tuple[Any, Sharded | None, Tensor, Tensor, int]]
+    given: list[Given]
 
 
 def current_place() -> Place | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,25 +18,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dsp.agreement import Agreement, agree
-from dsp.collectives import inexact
-from dsp.glue import InStage, Run, active, version
-from dsp.layout import Axis, Cut, chunk, connected_local, covered_exit, cut_of
+from dsp.calls import StageCalls
+from dsp.glue import Run, active
+from dsp.layout import Axis, Cut, connected_local, covered_exit, cut_of
 from dsp.ledger import Ledger, Word
 from dsp.notation import NotationError, StagePattern
-from dsp.ops import Part, ScaleGradient, SplitInput, WholeInput
+from dsp.ops import ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
 from dsp.private import LEAF, PASSING, pytree
-from dsp.randomness import fork, join
+from dsp.randomness import join
 from dsp.rules import GlueError
 from dsp.sharded import ACTIVE, Own, Sharded, carry, plain
 from dsp.stages import (
-    Option,
-    Peers,
-    Place,
-    Received,
     Signature,
     Stage,
-    constants_in,
     map_tensors,
     sizes_of_root,
     tensors_in,
@@ -94,9 +87,9 @@ class Runtime:
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
         self.told: set[Any] = set()  # the signatures of which it was said that a run sent other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
+        self.stage_calls = StageCalls(axis, self.agreement)
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.recipes: dict[Any, Any] = {}  # of runs without a plan
-        self.calls: dict[Any, tuple[dict[str, int], list[Option]]] = {}
         self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
         self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
         self.idle = threading.Lock()  # held while a forward runs
@@ -105,11 +98,7 @@ class Runtime:
         if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
             raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
         self.forward = self.model.forward
-        self.hooks = []
-        for stage in self.stages:
-            pre = stage.module.register_forward_pre_hook(_PreHook(self, stage), with_kwargs=True, prepend=True)
-            post = stage.module.register_forward_hook(_PostHook(self, stage), with_kwargs=True, always_call=True)
-            self.hooks.append((stage.module, pre.id, post.id))
+        self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
         self.model.forward = self.call  # type: ignore[method-assign]
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         self.between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
@@ -306,176 +295,11 @@ class Runtime:
             torch.cuda.manual_seed(int(seed))
         return state
 
-    # --- stages ---
-
-    def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
-        current = ACTIVE.get()
-        if current is None:
-            if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
-                raise RuntimeError(
-                    f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
-                    "activation checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
-                )
-            return None
-        runtime, run = current
-        if runtime is not self or run.in_stage is not None:
-            return None
-        run.note_checkpoint()
-        run.mode.suspend()
-        run.observe("enter_stage", stage, args, kwargs)
-        axis = self.axis
-        call, bound = stage.signature.bind(args, kwargs)
-        shells = [run.open(b.tensor) for b in bound]
-        key = (id(stage), run.sizes_key, tuple((b.param, b.tensor.shape) for b in bound))
-        known = self.calls.get(key)
-        if known is None:
-            sizes = stage.sizes(bound, run.root_sizes)
-            known = self.calls[key] = (sizes, stage.options(bound, sizes, axis.size))
-            if len(self.calls) > 4096:
-                self.calls.pop(next(iter(self.calls)))
-        sizes, options = known
-        index = run.stage_index
-        run.stage_index += 1
-        run.where = ("stage", index, stage.name)
-        step = None
-        if run.script is not None and index < len(run.script.stages):
-            step = run.script.stages[index]
-            if step.name != stage.name:
-                run.strayed = run.strayed or (run.where, step.name)
-                step = None
-        option = next((o for o in options if step and o.name == step.option), None)
-        if option is None:
-            step, option = None, min(options, key=lambda o: (o.last_resort, _moved(o, shells)))
-        shared = option.name is not None
-        place = Place(axis, option.name, Peers.all(option.size, axis.size) if shared else Peers((axis.rank,), (1,)))
-        run.copy_first(shells, step.via if step is not None and len(step.via) == len(bound) else [])
-        moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, option.cuts) if s is not None]))
-        parts = []
-        for b, shell, cut in zip(bound, shells, option.cuts):
-            if shell is not None:
-                local = next(moved)
-            elif cut is not None:
-                local = axis.narrow(b.tensor, cut)
-            else:
-                local = b.tensor
-            parts.append(Received(local, cut, b.pattern, tuple(b.tensor.shape)))
-        if stage.around is not None and shared:
-            place, parts = stage.around.enter(place, sizes, parts)
-        given: list[tuple[Any, Sharded | None, Tensor, Tensor, int]] = []
-        for b, shell, (own_part, cut, *_) in zip(bound, shells, parts):
-            local = own_part
-            if place.own == 0 and cut is not None:
-                local = torch.cat([local, dummy(local, cut)], cut.dim)
-            given.append((b, shell, own_part, local, version(local)))
-            call.replace(b, local)
-        drawing = option.name is not None and (step is None or step.random)
-        random = fork(axis) if drawing else None
-        run.in_stage = InStage(stage, option, sizes, place, step, random, given)
-        return tuple(call.args), call.kwargs
-
-    def leave_stage(self, stage: Stage, output: Any) -> Any:
-        current = ACTIVE.get()
-        if current is None or current[0] is not self:
-            return None
-        run = current[1]
-        if run.in_stage is None or run.in_stage.stage is not stage:
-            return None
-        _, option, sizes, place, step, random, given = run.in_stage
-        run.in_stage = None
-        try:
-            if random is not None:
-                join(random)
-            if sys.exc_info()[0] is not None and output is None:
-                return None  # the stage raised: only clean up
-            planned = step is not None and run.script is not None and not run.script.recorded
-            if planned and constants_in(output) != step.constants:
-                raise NotationError(
-                    f"{stage.where} returned {constants_in(output)} on a part of {option.name!r}, but "
-                    f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
-                    f"[{option.name}] in brackets"
-                )
-            for b, shell, own_part, local, before in given:
-                if version(local) != before:
-                    run.wrote(stage.where, b.tensor if shell is None else shell, own_part)
-            run.lend(tensors_in(output), [(b.tensor, shell, own_part) for b, shell, own_part, *_ in given])
-            output = self.finish_stage(run, stage, output, option, sizes, place, step)
-            run.observe("leave_stage", output)
-            return output
-        finally:
-            run.mode.resume()
-
-    def finish_stage(
-        self, run: Run, stage: Stage, output: Any, option: Option, sizes: dict[str, int], place: Place, step: Any
-    ) -> Any:
-        if run.stage_index == 1:
-            self.agreement.before_switching()
-        tensors = tensors_in(output)
-        patterns = stage.outputs(tensors)
-        push = step.push if step is not None else [None] * len(tensors)
-        if option.name is None:
-            narrowed = [
-                run.carry(self.axis.narrow(t, target), target, tuple(t.shape)) if target is not None else t
-                for t, target in zip(tensors, push)
-            ]
-            return map_tensors(output, narrowed)
-        own, rows = place.own, max(place.own, 1)
-        if stage.around is not None:
-            tensors = stage.around.leave(place, sizes, patterns, tensors)
-            own = rows = chunk(option.size, self.axis.size, self.axis.rank)[1]
-        made: list[Part] = []
-        for t, pattern, target in zip(tensors, patterns, push):
-            local, cut, shape = self.place(stage, t, pattern, option, sizes, rows)
-            if own == 0:
-                local = local.narrow(cut.dim, 0, 0)
-            made.append(Part(local, cut, target or cut, shape))
-        lent = [getattr(p.local, "_dsp_lent", None) if p.dst == p.src else None for p in made]
-        moved = zip(run.push_all(made), lent)
-        return map_tensors(output, [run.carry(p.local, p.dst, p.shape, x) for p, x in moved])
-
-    def place(
-        self, stage: Stage, t: Tensor, pattern: Any, option: Option, sizes: dict[str, int], own: int
-    ) -> tuple[Tensor, Cut, tuple[int, ...]]:
-        """Where a stage's local output is cut, and its global shape; its size along the sharded dim is checked."""
-        assert option.name is not None
-        axis = pattern.axis_of(option.name)
-        names = pattern.axes[axis]
-        at = names.index(option.name)
-        outer = inner = 1
-        for name in names[:at]:
-            outer *= sizes[name]
-        for name in names[at + 1 :]:
-            inner *= sizes.get(name, 1)
-        if t.shape[axis] != outer * own * inner:
-            raise NotationError(
-                f"{stage.where}, run on {own} of {option.size} along {option.name!r}, returned {tuple(t.shape)} where "
-                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along "
-                f"{option.name!r}"
-            )
-        shape = [*t.shape]
-        shape[axis] = outer * option.size * inner
-        return t, Cut(axis, outer), tuple(shape)
-
 
 def _count(*_: Any, uncounted: bool) -> None:
     current = ACTIVE.get()
     if current is not None:
         current[1].mode.uncounted = uncounted
-
-
-class _PreHook:
-    def __init__(self, runtime: Runtime, stage: Stage) -> None:
-        self.runtime, self.stage = runtime, stage
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.runtime.enter_stage(self.stage, args, kwargs)
-
-
-class _PostHook:
-    def __init__(self, runtime: Runtime, stage: Stage) -> None:
-        self.runtime, self.stage = runtime, stage
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return self.runtime.leave_stage(self.stage, output)
 
 
 class _Aside:
@@ -509,29 +333,6 @@ def _as_before(new: Any, old: Any) -> Any:
 
 def _own(x: Any) -> Any:
     return Own.apply(plain(x)) if isinstance(x, Sharded) else x
-
-
-def _moved(option: Option, shells: list[Sharded | None]) -> int:
-    """Elements that a greedy choice would move."""
-    return sum(
-        math.prod(s.at.local) * (1 if cut is not None else 1000)
-        for s, cut in zip(shells, option.cuts)
-        if s is not None and s.at.cut != cut
-    )
-
-
-def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
-    shape = [*local.shape]
-    shape[cut.dim] = cut.outer
-    if local.dtype == torch.bool:
-        return local.new_ones(shape)
-    if not inexact(local):
-        return local.new_zeros(shape)
-    count = 1
-    for s in shape:
-        count *= s
-    return torch.linspace(0.5, 1.5, count, device=local.device, dtype=torch.float32).to(local.dtype).view(shape)
 
 
 def given(x: DTensor) -> bool:

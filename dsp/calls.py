@@ -1,0 +1,290 @@
+"""A stage call: its tensors brought into the stage's layout on the way in, its results back into the model's after it.
+
+What is done depends on where the tensors lie and not on what they hold, so it is found once and kept, as a `Way`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsp.agreement import Agreement
+from dsp.collectives import inexact
+from dsp.glue import RECIPES, Given, InStage, Odd, Run
+from dsp.layout import At, Axis, Cut
+from dsp.notation import NotationError, TensorPattern
+from dsp.ops import Part
+from dsp.plan import StageStep, Via
+from dsp.randomness import fork, join
+from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.stages import Option, Peers, Place, Received, Stage, constants_in, map_tensors, tensors_in
+
+
+@dataclass(eq=False)
+class Way:
+    """How a stage runs on arguments that lie in one way.
+
+    slots: the places of its tensors in args or kwargs; cuts: what each has to be (None: whole); still: all of them are;
+    via: the copies to be made of each first; landings: where its results lie, by the shapes of what it made.
+    """
+
+    step: StageStep | None
+    option: Option
+    sizes: dict[str, int]
+    place: Place
+    slots: list[int | str]
+    patterns: list[TensorPattern | None]
+    cuts: tuple[Cut | None, ...]
+    via: Sequence[Sequence[Via]]
+    still: bool
+    landings: dict[Any, list[At]] = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers: each rank has its own then."""
+        return self.option.name is not None and (self.step is None or self.step.random)
+
+
+def lies(value: Any) -> Any:
+    """What of a stage's argument its way depends on."""
+    kind = type(value)
+    if kind is Sharded:
+        return value.at
+    if kind is Tensor or kind is nn.Parameter:
+        return value.shape
+    if kind is tuple or kind is list:
+        return kind, *map(lies, value)
+    if isinstance(value, (Tensor, tuple, list, dict)):
+        raise Odd
+    return kind
+
+
+class StageCalls:
+    """The hooks that `parallelize` puts on stages."""
+
+    def __init__(self, axis: Axis, agreement: Agreement) -> None:
+        self.axis, self.agreement = axis, agreement
+
+    def install(self, stage: Stage) -> tuple[nn.Module, int, int]:
+        """The module, and the keys of the hooks on it."""
+        module = stage.module
+        pre = module.register_forward_pre_hook(partial(self.enter, stage), with_kwargs=True, prepend=True)
+        post = module.register_forward_hook(partial(self.leave, stage), with_kwargs=True, always_call=True)
+        return module, pre.id, post.id
+
+    # --- in ---
+
+    def enter(self, stage: Stage, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        current = ACTIVE.get()
+        if current is None:
+            if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
+                raise RuntimeError(
+                    f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
+                    "activation checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
+                )
+            return None
+        runtime, run = current
+        if runtime.stage_calls is not self or run.in_stage is not None:
+            return None
+        run.note_checkpoint()
+        run.mode.suspend()
+        run.observe("enter_stage", stage, args, kwargs)
+        way = self.way(run, stage, args, kwargs)
+        place = way.place
+        tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in way.slots]
+        shells = [run.open(t) for t in tensors]
+        if way.via:
+            run.copy_first(shells, way.via)
+        parts, cuts = self.parts(run, way, tensors, shells), way.cuts
+        if stage.around is not None and way.option.name is not None:
+            given = [Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, cuts, way.patterns, tensors)]
+            place, given = stage.around.enter(place, way.sizes, given)
+            parts, cuts = [x.local for x in given], tuple(x.cut for x in given)
+        locals_ = parts
+        if place.own == 0:
+            locals_ = [x if c is None else torch.cat([x, dummy(x, c)], c.dim) for x, c in zip(parts, cuts)]
+        args, kwargs = list(args), dict(kwargs)
+        for slot, local in zip(way.slots, locals_):
+            (args if type(slot) is int else kwargs)[slot] = local
+        run.in_stage = InStage(
+            stage, way, place, fork(self.axis) if way.draws else None,
+            [Given(t, s, x, y, written(y)) for t, s, x, y in zip(tensors, shells, parts, locals_)],
+        )  # fmt: skip
+        return tuple(args), kwargs
+
+    def way(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> Way:
+        """What the plan, or else a greedy choice, says of this call."""
+        index, script = run.stage_index, run.script
+        run.stage_index += 1
+        run.where = ("stage", index, stage.name)
+        try:
+            # what a plan is for fixes the sizes of the model's own dims
+            mark = index if script is not None else run.sizes_key
+            key: Any = (stage, mark, *map(lies, args), *((k, lies(v)) for k, v in kwargs.items()))
+            found = run.recipes.get(key)
+        except Odd:
+            key = found = None
+        if found is not None:
+            return found
+        step = None
+        if script is not None and index < len(script.stages):
+            step = script.stages[index]
+            if step.name != stage.name:
+                run.strayed = run.strayed or (run.where, step.name)
+                step = None
+        _, bound = stage.signature.bind(args, kwargs)
+        sizes = stage.sizes(bound, run.root_sizes)
+        options = stage.options(bound, sizes, self.axis.size)
+        shells = [run.open(b.tensor) for b in bound]
+        option = next((o for o in options if step and o.name == step.option), None)
+        if option is None:
+            step, option = None, min(options, key=lambda o: (o.last_resort, elements_moved(o, shells)))
+        peers = Peers((self.axis.rank,), (1,))
+        if option.name is not None:
+            peers = Peers.all(option.size, self.axis.size)
+        still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
+        via = step.via if step is not None and len(step.via) == len(bound) else []
+        found = Way(
+            step, option, sizes, Place(self.axis, option.name, peers), [b.slot for b in bound],
+            [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
+        )  # fmt: skip
+        if key is not None:
+            if len(run.recipes) >= RECIPES:
+                run.recipes.clear()
+            run.recipes[key] = found
+        return found
+
+    def parts(self, run: Run, way: Way, tensors: list[Tensor], shells: list[Sharded | None]) -> list[Tensor]:
+        moved = None
+        if not way.still:
+            moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, way.cuts) if s is not None]))
+        found = []
+        for t, s, cut in zip(tensors, shells, way.cuts):
+            if s is not None:
+                found.append(plain(s) if moved is None else next(moved))
+            else:
+                found.append(t if cut is None else self.axis.narrow(t, cut))
+        return found
+
+    # --- out ---
+
+    def leave(self, stage: Stage, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        current = ACTIVE.get()
+        if current is None or current[0].stage_calls is not self:
+            return None
+        run = current[1]
+        inside = run.in_stage
+        if inside is None or inside.stage is not stage:
+            return None
+        run.in_stage = None
+        try:
+            if inside.random is not None:
+                join(inside.random)
+            if output is None and sys.exc_info()[0] is not None:
+                return None  # the stage raised: only clean up
+            way, given = inside.way, inside.given
+            step = way.step
+            planned = step is not None and run.script is not None and not run.script.recorded
+            if planned and constants_in(output) != step.constants:
+                raise NotationError(
+                    f"{stage.where} returned {constants_in(output)} on a part of {way.option.name!r}, but "
+                    f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
+                    f"[{way.option.name}] in brackets"
+                )
+            for x in given:
+                if written(x.local) != x.written:
+                    run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.part)
+            if not way.still or run.lends or any("_dsp_lent" in x.shell.__dict__ for x in given if x.shell is not None):
+                run.lend(tensors_in(output), [(x.tensor, x.shell, x.part) for x in given])
+            if run.stage_index == 1:
+                self.agreement.before_switching()
+            if type(output) is Tensor:
+                [made] = self.results(run, stage, way, inside.place, [output])
+            else:
+                made = map_tensors(output, self.results(run, stage, way, inside.place, tensors_in(output)))
+            run.observe("leave_stage", made)
+            return made
+        finally:
+            run.mode.resume()
+
+    def results(self, run: Run, stage: Stage, way: Way, place: Place, tensors: list[Tensor]) -> list[Tensor]:
+        """What a stage made, as the model sees it."""
+        push = way.step.push if way.step is not None else [None] * len(tensors)
+        if way.option.name is None:
+            stage.outputs(tensors)
+            return [
+                t if cut is None else run.carry(self.axis.narrow(t, cut), cut, t.shape) for t, cut in zip(tensors, push)
+            ]
+        if stage.around is not None:
+            tensors = stage.around.leave(place, way.sizes, stage.outputs(tensors), tensors)
+        shapes = tuple(t.shape for t in tensors)
+        landings = way.landings.get(shapes)
+        if landings is None:
+            landings = way.landings[shapes] = [
+                self.landing(stage, way, t, pattern) for t, pattern in zip(tensors, stage.outputs(tensors))
+            ]
+        if way.place.own == 0:
+            tensors = [t.narrow(at.cut.dim, 0, 0) for t, at in zip(tensors, landings)]
+        moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
+        if any(moving):
+            parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
+            pushed = [run.carry(p.local, p.dst, p.shape) for p in run.push_all(parts)]
+        else:
+            pushed = [carry(t, at) for t, at in zip(tensors, landings)]
+        for t, own, moves in zip(pushed, tensors, moving):
+            if not moves and (lent := own.__dict__.get("_dsp_lent")) is not None:
+                t._dsp_lent = lent  # type: ignore[attr-defined]
+        return pushed
+
+    def landing(self, stage: Stage, way: Way, t: Tensor, pattern: TensorPattern) -> At:
+        """Where a stage's result lies. Its size along the sharded dim is checked."""
+        name, size = way.option.name, way.option.size
+        assert name is not None
+        own = way.place.own if stage.around is not None else max(way.place.own, 1)
+        axis = pattern.axis_of(name)
+        names = pattern.axes[axis]
+        at = names.index(name)
+        outer = math.prod(way.sizes[other] for other in names[:at])
+        inner = math.prod(way.sizes.get(other, 1) for other in names[at + 1 :])
+        if t.shape[axis] != outer * own * inner:
+            raise NotationError(
+                f"{stage.where}, run on {own} of {size} along {name!r}, returned {tuple(t.shape)} where "
+                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along {name!r}"
+            )
+        shape = [*t.shape]
+        shape[axis] = outer * size * inner
+        return self.axis.at(shape, Cut(axis, outer))
+
+
+def written(x: Tensor) -> int:
+    """Counts the writes into the memory of a tensor like any other; under inference_mode nothing does."""
+    return 0 if x.is_inference() else x._version
+
+
+def elements_moved(option: Option, shells: Sequence[Sharded | None]) -> int:
+    """By a greedy choice."""
+    return sum(
+        math.prod(s.at.local) * (1 if cut is not None else 1000)
+        for s, cut in zip(shells, option.cuts)
+        if s is not None and s.at.cut != cut
+    )
+
+
+def dummy(local: Tensor, cut: Cut) -> Tensor:
+    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
+    shape = [*local.shape]
+    shape[cut.dim] = cut.outer
+    if local.dtype == torch.bool:
+        return local.new_ones(shape)
+    if not inexact(local):
+        return local.new_zeros(shape)
+    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
+    return line.to(local.dtype).view(shape)
