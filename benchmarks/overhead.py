@@ -29,9 +29,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 import dsp
 import zoo
+from dsp.parallel import describe
 from dsp.plan import make_plan, stages_of
 from dsp.trace import trace
 
@@ -162,16 +164,19 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
 
     def agree(x: Tensor) -> Call:
         def check() -> None:
-            runtime.agreement.start((x,), {}, runtime.last_key, wait=False)
+            runtime.agreement.start(*pytree.tree_flatten(((x,), {})), "key", wait=False)
             runtime.agreement.finish()
 
         return check
+
+    def key(x: Tensor) -> object:
+        return describe(*pytree.tree_flatten(((x,), {}))), True, torch.is_grad_enabled()
 
     times = spend(
         {
             "call of a model of one empty stage, no grad": forward(one),
             "    the same, bare": forward(Stages(1)),
-            "    plan found in the cache": lambda: runtime.plan_for((small,), {}),
+            "    plan found in the cache": lambda: runtime.plan_for(key(small), (small,), {}),
             "    do all ranks hold the same inputs?": agree(small),
             f"    the same for {large.numel() * 4 / 1e6:.1f} MB of input": agree(large),
         },

@@ -18,6 +18,7 @@ from dsp.private import pytree
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
 PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memory
+ROWS = 64  # of a tensor that weigh differently
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,19 +92,18 @@ class Agreement:
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
         self.digests: dict[Any, Tensor] = {}  # by input signature
 
-    def start(self, args: Any, kwargs: Any, key: Any, *, wait: bool) -> None:
-        """Send what these inputs are; `key` is their signature, which has to be the same as well."""
+    def start(self, leaves: list[Any], spec: Any, key: Any, *, wait: bool) -> None:
+        """Send what these inputs are, as pytree takes them apart; `key` is their signature, to be the same as well."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph: what it replays was agreed on in the calls before
         self.finish()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
         checked = [i for i, v in enumerate(leaves) if compared(v)]
         # a copy to the host that nobody waits for would be read too early
         sums = [checksum(leaves[i].detach()).to(self.device, non_blocking=self.device == "cuda") for i in checked]
         if len(sums) > SLOTS:
-            sums[SLOTS - 1 :] = [torch.stack(sums[SLOTS - 1 :]).sum()]
+            sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
         blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
-        mine = torch.cat([self.digest(key), *(s.view(1) for s in sums), blank])
+        mine = torch.cat([self.digest(key), *sums, blank])
         everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
         work = all_gather(everyone, mine, group=self.axis.mesh.get_group(), async_op=True)
         arrived, answer = self.to_host(work, everyone) if self.device == "cuda" else (work.wait, everyone)
@@ -170,15 +170,16 @@ def compared(v: Any) -> bool:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """An int64 that changes with any element, and with the order of rows; no host synchronisation."""
+    """One int64 that changes with any element, and with the order of rows; no host synchronisation."""
     x = x.resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)
-    flat = (x.contiguous() if x.dtype != torch.bool else x.to(torch.int8)).reshape(-1)
-    nbytes = flat.numel() * flat.element_size()
-    wide = nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    bits = flat.view(torch.int64 if wide else KINDS[flat.element_size()])  # eight bytes at once, ten times as fast
-    rows = 64 if bits.numel() % 64 == 0 else 1
-    sums = bits.view(rows, -1).sum(1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * rows, 2, device=x.device, dtype=torch.int64)
-    return (sums * weights).sum() + bits[-1].to(torch.int64) * 7919
+    flat = (x.contiguous() if x.dtype != torch.bool else x.to(torch.int8)).view(-1)
+    size = flat.element_size()
+    wide = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+    bits = flat.view(torch.int64 if wide else KINDS[size])  # eight bytes at once, ten times as fast
+    if bits.numel() % ROWS:
+        return bits.sum(0, keepdim=True, dtype=torch.int64) + bits[-1].to(torch.int64) * 7919
+    sums = bits.view(ROWS, -1).sum(1, dtype=torch.int64)
+    weights = torch.arange(1, 2 * ROWS, 2, device=x.device, dtype=torch.int64)
+    return (sums * weights).sum(0, keepdim=True)

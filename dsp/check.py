@@ -304,7 +304,7 @@ def _recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> l
         own = Stage(stage.name, _module(model, stage.name), stage.pattern.text)
 
         def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = own) -> None:
-            if (key := (own.name, describe(args, kwargs))) not in seen:
+            if (key := (own.name, describe(*pytree.tree_flatten((args, kwargs))))) not in seen:
                 seen.add(key)
                 calls.append((own, *pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))))
 

@@ -85,6 +85,7 @@ class Runtime:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
+        self.sizes: dict[Any, dict[str, int]] = {}  # of the root pattern's dims, likewise
         self.told: set[Any] = set()  # the signatures of which it was said that a run sent other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.stage_calls = StageCalls(axis, self.agreement)
@@ -145,12 +146,13 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.settle_hooks()
-        plan, fresh = self.plan_for(args, kwargs)
-        key = self.last_key
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
+        plan, sizes, fresh = self.plan_for(key, args, kwargs)
         if fresh:
             self.leave_out_hooks()
-        self.agreement.start(args, kwargs, self.last_key, wait=fresh)
-        sizes, args, kwargs = self.enter(plan, args, kwargs)
+        self.agreement.start(leaves, spec, key, wait=fresh)
+        args, kwargs = self.enter(plan, args, kwargs)
         run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
         if plan is None:
             run.recorder = Recorder(self.axis.size, sizes)
@@ -189,17 +191,16 @@ class Runtime:
             self.told.add(key)
             (log.warning if self.axis.rank == 0 else log.info)(plan.script.word.tell(ledger))
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan | None, bool]:
-        key = (describe(args, kwargs), self.model.training, torch.is_grad_enabled())
-        self.last_key = key
+    def plan_for(self, key: Any, args: Any, kwargs: Any) -> tuple[Plan | None, dict[str, int], bool]:
+        """The plan of calls with such inputs, the sizes of the root pattern's dims, and whether it was made now."""
         if key in self.plans:
             self.plans.move_to_end(key)
-            return self.plans[key], False
+            return self.plans[key], self.sizes[key], False
         plan = self.make_plan(args, kwargs)
-        self.plans[key] = plan
+        self.plans[key], self.sizes[key] = plan, sizes_of_root(self.model, self.root, args, kwargs)
         if len(self.plans) > PLANS:
-            self.plans.popitem(last=False)
-        return plan, True
+            del self.sizes[self.plans.popitem(last=False)[0]]
+        return plan, self.sizes[key], True
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Cut]:
         """The inputs that arrive already sharded."""
@@ -228,13 +229,11 @@ class Runtime:
             log.warning(plan.advice)
         return plan
 
-    def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[dict[str, int], Any, Any]:
+    def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Split the declared inputs; give every input whose gradient is asked its true one."""
-        sizes: dict[str, int] = {}
         cuts: dict[str, Cut | None] = plan.script.inputs if plan else {}
         if self.signature is not None:
             call, bound = self.signature.bind(args, kwargs)
-            sizes = sizes_of_root(self.model, self.root, args, kwargs)
             for b in bound:
                 cut = cuts.get(b.param)
                 if b.pattern is None or cut is None or isinstance(b.tensor, DTensor):
@@ -250,9 +249,7 @@ class Runtime:
             args, kwargs = tuple(call.args), call.kwargs
 
         def true_gradient(t: Tensor) -> Tensor:
-            if not (t.requires_grad and torch.is_grad_enabled()):
-                return t
-            if isinstance(t, Sharded):  # split above
+            if not t.requires_grad or isinstance(t, Sharded):  # split above
                 return t
             if not isinstance(t, DTensor):
                 return WholeInput.apply(t, self.axis)
@@ -262,8 +259,9 @@ class Runtime:
             assert cut is not None
             return carry(ScaleGradient.apply(connected_local(t), self.axis.size), self.axis.at(t.shape, cut))
 
-        args, kwargs = pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
-        return sizes, args, kwargs
+        if torch.is_grad_enabled():
+            args, kwargs = pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
+        return args, kwargs
 
     def leave(self, run: Run, output: Any) -> Any:
         finished = []
@@ -343,16 +341,15 @@ def given(x: DTensor) -> bool:
     return node is None or node.name() in GIVEN
 
 
-def describe(args: Any, kwargs: Any) -> Any:
-    """The input signature: what a plan depends on."""
+def describe(leaves: list[Any], spec: Any) -> Any:
+    """The signature of a call's inputs: what a plan depends on."""
+    return spec, *map(described, leaves)
 
-    def one(v: Any) -> Any:
-        if isinstance(v, Tensor):
-            placed = v.placements if isinstance(v, DTensor) else None
-            return (tuple(v.shape), v.dtype, v.requires_grad, placed)
-        if isinstance(v, (bool, int, str)) or v is None:
-            return v
-        return type(v).__qualname__
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return tuple(one(v) for v in leaves), str(spec)
+def described(v: Any) -> Any:
+    if isinstance(v, Tensor):
+        placed = v.placements if isinstance(v, DTensor) else None
+        return v.shape, v.dtype, v.requires_grad, placed
+    if isinstance(v, (bool, int, str)) or v is None:
+        return type(v), v
+    return type(v).__qualname__

@@ -263,7 +263,7 @@ class Search:
             probe = Probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
             look = (node.index, structure(node))
             if look not in self.known:
-                kind = (fingerprint(node.module), look[1], str(describe(args, kwargs)))
+                kind = (fingerprint(node.module), look[1], describe(*pytree.tree_flatten((args, kwargs))))
                 if kind in self.alike:  # a block like another: true along the same dims, or along fewer
                     for g in self.alike[kind]:
                         outputs = probe.independent(g.cuts, g.size)
