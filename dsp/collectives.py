@@ -1,6 +1,6 @@
 """The collectives DSP needs, as custom ops on plain local tensors: switch, gather, reduce_scatter, all_reduce.
 
-Each is one functional collective with the exact uneven sizes: no padding, no size exchange, no all-gather in disguise,
+Each is one collective with the exact uneven sizes: no padding, no size exchange, no all-gather in disguise,
 on every backend. Being custom ops they have fake kernels (torch.compile), autograd formulas (each one's adjoint is
 another), and names that selective checkpointing and profilers can see.
 
@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
@@ -53,12 +54,18 @@ def _as_sent(x: Tensor) -> tuple[Tensor, int]:
     return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
 
 
-def _all_to_all(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Tensor:
-    """To each rank its part of a flat tensor; to be waited for."""
+def _all_to_all(
+    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False
+) -> Tensor:
+    """To each rank its part of a flat tensor; if `later`, to be waited for."""
     flat, width = _as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
+    if later:
+        out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
+    else:  # half the host time
+        out = flat.new_empty(sum(out_splits))
+        dist.all_to_all_single(out, flat, out_splits, in_splits, _resolve_process_group(group))  # type: ignore[arg-type]
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
@@ -136,8 +143,8 @@ class SwitchPlan:
             part.view(block.shape).copy_(block)
         return send
 
-    def exchange(self, send: Tensor, group: str) -> Tensor:
-        return _all_to_all(send, self.out_splits, self.in_splits, group)
+    def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
+        return _all_to_all(send, self.out_splits, self.in_splits, group, later=later)
 
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
@@ -170,7 +177,7 @@ def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Swi
 
 def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     plan = switch_plan(x, src, dst, src_size, group)
-    return plan.unpack(_wait(plan.exchange(plan.pack(x), group)))
+    return plan.unpack(plan.exchange(plan.pack(x), group))
 
 
 def _switch_among(
@@ -178,7 +185,7 @@ def _switch_among(
 ) -> Tensor:
     rank = among.index(ranks(group)[1])
     plan = _switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank)
-    return plan.unpack(_wait(plan.exchange_among(plan.pack(x), among, group)))
+    return plan.unpack(plan.exchange_among(plan.pack(x), among, group))
 
 
 def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
@@ -192,7 +199,7 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     outs = [[p.out_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
     blocks = zip(*(flat.split(sizes) for flat, sizes in zip(packed, zip(*ins))))
     send = torch.cat([block for to_one in blocks for block in to_one])
-    received = _wait(_all_to_all(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group))
+    received = _all_to_all(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group)
     parts = received.split([size for sizes in outs for size in sizes])
     joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]
     return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
@@ -207,7 +214,7 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     else:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
-        out = _wait(_all_to_all(send, [p * rest for p in parts], [parts[rank] * rest] * n, group))
+        out = _all_to_all(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
     return out.view(size, *lead.shape[1:]).movedim(0, dim).contiguous()
 
 
@@ -217,7 +224,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     parts = chunk_sizes(x.shape[dim], n)
     lead = x.movedim(dim, 0).contiguous()
     rest = math.prod(lead.shape[1:])
-    received = _wait(_all_to_all(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group))
+    received = _all_to_all(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
     total = received.view(n, parts[rank], *lead.shape[1:])
     return total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim).contiguous()
 
@@ -395,7 +402,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
         plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
-        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1])  # type: ignore[attr-defined]
+        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
         return x.new_empty(0)
 
     @staticmethod
@@ -415,5 +422,5 @@ class _Await(torch.autograd.Function):
         pending = ctx.pending
         src, dst, _, group = pending.args
         pending.back = switch_plan(grad, dst, src, pending.there.shape[dst], group)
-        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group)
+        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
         return grad.new_empty(0), None
