@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Axis
 from dsp.private import pytree
@@ -30,7 +31,7 @@ class Call:
 
         args, kwargs = pytree.tree_map_only(Tensor, leaf, (args, kwargs))
         model.zero_grad()
-        torch.manual_seed(seed)
+        randomness.seed(seed)
         with torch.set_grad_enabled(grad):
             output = model(*args, **kwargs)
             outputs = tensors_in(output)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import NotationError
@@ -78,7 +79,7 @@ def discover(
     tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        torch.manual_seed(seed)
+        randomness.seed(seed)
         clone, some_args, some_kwargs = _randomised(model, args, kwargs)
         search = Search(clone, some_args, some_kwargs, seed)
         root = search.settle()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp import randomness
 from dsp.dims import Axes, Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
 from dsp.layout import Cut
 from dsp.notation import StagePattern
@@ -172,7 +173,7 @@ class Search:
         before = [(b, b.detach().clone()) for b in self.model.buffers()]
         self.on_root = root.append
         try:
-            torch.manual_seed(self.seed)
+            randomness.seed(self.seed)
             with self.follower:
                 self.model(*args, **kwargs)
         finally:

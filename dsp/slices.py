@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.private import TorchDispatchMode, pytree
@@ -202,7 +203,7 @@ class Probe:
         try:
             with torch.no_grad(), warnings.catch_warnings(), draws:
                 warnings.simplefilter("ignore")  # of shapes that a model was not made for
-                torch.manual_seed(self.seed)
+                randomness.seed(self.seed)
                 output = self.module(*args, **kwargs)
                 return [t.detach() for t in tensors_in(output)], constants_in(output)
         finally:

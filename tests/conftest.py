@@ -1,21 +1,23 @@
 """One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
 
-`whole_world` does so in a world of n ranks. All ranks are forked from one server that has imported the modules of the
-tests, and so what these import.
+`whole_world` does so in a world of n ranks. All ranks are forked from one server, itself forked from this process
+once it has imported the tests: before torch has started a thread, and nothing is imported twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import multiprocessing
-import multiprocessing.forkserver
 import os
+import pickle
+import signal
+import socket
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
+from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +28,61 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the proce
 os.environ.setdefault("WANDB_MODE", "offline")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch
-
 TIMEOUT = 600
 RANKS = {"ranks", "whole_world"}
-SERVER = multiprocessing.get_context("forkserver")
+SERVER: list[socket.socket] = []  # where to ask for ranks
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each core, up to eight; none but this one for tests that are named on the command line."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return 0
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server: while the first tests run it imports the modules whose tests ask for ranks."""
-    modules = {i.module.__name__ for i in session.items if RANKS & {*i.fixturenames}}
-    if modules:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-            SERVER.set_forkserver_preload(sorted(modules))
-            multiprocessing.forkserver.ensure_running()
+    if any(RANKS & {*i.fixturenames} for i in session.items):
+        here, there = socket.socketpair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the thread by which pytest-xdist reads
+            child = os.fork()
+        if not child:
+            here.close()
+            _serve(there)
+        there.close()
+        SERVER.append(here)
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork a rank for each request, which brings the pipe that the rank is to read."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        try:
+            job, pipes, *_ = socket.recv_fds(requests, 4096, 1)
+            if not job:
+                os._exit(0)
+            child = os.fork()
+            if not child:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.close()
+                _worker(*pickle.loads(job), connection.Connection(pipes[0]))
+                os._exit(0)
+            os.close(pipes[0])
+            requests.send(str(child).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
 def _worker(rank: int, world: int, parts: bool, store: str, pipe: Any) -> None:
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -61,16 +95,15 @@ def _worker(rank: int, world: int, parts: bool, store: str, pipe: Any) -> None:
     if parts:
         meshes["2x2"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "sp"))
     while True:
-        job = pipe.recv()
-        if job is None:
-            break
-        fn, n, args = job
+        try:
+            fn, n, args = pipe.recv()
+        except EOFError:  # the tests are over
+            return
         try:
             torch.manual_seed(0)
             pipe.send((True, fn(meshes[n], *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class Pool:
@@ -78,20 +111,21 @@ class Pool:
 
     def __init__(self, world: int, parts: bool = False) -> None:
         self.world, self.parts = world, parts
-        self.workers: list[tuple[Any, Any]] = []
+        self.workers: list[tuple[int, Any]] = []  # process id, pipe
 
     def start(self) -> None:
         store = tempfile.mktemp(prefix="dsp-tests-")
         for rank in range(self.world):
-            here, there = SERVER.Pipe()
-            process = SERVER.Process(target=_worker, args=(rank, self.world, self.parts, store, there), daemon=True)
-            process.start()
-            self.workers.append((process, here))
+            here, there = Pipe()
+            socket.send_fds(SERVER[0], [pickle.dumps((rank, self.world, self.parts, store))], [there.fileno()])
+            self.workers.append((int(SERVER[0].recv(20)), here))
+            there.close()
 
     def stop(self) -> None:
-        for process, _ in self.workers:
-            process.kill()
-            process.join()
+        for process, pipe in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            pipe.close()
         self.workers = []
 
     def __call__(self, fn: Callable[..., Any], n: int | str, *args: Any) -> list[Any]:

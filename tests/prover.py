@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dsp.layout import Cut, chunk
+from dsp.randomness import seed
 from dsp.rules import (
     RULES,
     Frame,
@@ -134,7 +135,7 @@ class _Whole:
         self.writes = in_place(call.func)
         leaves = self.leaves(tensors)
         self.out = self.run(call.func, call.args, call.kwargs, leaves)
-        torch.manual_seed(1)
+        seed(1)
         self.upstream = [torch.randn_like(t) if t.requires_grad else None for t in self.out]
         self.grads = _gradients(self.out, self.upstream, leaves)
 
@@ -153,7 +154,7 @@ class _Whole:
             args, kwargs = without_operands(args, table), {k: without_operands(v, table) for k, v in kwargs.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)
+            seed(0)
             out = func(*args, **kwargs)
         if self.writes:
             return [inputs[0]]
