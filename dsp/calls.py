@@ -23,6 +23,7 @@ from dsp.layout import At, Axis, Cut
 from dsp.notation import NotationError, TensorPattern
 from dsp.ops import Part
 from dsp.plan import StageStep, Via
+from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Peers, Place, Received, Stage, constants_in, map_tensors, tensors_in
@@ -94,7 +95,8 @@ class StageCalls:
         runtime, run = current
         if runtime.stage_calls is not self or run.in_stage is not None:
             return None
-        run.note_checkpoint()
+        if saving_hooks(False) is not None:
+            run.note_checkpoint()
         run.mode.suspend()
         run.observe("enter_stage", stage, args, kwargs)
         way = self.way(run, stage, args, kwargs)

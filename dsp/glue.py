@@ -25,7 +25,14 @@ from dsp.layout import At, Axis, Cut, connected_local, cut_of, separable
 from dsp.ledger import Where
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import GlueStep, Script, Via
-from dsp.private import StorageWeakRef, _get_current_function_mode, _pop_mode, _push_mode, checkpoint_frame
+from dsp.private import (
+    StorageWeakRef,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+    checkpoint_frame,
+    saving_hooks,
+)
 from dsp.randomness import forked
 from dsp.rules import (
     RULES,
@@ -468,7 +475,8 @@ class Glue(TorchFunctionMode):
             return self.metadata(what.name, func, args, kwargs)
         if run.aside:
             return self.operate(-1, func, what, args, kwargs, types)
-        run.note_checkpoint()
+        if saving_hooks(False) is not None:
+            run.note_checkpoint()
         if self.uncounted:
             return self.operate(-1, func, what, args, kwargs, types)
         index = run.glue_index
@@ -555,7 +563,7 @@ class Glue(TorchFunctionMode):
                 t._dsp_view = first, func, recipe.frame
         if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
             for t in made:
-                if memory(t) == memory(first):
+                if recipe.view or memory(t) == memory(first):
                     t._dsp_lent = lent
         return out
 

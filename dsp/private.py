@@ -58,13 +58,16 @@ def backward_node() -> str:
     return "" if node is None else node.name()
 
 
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that run now on what is saved for backward
+
+
 def checkpoint_frame() -> Any:
     """The activation checkpoint (non-reentrant) that the current code runs in, if any.
 
     It is known by the hook that packs what backward needs: a closure over `frame`, whose `recompute_fn` runs the region
     again.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saving_hooks(False)
     pack = hooks[0] if hooks else None
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
         return None
@@ -103,4 +106,5 @@ __all__ = [
     "dtensor",
     "opened",
     "pytree",
+    "saving_hooks",
 ]

@@ -1,0 +1,92 @@
+"""How many Python functions one more operation, stage or switch of a parallelized forward calls: on any machine alike.
+
+Host time follows these counts; benchmarks/overhead.py measures it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+
+
+class Plus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Chain(nn.Module):
+    """`depth` stages that do next to nothing, between each two of which `glue` is done `times`."""
+
+    def __init__(self, depth: int, glue: Callable[[Tensor], Tensor] | None = None, switched: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Plus() for _ in range(depth))
+        self.glue = glue
+        kinds = ["b t [s c]", "b [t] s [c]"] if switched else ["b t [s c]"]
+        self.stages = {"": "x=b t s c"} | {f"blocks.{i}": kinds[i % len(kinds)] for i in range(depth)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.glue is None else self.glue(block(x))
+        return x
+
+
+GLUE: dict[str, Callable[[Tensor], Tensor]] = {
+    "x + x": lambda x: x + x,
+    "x.transpose(1, 2) there and back": lambda x: x.transpose(1, 2).transpose(1, 2),
+    "F.silu(x)": F.silu,
+    "chunk and cat": lambda x: torch.cat(x.chunk(2, -1), -1),
+}
+# Python calls that one more adds to those of the bare model
+BUDGET = {
+    "stage": 44, "switch": 52, "x + x": 7, "x.transpose(1, 2) there and back": 16, "F.silu(x)": 20, "chunk and cat": 18,
+}  # fmt: skip
+
+
+def calls_of(forward: Callable[[], Any]) -> int:
+    count = 0
+
+    def counts(frame: Any, event: str, what: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    forward(), forward()
+    sys.setprofile(counts)
+    try:
+        forward()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def added(mesh: DeviceMesh) -> dict[str, int]:
+    x = torch.randn(1, 4, 6, 8)
+
+    def slope(*options: Any, parallel: bool) -> int:
+        made = []
+        for depth in (2, 4):
+            model = Chain(depth, *options)
+            if parallel:
+                dsp.parallelize(model, mesh, gather_output=False)
+            with torch.no_grad():
+                made.append(calls_of(lambda model=model: model(x)))
+        return (made[1] - made[0]) // 2
+
+    def beyond(*options: Any) -> int:
+        return slope(*options, parallel=True) - slope(*options, parallel=False)
+
+    found = {"stage": beyond(), "switch": beyond(None, True)}
+    found["switch"] -= found["stage"]
+    return found | {name: beyond(glue) - found["stage"] for name, glue in GLUE.items()}
+
+
+def test_python_calls_stay_within_their_budget(ranks) -> None:
+    found = ranks(added, 2)[0]
+    assert {k: v for k, v in found.items() if v > BUDGET[k]} == {}, found
