@@ -125,7 +125,7 @@ FAULTS = [
     ),
     Fault(
         "squeeze takes a local dim of size 1 for one of the whole",
-        "dsp/rules.py",
+        "dsp/rules/shape.py",
         "return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)",
         "return Outcome(out, x.shape[cut.dim], view=True)",
         "test_rules",

@@ -1,0 +1,31 @@
+"""What each operation between stages ("glue") does to a sharded dim.
+
+A rule reads an operation's arguments, tensors replaced by `Operand`s (global shape and cut), and says how the same
+operation runs on local parts: which whole operands to narrow, which size arguments to localize, and where the result is
+cut. It touches no data, so the planner and the run share one table. An operation without a rule runs on whole tensors,
+which the plan gathers for it: on shards it may be exact, but nobody has shown it.
+"""
+
+from __future__ import annotations
+
+from dsp.rules import along, elementwise, joins, products, shape
+from dsp.rules.call import (
+    RULES,
+    Frame,
+    GlueError,
+    Operand,
+    Outcome,
+    Rule,
+    no_rule,
+    tensor_args,
+    with_operands,
+    without_operands,
+)
+from dsp.rules.sources import SOURCES, localize_source, source_cuts
+
+MODULES = along, elementwise, joins, products, shape  # each puts its own into RULES
+
+__all__ = [
+    "RULES", "SOURCES", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "no_rule", "source_cuts",
+    "tensor_args", "with_operands", "without_operands",
+]  # fmt: skip

@@ -1,0 +1,140 @@
+"""Rules of operations along a dim, which must be whole but for sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dsp.layout import Cut
+from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+from dsp.rules.elementwise import elementwise
+
+
+def dims_of(f: Frame, x: Operand, value: Any) -> list[int]:
+    return [f.normal(d, x.ndim) for d in ([value] if isinstance(value, int) else value)]
+
+
+@rule("softmax log_softmax softmin cumsum cumprod logcumsumexp flip roll sort argsort topk normalize glu")
+def along(f: Frame) -> Outcome:
+    x, cut = first(f)
+    name = {"flip": "dims", "roll": "dims"}.get(f.name, "dim")
+    default = {"normalize": 1}.get(f.name, -1)
+    position = {"topk": 2, "roll": 2, "normalize": 2}.get(f.name, 1)
+    if f.name == "flip" and len(f.args) > 2:
+        dims: Any = f.args[1:]
+    else:
+        dims = f.get(position, name, default)
+        if isinstance(dims, bool) or dims is None:
+            dims = f.kwargs.get(name, default)
+        if f.name in ("softmax", "log_softmax", "softmin") and f.get(1, "dim") is None:
+            dims = int(x.ndim not in (0, 1, 3))  # what torch takes where none is given
+    if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
+        raise f.refuse("it rolls the flattened tensor")
+    if cut.dim in dims_of(f, x, dims):
+        raise f.refuse("it works along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule(
+    "sum mean amax amin max min argmax argmin any all prod norm vector_norm logsumexp var std nansum nanmean median",
+    "count_nonzero std_mean var_mean",
+)
+def reduction(f: Frame) -> Outcome:
+    x = f.args[0] if f.args else f.kwargs.get("input")
+    others = [o for o in f.operands() if o is not x]
+    if f.name in ("max", "min") and others:
+        return elementwise(f)
+    x, cut = first(f)
+    position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
+    dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
+    if dims is None and "axis" in f.kwargs:
+        dims = f.kwargs["axis"]
+    if isinstance(dims, bool):
+        dims = f.kwargs.get("dim")
+    keep = f.name != "count_nonzero" and bool(f.get(position + 1, "keepdim", False))
+    everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
+    gone = list(range(x.ndim)) if everything else dims_of(f, x, dims)
+    if cut.dim not in gone:
+        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
+        return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
+    if f.name not in ("sum", "mean"):
+        raise f.refuse(
+            "it reduces over the sharded dim",
+            "sum and mean are taken over all ranks; put other reductions in a stage that computes over the dim",
+        )
+    if f.name == "sum":
+        return Outcome(None, reduce=1.0)
+    count = math.prod(x.shape[d] for d in gone)
+    return Outcome(None, reduce=float(count))
+
+
+@rule("tril triu")
+def triangle(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim >= x.ndim - 2:
+        raise f.refuse("it counts positions along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("gather take_along_dim")
+def taken_by_index(f: Frame) -> Outcome:
+    x, swapped = f.get(0, "input"), f.name == "take_along_dim"
+    index = f.get(1 if swapped else 2, "indices" if swapped else "index")
+    dim = f.get(2 if swapped else 1, "dim")
+    if dim is None:
+        raise f.refuse("it takes from the flattened tensor")
+    dim = f.normal(dim, x.ndim)
+    position, outcome = align(f, [x, index])
+    if x.ndim + position == dim:
+        raise f.refuse("it takes parts of the sharded dim")
+    if x.shape[position] != index.shape[position]:
+        raise f.refuse("its index differs from it along the sharded dim")
+    assert outcome.cut is not None
+    outcome.cut = Cut(x.ndim + position, outcome.cut.outer)
+    return outcome
+
+
+@rule("layer_norm rms_norm")
+def trailing_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    shape = f.get(1, "normalized_shape")
+    if cut.dim >= x.ndim - (1 if isinstance(shape, int) else len(shape)):
+        raise f.refuse("it normalizes over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("group_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate",
+      "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
+      "adaptive_avg_pool3d im2col fold")  # fmt: skip
+def per_sample(f: Frame) -> Outcome:
+    x, cut = first(f)
+    unbatched = {"im2col": 3, "fold": 2}.get(f.name, next((int(c) + 1 for c in f.name if c.isdigit()), 0))
+    if x.ndim == unbatched:
+        raise f.refuse("its input has no batch dim")
+    if cut.dim != 0:
+        raise f.refuse(f"it mixes dim {cut.dim} or normalizes over it")
+    return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]) if f.name in ("im2col", "instance_norm") else None)
+
+
+@rule("pixel_shuffle pixel_unshuffle")
+def pixels(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim >= x.ndim - 3:
+        raise f.refuse(f"it mixes dim {cut.dim}")
+    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+
+
+@rule("unfold")
+def windows(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.normal(f.get(1, "dimension"), x.ndim) == cut.dim:
+        raise f.refuse("its windows run over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("batch_norm")
+def batch_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.get(5, "training", False) or cut.dim == 1:
+        raise f.refuse("batch statistics run over the sharded dim", "Use a norm that acts on each sample alone")
+    return Outcome(cut, x.shape[cut.dim])

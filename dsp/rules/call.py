@@ -1,0 +1,201 @@
+"""An operation between stages as a rule reads it, and what a rule says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsp.layout import Cut, chunk_sizes
+
+
+class GlueError(RuntimeError):
+    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers."""
+
+
+@dataclass(eq=False)
+class Operand:
+    """A tensor argument: global shape, and where it is cut (None: whole on every rank)."""
+
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass
+class Outcome:
+    """How an operation runs on local parts.
+
+    cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
+    narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
+    func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
+    over ranks, and divided by this.
+    """
+
+    cut: Cut | None
+    size: int = 0
+    narrow: dict[int, Cut] = field(default_factory=dict)
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    func: Callable[..., Any] | None = None
+    view: bool = False
+    reduce: float | None = None
+
+
+@dataclass
+class Frame:
+    """One operation: its name, arguments with Operands for tensors, the number of ranks, and what is called."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    n: int
+    rank: int = 0
+    func: Callable[..., Any] | None = None
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def operands(self) -> list[Operand]:
+        found: list[Operand] = []
+
+        def visit(value: Any) -> None:
+            if isinstance(value, Operand):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                for v in value:
+                    visit(v)
+
+        visit(self.args)
+        visit(tuple(self.kwargs.values()))
+        return found
+
+    def refuse(self, reason: str, advice: str = "") -> GlueError:
+        shapes = ", ".join(
+            f"{list(o.shape)}" + (f" sharded along dim {o.cut.dim}" if o.cut else "") for o in self.operands()
+        )
+        return GlueError(
+            f"{self.name}({shapes}) between stages: {reason}. "
+            + (advice or "Move it into a stage (a submodule with a pattern), where tensors are local")
+        )
+
+    def on_a_row(self, cut: Cut, size: int) -> Callable[..., Any] | None:
+        """For a rank that holds nothing, of an operation that takes no empty tensor: on one row, none of it returned.
+
+        Of a first argument and a result of which `cut` is sharded and has global `size`. None: this rank holds a part.
+        """
+        func = self.func
+        if func is None or self.local_size(size, cut.outer):
+            return None
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shape = [*x.shape[: cut.dim], 1, *x.shape[cut.dim + 1 :]]
+            return func(torch.cat([x, x.new_zeros(shape)], cut.dim), *args, **kwargs).narrow(cut.dim, 0, 0)
+
+        return run
+
+    def local_size(self, size: int, outer: int) -> int:
+        return outer * chunk_sizes(size // outer, self.n)[self.rank]
+
+    def normal(self, dim: int, ndim: int) -> int:
+        if not -ndim <= dim < ndim:
+            raise self.refuse(f"dim {dim} is out of range")
+        return dim % ndim
+
+
+def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif type(a) in (list, tuple):
+            found.extend(tensor_args(a, {}))
+    return found
+
+
+def with_operands(value: Any, operands: Iterator[Operand]) -> Any:
+    """The same arguments with the tensors replaced, in order."""
+    if isinstance(value, torch.Tensor):
+        return next(operands)
+    if type(value) in (list, tuple):
+        return type(value)(with_operands(v, operands) for v in value)
+    return value
+
+
+def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, Operand):
+        return tensors[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(without_operands(v, tensors) for v in value)
+    return value
+
+
+Rule = Callable[[Frame], Outcome]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(f: Rule) -> Rule:
+        for group in names:
+            for name in group.split():
+                RULES[name] = f
+        return f
+
+    return register
+
+
+def no_rule(f: Frame) -> Outcome:
+    raise f.refuse("it has no rule for a sharded tensor")
+
+
+def only(f: Frame) -> tuple[Operand, Cut]:
+    """The one sharded operand."""
+    cut = [o for o in f.operands() if o.cut is not None]
+    if len(cut) != 1:
+        raise f.refuse("more than one sharded tensor")
+    assert cut[0].cut is not None
+    return cut[0], cut[0].cut
+
+
+def first(f: Frame) -> tuple[Operand, Cut]:
+    """The first argument, which must be the sharded one, alone."""
+    x, cut = only(f)
+    if not f.args or f.args[0] is not x:
+        raise f.refuse("only the first argument may be sharded")
+    return x, cut
+
+
+def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Outcome]:
+    """Broadcasting from the right: the cut's shared position (negative), and an Outcome that narrows whole operands.
+
+    The last `skip` dims do not broadcast (matrices). The caller fills in the cut's dim for its output rank.
+    """
+    sharded = [(o, o.cut) for o in operands if o.cut is not None]
+    o, cut = sharded[0]
+    position, size = cut.dim - o.ndim, o.shape[cut.dim]
+    for other, c in sharded[1:]:
+        if (c.dim - other.ndim, c.outer, other.shape[c.dim]) != (position, cut.outer, size):
+            raise f.refuse(
+                "its tensors are sharded along different dims",
+                "Compute them in stages that can share a layout, or give the module a pattern of its own",
+            )
+    outcome = Outcome(Cut(position, cut.outer), size)
+    for i, other in enumerate(f.operands()):
+        if not any(other is x for x in operands) or other.cut is not None or other.ndim < -position:
+            continue
+        if skip and -position <= skip:
+            continue
+        have = other.shape[position]
+        if have == size and size != 1:
+            outcome.narrow[i] = Cut(other.ndim + position, cut.outer)
+        elif have > 1:
+            raise f.refuse(f"a tensor has {have} where the sharded dim has {size}")
+    return position, outcome

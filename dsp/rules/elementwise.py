@@ -1,0 +1,76 @@
+"""Rules of operations that act on each element, or on each and a sum over all."""
+
+from __future__ import annotations
+
+import math
+
+from dsp.layout import Cut
+from dsp.rules.call import Frame, Outcome, align, first, rule
+
+ELEMENTWISE = """
+abs absolute add sub subtract rsub mul multiply div divide true_divide rtruediv rdiv rmul radd floor_divide rfloordiv
+remainder fmod pow rpow neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos
+tan tanh sinh cosh asin acos atan arctan atan2 asinh acosh atanh sigmoid logit erf erfc erfinv lgamma digamma sinc
+relu relu6 gelu silu elu selu celu mish hardswish hardtanh hardsigmoid leaky_relu softplus softsign tanhshrink
+hardshrink softshrink threshold logsigmoid clamp clip clamp_min clamp_max where lerp addcmul addcdiv maximum minimum
+fmax fmin eq ne lt le gt ge not_equal less greater greater_equal less_equal isnan isinf isfinite logical_and logical_or
+logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and or xor invert rand ror sign sgn floor ceil
+round trunc frac nan_to_num masked_fill heaviside hypot copysign xlogy logaddexp logaddexp2 float half bfloat16 double
+int long short char byte bool cfloat contiguous clone detach dropout alpha_dropout bernoulli zeros_like ones_like
+full_like empty_like rand_like randn_like requires_grad real imag conj deg2rad rad2deg polar complex alias
+zero fill copy iadd isub imul itruediv ipow data
+truediv floordiv mod rmod float_power fix arccos arccosh arcsin arcsinh arctan2 arctanh angle signbit nextafter ldexp
+gcd lcm i0 igamma igammac polygamma mvlgamma isreal isposinf isneginf isclose conj_physical resolve_conj resolve_neg
+cdouble chalf iand ior ixor rxor lshift rshift rlshift rrshift ilshift irshift bitwise_left_shift bitwise_right_shift
+log_sigmoid special_digamma special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2
+special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_i0e special_i1
+special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr special_ndtri
+special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy special_zeta
+""".split()
+
+
+@rule(*ELEMENTWISE)
+def elementwise(f: Frame) -> Outcome:
+    operands = f.operands()
+    if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
+        raise f.refuse("how many places it finds depends on the numbers")
+    position, outcome = align(f, operands)
+    assert outcome.cut is not None
+    ndim = max(o.ndim for o in operands)
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
+    return outcome
+
+
+@rule("to type_as type")
+def cast(f: Frame) -> Outcome:
+    x, cut = f.args[0], f.args[0].cut
+    if cut is None:
+        raise f.refuse("only the first argument may be sharded")
+    if len(f.args) + len(f.kwargs) == 1 and f.name == "type":
+        raise f.refuse("it returns a name", "Use x.dtype")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout")
+def feature_dropout(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim > 1:
+        raise f.refuse("one mask is shared along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")
+def loss(f: Frame) -> Outcome:
+    outcome = elementwise(f)
+    operands = f.operands()
+    ndim = max(o.ndim for o in operands)
+    how = f.kwargs.get("reduction", "mean")
+    if any(isinstance(a, (bool, str)) for a in f.args):
+        raise f.refuse("pass reduction= by name")
+    if how == "none":
+        return outcome
+    outcome.kwargs = {**f.kwargs, "reduction": "sum"}
+    shape = [max(o.shape[o.ndim - 1 - d] if d < o.ndim else 1 for o in operands) for d in range(ndim)]
+    outcome.reduce = float(math.prod(shape)) if how == "mean" else 1.0
+    outcome.cut = None
+    return outcome

@@ -1,0 +1,145 @@
+"""Rules of joining tensors and taking them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsp.layout import Cut, chunk
+from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+
+
+@rule("cat concat concatenate stack")
+def cat(f: Frame) -> Outcome:
+    tensors = list(f.get(0, "tensors"))
+    reference = next(t for t in tensors if t.cut is not None)
+    cut = reference.cut
+    assert cut is not None
+    stacked = f.name == "stack"
+    dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
+    if dim == cut.dim and not stacked:
+        raise f.refuse("it joins along the sharded dim")
+    outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])
+    everything = f.operands()
+    for t in tensors:
+        if t.ndim != reference.ndim or t.shape[cut.dim] != reference.shape[cut.dim]:
+            raise f.refuse("its tensors differ along the sharded dim")
+        if t.cut is None:
+            outcome.narrow[next(i for i, o in enumerate(everything) if o is t)] = cut
+        elif t.cut != cut:
+            raise f.refuse("its tensors are sharded along different dims")
+    return outcome
+
+
+@rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select")
+def take(f: Frame) -> Outcome:
+    x, cut = first(f)
+    position, default = {"narrow": (1, None), "index_select": (1, None)}.get(f.name, (2, 0))
+    dim = f.normal(f.get(position, "dim", default), x.ndim)
+    if dim == cut.dim:
+        raise f.refuse("it takes parts of the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("unbind select iter")
+def drop(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dim = f.normal(f.get(1, "dim", 0), x.ndim)
+    if dim == cut.dim:
+        if f.name == "select":
+            return one_of(f, x, cut, f.get(2, "index"), ())
+        raise f.refuse("it takes parts of the sharded dim")
+    return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
+
+
+def one_of(f: Frame, x: Operand, cut: Cut, index: int, rest: tuple[Any, ...]) -> Outcome:
+    """One position of the sharded dim, then `x[rest]`: its owner's numbers, plus nothing from everybody else."""
+    size = x.shape[cut.dim]
+    if cut.outer != 1 or not -size <= index < size:
+        raise f.refuse("it takes parts of the sharded dim")
+    start, length = chunk(size, f.n, f.rank)
+    return Outcome(None, args=(x, cut.dim, index % size - start, length, rest), kwargs={}, func=_one_of, reduce=1.0)
+
+
+def _one_of(x: torch.Tensor, dim: int, index: int, length: int, rest: tuple[Any, ...]) -> torch.Tensor:
+    mine = x.select(dim, index) if 0 <= index < length else x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
+    return mine[rest]
+
+
+@rule("getitem")
+def getitem(f: Frame) -> Outcome:
+    index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
+    x, cut = first(f)
+    lists = [i for i in index if isinstance(i, (Operand, list))]
+    flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
+    if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
+        raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
+    if lists and any(isinstance(i, int) for i in index):
+        raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
+    real = sum(i is not None and i is not Ellipsis for i in index)
+    if not any(i is Ellipsis for i in index):
+        index = (*index, Ellipsis)
+    dim = out = 0
+    for at, i in enumerate(index):
+        if i is None:
+            out += 1
+            continue
+        if i is Ellipsis:
+            step = x.ndim - real
+            if dim <= cut.dim < dim + step:
+                return Outcome(Cut(out + cut.dim - dim, cut.outer), x.shape[cut.dim])
+            dim, out = dim + step, out + step
+            continue
+        if dim == cut.dim:
+            size = x.shape[dim]
+            if isinstance(i, int):
+                return one_of(f, x, cut, i, (*index[:at], *index[at + 1 :]))
+            if not isinstance(i, slice) or i.indices(size) != (0, size, 1):
+                raise f.refuse("it takes parts of the sharded dim")
+            # an explicit end such as x[:, :7] is local, too
+            whole = (*index[:at], slice(None), *index[at + 1 :])
+            return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
+        dim += 1
+        out += not isinstance(i, int)
+    raise f.refuse("too many indices")
+
+
+@rule("setitem")
+def setitem(f: Frame) -> Outcome:
+    x, value = f.args[0], f.args[2]
+    others = [o for o in f.operands() if o is not x and o is not value]
+    if x.cut is None or any(o.cut is not None for o in others):
+        raise f.refuse("it writes a sharded tensor into a whole one")
+    frame = Frame(f.name, (x, f.args[1]), {}, f.n, f.rank)
+    part = getitem(frame)
+    if part.cut is None:
+        raise f.refuse("it writes one position of the sharded dim")
+    index = f.args[1] if part.args is None else part.args[1]
+    outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
+    if isinstance(value, Operand):
+        target = Operand(indexed_shape(f.args[1], x), part.cut)
+        if value.ndim > target.ndim:
+            raise f.refuse("the value has more dims than what it is written to")
+        _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
+        if 1 in aligned.narrow:
+            outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
+    return outcome
+
+
+def indexed_shape(index: Any, x: Operand) -> tuple[int, ...]:
+    def plain(i: Any) -> Any:
+        return torch.empty(i.shape, dtype=torch.long, device="meta") if isinstance(i, Operand) else i
+
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(torch.empty(x.shape, device="meta")[tuple(plain(i) for i in items)].shape)
+
+
+@rule("pad")
+def pad(f: Frame) -> Outcome:
+    x, cut = first(f)
+    amounts = list(f.get(1, "pad"))
+    k = x.ndim - 1 - cut.dim
+    if any(amounts[2 * k : 2 * k + 2]):
+        raise f.refuse("it pads the sharded dim")
+    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))

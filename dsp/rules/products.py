@@ -1,0 +1,136 @@
+"""Rules of products: linear maps, matrices, attention, lookups."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dsp.layout import Cut
+from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+
+
+@rule("linear")
+def linear(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim == x.ndim - 1:
+        raise f.refuse("it sums over the sharded dim")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("matmul bmm mm rmatmul")
+def matmul(f: Frame) -> Outcome:
+    a, b = f.get(0, "input"), f.get(1, "mat2" if "mat2" in f.kwargs else "other")
+    if f.name == "rmatmul":
+        a, b = b, a
+    if a.ndim < 2 or b.ndim < 2:
+        raise f.refuse("a vector product with a sharded tensor")
+    ndim = max(a.ndim, b.ndim)
+    for x, y, keeps, sums in ((a, b, -2, -1), (b, a, -1, -2)):
+        if x.cut is None:
+            continue
+        position = x.cut.dim - x.ndim
+        if position == sums:
+            raise f.refuse("it sums over the sharded dim")
+        if position == keeps:
+            if y.cut is not None:
+                raise f.refuse("its tensors are sharded along different dims")
+            return Outcome(Cut(ndim + position, x.cut.outer), x.shape[x.cut.dim])
+    position, outcome = align(f, [a, b])
+    assert outcome.cut is not None
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
+    return outcome
+
+
+def spelled_out(equation: str, ndims: Sequence[int]) -> tuple[str, str]:
+    """An einsum equation with letters for `...`, which stands for dims aligned at the right, and with its output."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    spare = [letter for letter in string.ascii_letters if letter not in equation]
+    terms = []
+    longest = ""
+    for term, ndim in zip(inputs.split(","), ndims):
+        count = ndim - len(term.replace("...", "")) if "..." in term else 0
+        dots = "".join(spare[:count][::-1])
+        longest = max(longest, dots, key=len)
+        terms.append(term.replace("...", dots))
+    if not arrow:
+        once = sorted(c for c in set("".join(terms)) - set(longest) if "".join(terms).count(c) == 1)
+        output = "..." + "".join(once) if longest else "".join(once)
+    return ",".join(terms), output.replace("...", longest)
+
+
+@rule("einsum")
+def einsum(f: Frame) -> Outcome:
+    equation = f.args[0]
+    operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
+    if not isinstance(equation, str):
+        raise f.refuse("write the equation as a string")
+    inputs, output = spelled_out(equation, [o.ndim for o in operands])
+    terms = inputs.split(",")
+    letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}
+    if len(letters) > 1:
+        raise f.refuse("its tensors are sharded along different dims")
+    ((letter, outer),) = letters
+    if letter not in output:
+        raise f.refuse(f"it sums over the sharded dim {letter!r}")
+    outcome = Outcome(Cut(output.index(letter), outer))
+    for i, (term, o) in enumerate(zip(terms, operands)):
+        if term.count(letter) > 1:
+            raise f.refuse(f"it takes a diagonal of the sharded dim {letter!r}")
+        size = o.shape[term.index(letter)] if letter in term else 1
+        if size > 1:  # else it broadcasts
+            outcome.size = size
+            if o.cut is None:
+                outcome.narrow[i] = Cut(term.index(letter), outer)
+    return outcome
+
+
+@rule("scaled_dot_product_attention")
+def attention(f: Frame) -> Outcome:
+    q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = f.get(3, "attn_mask")
+    operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
+    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
+    place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
+    if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
+        raise f.refuse("it computes over the sharded dim")
+    along_rows = place.get(id(q)) == -2
+    if not along_rows and -2 in place.values():
+        raise f.refuse("the mask is sharded along the queries, which are whole")
+    if along_rows and f.get(5, "is_causal", False):
+        raise f.refuse("a causal mask counts local positions")
+    if along_rows and (id(k) in place or id(v) in place):
+        raise f.refuse("its tensors are sharded along different dims")
+    position, outcome = align(f, rows if along_rows else operands)
+    assert outcome.cut is not None
+    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
+    outcome.func = _attend
+    return outcome
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    mask = args[0] if args else kwargs.get("attn_mask")
+    lead = [*query.shape[:-1], *key.shape[:-2], *value.shape[:-2], *(mask.shape[:-2] if mask is not None else ())]
+    if 0 not in lead:
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    # a rank that holds nothing: some kernels divide by its size. All operands take part, for they may want gradients
+    if kwargs.get("enable_gqa"):
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    return (scores if mask is None else scores + mask) @ value
+
+
+@rule("embedding")
+def embedding(f: Frame) -> Outcome:
+    x, cut = first(f)
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("one_hot")
+def one_hot(f: Frame) -> Outcome:
+    if f.get(1, "num_classes", -1) < 0:
+        raise f.refuse("how many classes there are it counts in what a rank holds", "Pass num_classes")
+    return embedding(f)

@@ -1,0 +1,201 @@
+"""Rules of operations that show the same data under other dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dsp.layout import Cut, chunk_sizes, fold_fits
+from dsp.rules.call import Frame, Operand, Outcome, first, rule
+
+
+def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
+    """Where the sharded dim goes in a reshape: it must stay one factor of one axis, on the same chunk boundaries."""
+    extent = x.shape[cut.dim] // cut.outer
+    before = math.prod(x.shape[: cut.dim]) * cut.outer
+    after = math.prod(x.shape[cut.dim + 1 :])
+    mine = [c * after for c in chunk_sizes(extent, f.n)]
+    best: Cut | None = None
+    lead = 1
+    for d, size in enumerate(new):
+        if lead and before % lead == 0:
+            outer = before // lead
+            if outer and size % outer == 0:
+                part, suffix = size // outer, math.prod(new[d + 1 :])
+                if part * suffix == extent * after and [c * suffix for c in chunk_sizes(part, f.n)] == mine:
+                    if part == extent and suffix == after:
+                        return Cut(d, outer)
+                    best = best or Cut(d, outer)
+        lead *= size
+    if best is None:
+        raise f.refuse(
+            f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) across the chunks of {f.n} ranks",
+            "Let the stage pattern open and close the fold, or make the sharded dim the last of its fold",
+        )
+    return best
+
+
+def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
+    x, cut = first(f)
+    total = math.prod(x.shape)
+    new = [int(s) for s in new]
+    if -1 in new:
+        known = -math.prod(new)
+        if known <= 0 or total % known:
+            raise f.refuse(f"shape {new} does not fit {total} elements")
+        new[new.index(-1)] = total // known
+    if math.prod(new) != total:
+        raise f.refuse(f"shape {new} does not fit {total} elements")
+    out = reshaped(f, x, cut, new)
+    local = list(new)
+    local[out.dim] = f.local_size(new[out.dim], out.outer)
+    return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, func=torch.Tensor.reshape, view=True)
+
+
+@rule("view reshape")
+def view(f: Frame) -> Outcome:
+    sizes = f.kwargs.get("shape", f.kwargs.get("size", f.args[1:]))
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
+        sizes = sizes[0]
+    if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+        raise f.refuse("it reinterprets the bytes of a sharded tensor")
+    return reshape_to(f, sizes)
+
+
+@rule("view_as reshape_as")
+def view_as(f: Frame) -> Outcome:
+    x, shape = f.args[0], f.get(1, "other").shape
+    return reshape_to(Frame(f.name, (x, shape), {}, f.n, f.rank), shape)
+
+
+@rule("flatten ravel")
+def flatten(f: Frame) -> Outcome:
+    x, _ = first(f)
+    start = f.normal(f.get(1, "start_dim", 0), x.ndim)
+    end = f.normal(f.get(2, "end_dim", -1), x.ndim)
+    return reshape_to(f, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+@rule("unflatten")
+def unflatten(f: Frame) -> Outcome:
+    x, _ = first(f)
+    dim, sizes = f.normal(f.get(1, "dim"), x.ndim), list(f.get(2, "sizes"))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = x.shape[dim] // -math.prod(sizes)
+    return reshape_to(f, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
+
+
+@rule("unsqueeze")
+def unsqueeze(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dim = f.normal(f.get(1, "dim"), x.ndim + 1)
+    return Outcome(Cut(cut.dim + (dim <= cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("squeeze")
+def squeeze(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dims = f.get(1, "dim")
+    if dims is None:
+        gone = [d for d, s in enumerate(x.shape) if s == 1]
+    else:
+        gone = [f.normal(d, x.ndim) for d in ([dims] if isinstance(dims, int) else dims)]
+        gone = [d for d in gone if x.shape[d] == 1]
+    if cut.dim in gone:
+        raise f.refuse("it drops the sharded dim")
+    # name the dims: a local part may have size 1 where the whole has more
+    out = Cut(cut.dim - sum(d < cut.dim for d in gone), cut.outer)
+    return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
+
+
+@rule("permute")
+def permute(f: Frame) -> Outcome:
+    x, cut = first(f)
+    dims = f.kwargs.get("dims", f.args[1:])
+    if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+        dims = dims[0]
+    order = [f.normal(d, x.ndim) for d in dims]
+    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("transpose swapaxes swapdims")
+def transpose(f: Frame) -> Outcome:
+    x, cut = first(f)
+    a = f.normal(f.get(1, "dim0", f.kwargs.get("axis0")), x.ndim)
+    b = f.normal(f.get(2, "dim1", f.kwargs.get("axis1")), x.ndim)
+    return Outcome(Cut({a: b, b: a}.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("t T mT H mH adjoint")
+def matrix_transpose(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name in ("t", "T", "H") and x.ndim > 2:
+        raise f.refuse("use transpose or permute on more than two dims")
+    if x.ndim < 2:
+        return Outcome(cut, x.shape[cut.dim], view=True)
+    swap = {x.ndim - 1: x.ndim - 2, x.ndim - 2: x.ndim - 1}
+    return Outcome(Cut(swap.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("view_as_real view_as_complex")
+def complex_parts(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name == "view_as_complex" and cut.dim == x.ndim - 1:
+        raise f.refuse("the parts of its numbers lie on several ranks")
+    return Outcome(cut, x.shape[cut.dim])
+
+
+@rule("movedim moveaxis")
+def movedim(f: Frame) -> Outcome:
+    x, cut = first(f)
+    src, dst = f.get(1, "source"), f.get(2, "destination")
+    probe = torch.empty([1] * x.ndim, device="meta").as_strided([1] * x.ndim, list(range(x.ndim)))
+    order = probe.movedim(src, dst).stride()
+    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+
+
+@rule("expand broadcast_to expand_as")
+def expand(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if f.name == "expand_as":
+        sizes = list(f.get(1, "other").shape)
+    else:
+        given = f.kwargs.get("size", f.args[1:])
+        sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    lead = len(sizes) - x.ndim
+    at = cut.dim + lead
+    if sizes[at] not in (-1, x.shape[cut.dim]):
+        raise f.refuse("it stretches the sharded dim")
+    sizes[at] = -1
+    return Outcome(Cut(at, cut.outer), x.shape[cut.dim], args=(x, tuple(sizes)), kwargs={}, func=torch.Tensor.expand)
+
+
+@rule("repeat tile")
+def repeat(f: Frame) -> Outcome:
+    x, cut = first(f)
+    given = f.kwargs.get("repeats", f.kwargs.get("dims", f.args[1:]))
+    reps = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    lead = max(len(reps) - x.ndim, 0)
+    reps = [1] * (x.ndim - len(reps)) + reps
+    at = cut.dim + lead
+    if not reps[at]:
+        raise f.refuse("it repeats the sharded dim no time")
+    return Outcome(Cut(at, cut.outer * reps[at]), x.shape[cut.dim] * reps[at])
+
+
+@rule("repeat_interleave")
+def repeat_interleave(f: Frame) -> Outcome:
+    x, cut = first(f)
+    times, dim = f.get(1, "repeats"), f.get(2, "dim")
+    if not isinstance(times, int) or dim is None:
+        raise f.refuse("repeats must be a number and dim given")
+    kwargs = {k: v for k, v in f.kwargs.items() if k != "output_size"}
+    dim = f.normal(dim, x.ndim)
+    size = x.shape[cut.dim]
+    if dim == cut.dim:
+        if not fold_fits(size // cut.outer, times, f.n):
+            raise f.refuse(f"{size // cut.outer} repeated {times} times does not divide over {f.n} ranks")
+        size *= times
+    return Outcome(cut, size, kwargs=kwargs)
