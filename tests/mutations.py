@@ -97,16 +97,16 @@ FAULTS = [
     ),
     Fault(
         "what a rank holds is not held any more while it is last read",
-        "dsp/planner.py",
+        "dsp/planner/facts.py",
         "for k in range(first, last + 1):",
         "for k in range(first, last):",
         "test_planner",
     ),
     Fault(
         "a gather is priced as if each rank sent to one other",
-        "dsp/planner.py",
-        "return (n - 1) * chunks[0] * prod(sizes.values()) * value.itemsize, 1",
-        "return chunks[0] * prod(sizes.values()) * value.itemsize, 1",
+        "dsp/planner/problem.py",
+        "return (n - 1) * value.local_bytes(src, n), 1",
+        "return value.local_bytes(src, n), 1",
         "test_planner",
     ),
     Fault(

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from dsp import planner
+import dsp
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, Value, chunk_sizes, price, solve
+from dsp.planner.facts import Facts
+from dsp.planner.sweep import Sweep
 
 # The reference: a cheapest-first search over single actions: make one copy, drop one copy, run the next op. It knows
 # nothing of what is worth doing when.
@@ -157,7 +159,7 @@ def test_agrees_with_brute_force(start, monkeypatch):
         assert free.exact
         assert verify(problem, free) == brute_force(problem)
         with monkeypatch.context() as patch:
-            patch.setattr(planner, "ROWS", 0)  # the other search
+            patch.setattr("dsp.planner.elimination.ROWS", 0)  # the other search
             assert verify(problem, solve(problem)) == verify(problem, free)
         for capacity in (free.peak - 1, free.peak * 7 // 10):
             bounded = replace(problem, capacity=capacity)
@@ -378,9 +380,9 @@ def test_prices(n):
 def test_deterministic():
     """The same in every process, though sets and hashes are not."""
     code = (
-        "import importlib.util as u, sys;"
-        f"spec = u.spec_from_file_location('planner', {planner.__file__!r});"
-        "m = sys.modules['planner'] = u.module_from_spec(spec); spec.loader.exec_module(m);"
+        "import sys, types;"
+        f"dsp = sys.modules['dsp'] = types.ModuleType('dsp'); dsp.__path__ = {dsp.__path__!r};"  # without torch
+        "import dsp.planner as m;"
         "v = [m.Value('x', (('t', 4), ('s', 4), ('h', 4)), 2, (None, 't', 's', 'h'))] + ["
         "    m.Value(str(i), (('t', 4), ('s', 4), ('h', 4)), 2) for i in range(6)];"
         "ops = tuple(m.Op(str(i), (max(i - 1, 0), i), (i + 1,), tuple("
@@ -401,7 +403,7 @@ def test_effort_grows_with_depth_only():
     assert states[1] < 5.2 * states[0] < 30_000
     short, long = (chain(EVEN, ["s", "t"] * layers, 4, joins=True) for layers in (10, 50))
     assert len(long.ops) == 200
-    labels = [planner._Sweep(planner._Facts(problem), 1 << 40).solve().states for problem in (short, long)]
+    labels = [Sweep(Facts(problem), 1 << 40).solve().states for problem in (short, long)]
     assert labels[1] < 5.2 * labels[0] < 3_000
 
 
@@ -454,9 +456,9 @@ def test_a_cut_search_says_so(monkeypatch):
     problem = Problem((y,), (make, Op("use", (0,), (), (Choice(("s",), ()),))), 4)
     best = solve(problem)
     assert (best.choices, best.bytes, best.exact) == ((1, 0), 120, True)
-    monkeypatch.setattr(planner, "ROWS", 0)
+    monkeypatch.setattr("dsp.planner.elimination.ROWS", 0)
     assert replace(solve(problem), states=best.states) == best
-    monkeypatch.setattr(planner, "STATES", 1)
+    monkeypatch.setattr("dsp.planner.sweep.STATES", 1)
     cut = solve(problem)
     assert (cut.choices, cut.bytes, cut.exact) == ((0, 0), 192, False)
     verify(problem, cut)
@@ -469,7 +471,7 @@ def test_a_cut_search_finds_what_fits(monkeypatch):
     tight = replace(problem, capacity=free.peak * 9 // 10)
     best = solve(tight)
     assert best.exact
-    monkeypatch.setattr(planner, "STATES", 8)
+    monkeypatch.setattr("dsp.planner.sweep.STATES", 8)
     cut = solve(tight)
     assert not cut.exact
     assert free.bytes < best.bytes <= cut.bytes < 2 * best.bytes

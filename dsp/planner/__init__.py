@@ -1,0 +1,59 @@
+"""The cheapest layouts for a sequence of ops, within a memory: equation 9 of the DSP paper (arXiv 2403.10266).
+
+    min over layouts of  sum of CommCost,   subject to  Memory <= capacity
+
+A problem is a straight line of ops over values. Each op offers choices: the layout that it needs of every input and
+gives to every output. A value appears in one layout; moves make copies of it in others: a split (free), a switch (one
+all-to-all) or a gather (one all-gather). The best plan has the least
+
+    (bytes, calls, sum of choice ranks, largest)        compared in this order
+
+where bytes and calls are those of the moves and of the ops' own communication, for the busiest rank and one run of the
+sequence, and largest is the largest local size of a copy moved, needed or produced, or of an op's work.
+
+Two searches, both exact. `Elimination` finds the cheapest plan of all; where its peak does not fit, `Sweep` goes over
+the ops in order and carries along what is held. Nothing here knows tensors: bytes in, decisions out.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from dsp.planner.elimination import Elimination
+from dsp.planner.facts import Facts
+from dsp.planner.problem import (
+    FUSE,
+    Choice,
+    Copies,
+    Infeasible,
+    Layout,
+    Move,
+    Op,
+    Problem,
+    Solution,
+    Value,
+    chunk_sizes,
+    fuses,
+    price,
+    sent_by,
+)
+from dsp.planner.sweep import Sweep
+
+__all__ = [
+    "FUSE", "Choice", "Copies", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value", "chunk_sizes",
+    "fuses", "price", "sent_by", "solve",
+]  # fmt: skip
+
+
+def solve(problem: Problem) -> Solution:
+    """The cheapest plan whose peak is within the capacity (paper, equation 9).
+
+    Moves are weighed over a value's whole life: used in t, s and t again it pays one switch, and if it must be whole
+    later it is gathered early where that saves a switch. Under a capacity a copy may be dropped and made again. A value
+    is whole or laid out as some choice, or its own home, says; no other layout is tried.
+
+    Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
+    """
+    facts, capacity = Facts(problem), problem.capacity
+    solution = Elimination(facts).solve() or Sweep(facts, inf).solve()
+    return solution if capacity is None or solution.peak <= capacity else Sweep(facts, capacity).solve()

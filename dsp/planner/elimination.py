@@ -1,0 +1,184 @@
+"""The cheapest plan where memory is no limit: one choice after another is eliminated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from heapq import heapify, heappop, heappush
+from itertools import count, product
+from math import prod
+from typing import Any
+
+from dsp.planner.facts import Facts, Shape
+from dsp.planner.problem import (
+    Copies,
+    Layout,
+    Move,
+    Solution,
+)
+
+ROWS = 20_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
+
+_Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts that it may start in, those asked of it so far
+_Row = tuple[Any, ...]  # a value for each variable of a table
+_Table = tuple[tuple[int, ...], dict[_Row, tuple[int, int]]]  # variables, and for each row (cost, largest)
+
+
+class Elimination:
+    """The cheapest plan where memory is no limit.
+
+    Then every copy may stay, so what a value costs follows from where it starts and from the set of all layouts ever
+    asked of it. The whole is a sum of terms, each in the choices of a few ops, and eliminating one choice after another
+    minimizes it. Nothing is lost that way, and a skip across the network is no harder than one to the next op.
+    """
+
+    def __init__(self, facts: Facts):
+        self.facts = facts
+        self.total = cache(self._total)
+
+    def solve(self) -> Solution | None:
+        """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several."""
+        best, rows = _minimize(self.tables())
+        if best is None:
+            return None
+        choices = [best[k] for k in range(len(self.facts.runs))]
+        return self.facts.solution(choices, *self.moves(choices), exact=True, states=rows)
+
+    def tables(self) -> list[_Table]:
+        """The terms. Variable k is the choice of op k; those beyond are a value's state between two of its uses."""
+        facts = self.facts
+        tables: list[_Table] = [
+            ((k,), {(choice,): (run.cost, run.largest) for choice, run in runs.items()})
+            for k, runs in enumerate(facts.runs)
+        ]
+        variables = count(len(facts.runs))
+        uses_of: list[list[int]] = [[] for _ in facts.problem.values]
+        for k, op in enumerate(facts.problem.ops):
+            for v in dict.fromkeys(op.inputs):
+                uses_of[v].append(k)
+        for v, value in enumerate(facts.problem.values):
+            if None in value.home and not value.fixed:
+                continue  # there on every rank: any copy of it is a split, for nothing
+            scope: tuple[int, ...] = ()
+            rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}
+            if facts.producer[v] >= 0:
+                scope = (facts.producer[v],)
+                rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[scope[0]].items()}
+            uses = uses_of[v]
+            for k in uses:
+                table: dict[_Row, tuple[int, int]] = {}
+                after: dict[_Row, _Asked] = {}
+                for (row, (starts, asked)), (choice, run) in product(rows.items(), facts.runs[k].items()):
+                    state = starts, asked | run.needs[v]
+                    cost, relay, *_ = self.total(facts.shapes[v], *state)
+                    cost -= self.total(facts.shapes[v], starts, asked)[0]
+                    if k == uses[-1]:
+                        table[row + (choice,)] = cost, relay  # only now is it settled which copies are made
+                    else:
+                        table[row + (choice, state)] = cost, 0
+                        after[(state,)] = state
+                link = () if k == uses[-1] else (next(variables),)
+                tables.append(((*scope, k, *link), table))
+                scope, rows = link, after
+        return tables
+
+    def _total(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies) -> tuple[int, int, Layout, Copies]:
+        """(cost, largest copy made though not asked, start, all copies) of the cheapest way to the layouts asked."""
+        ways = []
+        for start in starts:
+            cost, _, goal = shape.spread(frozenset({start}), asked)
+            ways.append((cost, shape.most(goal - asked - {start}), start, goal))
+        return min(ways, key=lambda way: way[:2])
+
+    def moves(self, choices: Sequence[int]) -> tuple[dict[int, Layout], list[Move]]:
+        """The homes, and the moves in order, each before the first op that needs its copy or one made from it."""
+        facts = self.facts
+        starts = {v: value.home for v, value in enumerate(facts.problem.values)}
+        asked: dict[int, dict[Layout, int]] = {}  # of each value the layouts it is needed in, and the first op
+        for k, choice in enumerate(choices):
+            run = facts.runs[k][choice]
+            starts.update((v, (layout,)) for v, layout in run.gives.items())
+            for v, needs in run.needs.items():
+                for layout in needs:
+                    asked.setdefault(v, {}).setdefault(layout, k)
+        homes: dict[int, Layout] = {}
+        moves: list[Move] = []
+        for v, first in asked.items():
+            _, _, start, goal = self.total(facts.shapes[v], starts[v], frozenset(first))
+            if facts.producer[v] < 0:
+                homes[v] = start
+            steps = facts.shapes[v].path(frozenset({start}), goal)
+            for src, dst in reversed(steps):
+                first[src] = min(first.get(src, first[dst]), first[dst])
+            moves += [facts.move(v, src, dst, first[dst]) for src, dst in steps]
+        return homes, sorted(moves, key=lambda move: (move.before, move.value))
+
+
+def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
+    """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
+
+    The next variable to go is the one that makes the smallest table. That table holds, for every row of values that its
+    neighbours may have, the best value of the variable.
+    """
+    values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
+    near: dict[int, set[int]] = {}
+    of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
+    left = dict(enumerate(tables))
+    for number, (scope, table) in left.items():
+        for i, variable in enumerate(scope):
+            values.setdefault(variable, {}).update((row[i], None) for row in table)
+            near.setdefault(variable, set()).update(scope)
+            of.setdefault(variable, {})[number] = None
+    size = {variable: prod(len(values[other]) for other in near[variable]) for variable in near}
+    queue = [(rows, variable) for variable, rows in size.items()]
+    heapify(queue)
+    chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
+    made = 0
+    while queue:
+        rows, variable = heappop(queue)
+        if size.get(variable) != rows:
+            continue  # it was put in again, with another size
+        joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
+        for number in of.pop(variable):
+            term = left.pop(number)
+            for other in term[0]:
+                if other != variable:
+                    del of[other][number]
+            joined = _join(joined, term)
+            made += len(joined[1])
+            if len(joined[1]) > ROWS:
+                return None, made
+        scope = joined[0][1:]
+        best: dict[_Row, tuple[tuple[int, int], Any]] = {}
+        for (value, *row), cost in joined[1].items():
+            if tuple(row) not in best or cost < best[tuple(row)][0]:
+                best[tuple(row)] = cost, value
+        chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
+        number = len(tables) + len(chosen)
+        left[number] = scope, {row: cost for row, (cost, _) in best.items()}
+        del size[variable]
+        for other in scope:
+            of[other][number] = None
+            near[other] = (near[other] | near[variable]) - {variable}
+            size[other] = prod(len(values[third]) for third in near[other])
+            heappush(queue, (size[other], other))
+    found: dict[int, Any] = {}
+    for variable, scope, choose in reversed(chosen):
+        found[variable] = choose[tuple(found[other] for other in scope)]
+    return found, made
+
+
+def _join(one: _Table, two: _Table) -> _Table:
+    """The table over the variables of both whose rows agree with a row of each: costs add, the larger size stays."""
+    (scope, rows), (other, others) = one, two
+    fresh = [i for i, variable in enumerate(other) if variable not in scope]
+    shared = [(scope.index(variable), i) for i, variable in enumerate(other) if variable in scope]
+    match: dict[_Row, list[tuple[_Row, int, int]]] = {}
+    for row, (cost, largest) in others.items():
+        match.setdefault(tuple(row[i] for _, i in shared), []).append((tuple(row[i] for i in fresh), cost, largest))
+    joined = {
+        row + more: (cost + more_cost, max(largest, more_largest))
+        for row, (cost, largest) in rows.items()
+        for more, more_cost, more_largest in match.get(tuple(row[i] for i, _ in shared), ())
+    }
+    return scope + tuple(other[i] for i in fresh), joined

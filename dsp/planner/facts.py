@@ -1,0 +1,280 @@
+"""What a problem implies, for both searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import accumulate, chain, combinations, product
+from typing import Literal, NamedTuple
+
+from dsp.planner.problem import (
+    Choice,
+    Copies,
+    Infeasible,
+    Layout,
+    Move,
+    Op,
+    Problem,
+    Solution,
+    Value,
+    price,
+)
+
+
+def cost_of(nbytes: int, calls: int, rank: int = 0) -> int:
+    """One integer that orders costs by bytes, then calls, then rank, and that adds and subtracts as they do."""
+    return (nbytes << 64) + (calls << 32) + rank
+
+
+class Shape:
+    """The layouts that a value may take: what each weighs on a rank, and the cheapest way to any set of copies."""
+
+    def __init__(self, value: Value, layouts: Sequence[Layout], n: int):
+        self.layouts = layouts
+        self.local = {a: value.local_bytes(a, n) for a in layouts}
+        extra = 1 << 160 if value.fixed else 0  # more than all bytes
+        never = 1 << 192  # there is another way
+        self.price = {
+            (a, b): cost_of(*price(value, a, b, n))
+            + (extra if a != b else 0)
+            + (never if frozenset((a, b)) in value.apart else 0)
+            for a in layouts
+            for b in layouts
+        }
+        self.reach = cache(self._reach)
+        self.spread = cache(self._spread)
+
+    def weigh(self, layouts: Iterable[Layout]) -> int:
+        return sum(self.local[a] for a in layouts)
+
+    def most(self, layouts: Iterable[Layout]) -> int:
+        return max((self.local[a] for a in layouts), default=0)
+
+    def replaces(self, a: Layout, b: Layout) -> bool:
+        """Whether a copy in a does for one in b that no op needs: as good a source, and no larger."""
+        small = self.local[a] <= self.local[b] or not self.price[a, b]
+        return small and all(self.price[a, c] <= self.price[b, c] for c in self.layouts if c != b)
+
+    def _reach(self, held: Copies) -> dict[Copies, tuple[int, Layout, Layout]]:
+        """For every larger set the cost of the cheapest way there and its last move, (cost, src, dst).
+
+        A move adds one copy, so the cheapest way to a set extends the cheapest way to a set with one copy less.
+        """
+        best: dict[Copies, tuple[int, Layout, Layout]] = {held: (0, None, None)}
+        for new in subsets([a for a in self.layouts if a not in held]):
+            for src, dst in product(self.layouts, self.layouts):
+                had = held | new - {dst}
+                if src in had and dst in new:
+                    cost = best[had][0] + self.price[src, dst]
+                    if held | new not in best or cost < best[held | new][0]:
+                        best[held | new] = cost, src, dst
+        return best
+
+    def _spread(self, held: Copies, wanted: Copies) -> tuple[int, int, Copies]:
+        """(cost, largest new copy, all copies) of the cheapest set of copies that has those wanted."""
+        ways = ((way[0], self.most(goal - held), goal) for goal, way in self.reach(held).items() if wanted <= goal)
+        return min(ways, key=lambda way: way[:2])
+
+    def path(self, held: Copies, goal: Copies) -> list[tuple[Layout, Layout]]:
+        """The moves (src, dst) in order from the copies held to the goal."""
+        moves: list[tuple[Layout, Layout]] = []
+        while goal != held:
+            _, src, dst = self.reach(held)[goal]
+            moves.insert(0, (src, dst))
+            goal = goal - {dst}
+        return moves
+
+
+class Run(NamedTuple):
+    """One choice of one op, digested."""
+
+    cost: int
+    largest: int
+    needs: dict[int, Copies]  # of each input value
+    gives: dict[int, Layout]  # to each output value
+    room: int  # bytes of outputs and work
+    saved: int
+
+
+class Facts:
+    """What a problem implies: who produces a value, which layouts it may take, which ops want it and in which."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.producer = _check(problem)
+        self.shapes = self._shapes()
+        self.runs = [  # of each op, by the index of the choice
+            {i: self._digest(op, choice) for i, choice in enumerate(op.choices)} for op in problem.ops
+        ]
+        if problem.capacity is not None:
+            self.prune(problem.capacity)
+
+    @cached_property
+    def live(self) -> list[list[int]]:
+        """The values there before each op."""
+        ops = self.problem.ops
+        last = {v: k for k, op in enumerate(ops) for v in op.inputs}
+        return [[v for v in sorted(last) if self.producer[v] < k <= last[v]] for k in range(len(ops) + 1)]
+
+    @cached_property
+    def wanted(self) -> list[dict[int, Copies]]:
+        """For each op the layouts that it or a later one may need of each value."""
+        found: list[dict[int, Copies]] = [{}]
+        for runs in reversed(self.runs):
+            wanted = dict(found[-1])
+            for v, needs in chain.from_iterable(run.needs.items() for run in runs.values()):
+                wanted[v] = wanted.get(v, frozenset()) | needs
+            found.append(wanted)
+        return found[::-1]
+
+    def _shapes(self) -> list[Shape]:
+        named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
+        for op in self.problem.ops:
+            for choice in op.choices:
+                for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives):
+                    named[v].add(layout)
+        # alike values share one
+        shape = cache(lambda value, layouts: Shape(value, layouts, self.problem.size))
+        return [
+            shape(replace(value, name="", home=()), (None, *(dim for dim, _ in value.sizes if dim in dims)))
+            for value, dims in zip(self.problem.values, named)
+        ]
+
+    def _digest(self, op: Op, choice: Choice) -> Run:
+        needs: dict[int, Copies] = {}
+        for v, layout in zip(op.inputs, choice.needs):
+            needs[v] = needs.get(v, frozenset()) | {layout}
+        gives = dict(zip(op.outputs, choice.gives))
+        read = [self.shapes[v].most(layouts) for v, layouts in needs.items()]
+        made = [self.shapes[v].local[layout] for v, layout in gives.items()]
+        cost = cost_of(choice.bytes, choice.calls, choice.rank)
+        return Run(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
+
+    def prune(self, capacity: int) -> None:
+        """Leave out the choices that cannot fit, whatever the other ops do. Raises Infeasible if an op has no other."""
+        while True:
+            saved, takes = self.problem.resident, []  # of each op, by the index of the choice: bytes at the very least
+            for live, runs in zip(self.live, self.runs):
+                takes.append({i: saved + self.takes(run, live) for i, run in runs.items()})
+                saved += min(run.saved for run in runs.values())
+            floors = [min(least.values()) for least in takes]
+            if max(floors, default=0) > capacity:
+                raise self.infeasible(floors.index(max(floors)), max(floors))
+            if all(nbytes <= capacity for least in takes for nbytes in least.values()):
+                return
+            self.runs = [
+                {i: run for i, run in runs.items() if least[i] <= capacity} for runs, least in zip(self.runs, takes)
+            ]
+
+    def takes(self, run: Run, live: Sequence[int]) -> int:
+        """The bytes that a choice adds at least to what is resident and saved when it runs."""
+        least = {v: min(self.shapes[v].local.values()) for v in live}
+        needs = {v: self.shapes[v].weigh(layouts) for v, layouts in run.needs.items()}
+        return run.saved + run.room + sum((least | needs).values())
+
+    def infeasible(self, k: int, need: float, missed: str = "") -> Infeasible:
+        problem = self.problem
+        return Infeasible(
+            f"no plan fits in {_human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
+            f"{_human(need)}, of which {_human(problem.resident)} are resident{missed}; more than {problem.size} "
+            "ranks, activation checkpointing or a larger memory would help"
+        )
+
+    def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:
+        nbytes, _ = price(self.problem.values[v], src, dst, self.problem.size)
+        kind: Literal["split", "switch", "gather"] = "split" if src is None else "gather" if dst is None else "switch"
+        return Move(v, src, dst, before, self.producer[v], nbytes, kind)
+
+    def solution(
+        self, choices: Sequence[int], homes: dict[int, Layout], moves: Sequence[Move], exact: bool, states: int
+    ) -> Solution:
+        """A plan and what it takes, by replaying it."""
+        values, size = self.problem.values, self.problem.size
+        taken = [op.choices[choice] for op, choice in zip(self.problem.ops, choices)]
+        runs = [options[choice] for options, choice in zip(self.runs, choices)]
+        lives: list[list[int]] = []  # of each copy: local bytes, the first and the last op that finds it there
+        latest: dict[tuple[int, Layout], list[int]] = {}
+
+        def appear(v: int, layout: Layout, first: int) -> None:
+            latest[v, layout] = [self.shapes[v].local[layout], first, first - 1]
+            lives.append(latest[v, layout])
+
+        for v, layout in homes.items():
+            appear(v, layout, 0)
+        for k, run in enumerate(runs):
+            for move in (move for move in moves if move.before == k):
+                latest[move.value, move.src][2] = max(latest[move.value, move.src][2], k - 1)
+                appear(move.value, move.dst, k)
+            for v, layout in ((v, layout) for v, layouts in run.needs.items() for layout in layouts):
+                latest[v, layout][2] = k
+            for v, layout in run.gives.items():
+                appear(v, layout, k + 1)  # at op k it is part of the room
+        held = [run.room + saved for run, saved in zip(runs, accumulate(run.saved for run in runs))]
+        for nbytes, first, last in lives:
+            for k in range(first, last + 1):
+                held[k] += nbytes
+        idle = {v: value.home[0] for v, value in enumerate(values) if value.home and v not in homes}
+        calls = [price(values[move.value], move.src, move.dst, size)[1] for move in moves]
+        sizes = [run.largest for run in runs] + [self.shapes[move.value].local[move.dst] for move in moves]
+        return Solution(
+            choices=tuple(choices),
+            homes=homes | idle,
+            moves=tuple(moves),
+            bytes=sum(choice.bytes for choice in taken) + sum(move.bytes for move in moves),
+            calls=sum(choice.calls for choice in taken) + sum(calls),
+            largest=max(sizes, default=0),
+            peak=self.problem.resident + max(held, default=0),
+            exact=exact,
+            states=states,
+        )
+
+
+def subsets(items: Iterable[Layout]) -> Iterator[Copies]:
+    """All subsets, the smaller first."""
+    items = list(items)
+    return (frozenset(some) for size in range(len(items) + 1) for some in combinations(items, size))
+
+
+def _human(nbytes: float) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def _check(problem: Problem) -> list[int]:
+    """The op that produces each value, -1 for an input. Raises ValueError for a problem that makes no sense."""
+    values, producer = problem.values, [-1] * len(problem.values)
+    if problem.size < 1:
+        raise ValueError(f"a plan is for at least 1 rank, not {problem.size}")
+    for k, op in enumerate(problem.ops):
+        if not op.choices:
+            raise ValueError(f"op {op.name!r} offers no choice")
+        for v in op.inputs:
+            if producer[v] < 0 and not values[v].home:
+                raise ValueError(
+                    f"op {op.name!r} reads {values[v].name!r}: no op before produces it, and it has no home"
+                )
+        for v in op.outputs:
+            if producer[v] >= 0 or values[v].home:
+                raise ValueError(f"op {op.name!r} produces {values[v].name!r}, which exists already")
+            producer[v] = k
+        for choice in op.choices:
+            if (len(choice.needs), len(choice.gives)) != (len(op.inputs), len(op.outputs)):
+                raise ValueError(
+                    f"op {op.name!r} has {len(op.inputs)} inputs and {len(op.outputs)} outputs, but a choice with "
+                    f"{len(choice.needs)} needs and gives {len(choice.gives)}"
+                )
+    layouts = [
+        (values[v], layout)
+        for op in problem.ops
+        for choice in op.choices
+        for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives)
+    ]
+    layouts += [(value, layout) for value in values for layout in value.home]
+    for value, layout in layouts:
+        if layout is not None and layout not in dict(value.sizes):
+            dims = " ".join(dim for dim, _ in value.sizes)
+            raise ValueError(f"{value.name!r} cannot be sharded along {layout!r}: its dims are '{dims}'")
+    return producer

@@ -1,0 +1,162 @@
+"""What is planned: ops over values, the layouts that they offer, and what a move between two of them costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+Layout = str | None  # the dim that is sharded over the sequence-parallel ranks; None: whole on every rank
+Copies = frozenset[Layout]  # layouts of one value
+
+FUSE = 1 << 20  # bytes a rank of a tensor up to which it shares a collective (measured in benchmarks/README.md)
+
+
+class Infeasible(ValueError):
+    """No plan fits in the capacity."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that lives between ops: its dims in order, folds unfolded, and the bytes of an element.
+
+    `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
+    is for one that is written in place and has views: it is moved only if nothing else will do. Dims may lie in each
+    other, a fold and a part of it: then `numel` says how many elements there are. `apart` are pairs of dims between
+    which no one all-to-all leads: from one to the other the value is gathered, and split.
+    """
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    itemsize: int
+    home: tuple[Layout, ...] = ()
+    fixed: bool = False
+    numel: int | None = None
+    apart: frozenset[frozenset[str]] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        numel = prod(size for _, size in self.sizes) if self.numel is None else self.numel
+        return numel * self.itemsize
+
+    def local_bytes(self, layout: Layout, n: int, rank: int = 0) -> int:
+        """Bytes of a shard over n ranks, by default of the largest."""
+        if layout is None:
+            return self.nbytes
+        size = dict(self.sizes)[layout]
+        return self.nbytes * chunk_sizes(size, n)[rank] // max(size, 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run an op: the layout needed of each input and given to each output, and what it takes of a rank."""
+
+    needs: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    work: int = 0  # transient bytes while the op runs
+    saved: int = 0  # bytes kept from then on: activations for backward
+    bytes: int = 0  # communication inside the op, such as an all-reduce over the sharded dim
+    calls: int = 0
+    rank: int = 0  # preference among equals, lower is better: batch is a last resort
+
+
+@dataclass(frozen=True)
+class Op:
+    """A stage, or a piece of glue; `inputs` and `outputs` index `Problem.values`."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ops in order, on `size` ranks of `capacity` bytes each, of which `resident` are always taken (parameters)."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    size: int
+    capacity: int | None = None
+    resident: int = 0
+
+
+@dataclass(frozen=True)
+class Move:
+    """A new copy of a value in layout `dst`, made from its copy in `src`; the busiest rank sends `bytes`.
+
+    It precedes op `before`: the first that needs the copy, or a copy made from it, or (under a capacity) the room that
+    a smaller copy leaves. Op `after` produced the value, -1 for an input: no move of it can be launched earlier.
+    """
+
+    value: int
+    src: Layout
+    dst: Layout
+    before: int
+    after: int
+    bytes: int
+    kind: Literal["split", "switch", "gather"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The plan: for each op the index of its choice, for each input value the layout it starts in, the moves in order.
+
+    `peak` is the most that a rank holds while an op runs: resident, all saved so far, outputs, work, and copies, each
+    from where it appears to its last use, as an operand or as the source of a move. `exact` is False if the search was
+    cut short; `states` is how much it looked at.
+    """
+
+    choices: tuple[int, ...]
+    homes: dict[int, Layout]
+    moves: tuple[Move, ...]
+    bytes: int
+    calls: int
+    largest: int
+    peak: int
+    exact: bool
+    states: int
+
+
+@lru_cache(maxsize=4096)  # asked for at every stage call
+def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
+    """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0."""
+    chunk = -(-size // n)
+    return tuple(min(chunk, max(0, size - chunk * rank)) for rank in range(n))
+
+
+def fuses(nbytes: int, n: int) -> bool:
+    """Whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
+
+    The shared buffer costs a copy more on either side: for large tensors more than the call that it saves.
+    """
+    return nbytes <= FUSE * n
+
+
+def price(value: Value, src: Layout, dst: Layout, n: int) -> tuple[int, int]:
+    """(bytes sent by the busiest of n ranks, calls) of one move; M is the bytes of the whole value.
+
+    split   None -> d    0               a local narrow
+    switch  d -> d'      M/N · (N-1)/N   one all-to-all: a rank sends its chunk of d, less its own chunk of d'
+    gather  d -> None    M · (N-1)/N     one all-gather: a rank sends its chunk to every other
+    """
+    if n == 1 or src == dst or src is None:
+        return 0, 0
+    sizes = dict(value.sizes)
+    chunks = chunk_sizes(sizes[src], n)
+    if dst is None:
+        return (n - 1) * value.local_bytes(src, n), 1
+    sent = max(chunk * (sizes[dst] - kept) for chunk, kept in zip(chunks, chunk_sizes(sizes[dst], n)))
+    return value.nbytes * sent // max(sizes[src] * sizes[dst], 1), 1
+
+
+def sent_by(value: Value, src: Layout, dst: Layout, n: int, rank: int) -> int:
+    """Bytes that one of n ranks sends in a move; `price` has those of the busiest."""
+    if n == 1 or src == dst or src is None:
+        return 0
+    own = value.local_bytes(src, n, rank)
+    if dst is None:
+        return (n - 1) * own
+    size = dict(value.sizes)[dst]
+    return own * (size - chunk_sizes(size, n)[rank]) // max(size, 1)

@@ -1,0 +1,222 @@
+"""The cheapest plan within a memory: over the ops in order, carrying along what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate, islice, pairwise, product
+from math import inf
+from typing import NamedTuple, TypeVar
+
+from dsp.planner.facts import Facts, Shape, subsets
+from dsp.planner.problem import (
+    Copies,
+    Layout,
+    Move,
+    Solution,
+)
+
+T = TypeVar("T")
+
+STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
+RIVALS = 64  # labels, the most promising, that a new one is compared with
+
+
+class _Label(NamedTuple):
+    """The best way known to one state of the sweep: the copies held of each live value."""
+
+    cost: int
+    largest: int
+    saved: int
+    state: tuple[Copies, ...]
+    parent: _Label | None = None
+    choice: int = 0
+    goals: tuple[Copies, ...] = ()  # the copies of each live value before the op, just before any is dropped
+
+
+class _Option(NamedTuple):
+    """What may become of a value's copies: moves lead to `goal`, the op finds `keep`, the next one `after`."""
+
+    cost: int
+    largest: int
+    nbytes: int
+    keep: Copies
+    goal: Copies
+    after: Copies
+
+
+class Sweep:
+    """The cheapest plan within a capacity: a dynamic program over the ops; the state is the copies held of each value.
+
+    To hold more is never worse until an op finds no room: only then are copies dropped, and values moved that the op
+    does not read. A label is forgotten if another does as well even when it has to make up for what it does not hold.
+    """
+
+    def __init__(self, facts: Facts, capacity: float):
+        self.facts, self.capacity, self.exact, self.states = facts, capacity, True, 0
+        self.tight: dict[int, float] = {}  # the least bytes that a label needed at an op
+        self.options, self.regret = cache(self._options), cache(self._regret)
+
+    def solve(self) -> Solution:
+        homes = product(*(self.facts.problem.values[v].home for v in self.facts.live[0]))
+        states = (tuple(frozenset({layout}) for layout in layouts) for layouts in islice(homes, STATES + 1))
+        labels = self.cut([_Label(0, 0, 0, state) for state in states], lambda label: self.weigh(0, label))
+        labels = self.select(0, labels)
+        for k in range(len(self.facts.runs)):
+            labels = self.select(k + 1, [new for label in labels for new in self.extend(k, label)])
+            if not labels:
+                missed = "" if self.exact else " (the search was cut short and may have missed a plan)"
+                raise self.facts.infeasible(k, self.tight[k], missed)
+        path = [labels[0]]
+        while path[0].parent:
+            path.insert(0, path[0].parent)
+        choices = [label.choice for label in path[1:]]
+        return self.facts.solution(choices, *self.moves(path), exact=self.exact, states=self.states)
+
+    def extend(self, k: int, label: _Label) -> Iterator[_Label]:
+        """Every way on from a label through op k that finds room."""
+        facts, wanted = self.facts, self.facts.wanted[k + 1]
+        for choice, run in facts.runs[k].items():
+            saved = label.saved + run.saved
+            room = self.capacity - facts.problem.resident - saved - run.room
+            options = [
+                self.options(facts.shapes[v], held, run.needs.get(v, frozenset()), wanted.get(v, frozenset()))
+                for v, held in zip(facts.live[k], label.state)
+            ]
+            least = sum(min(option.nbytes for option in every) for _, every in options)
+            self.tight[k] = min(self.tight.get(k, inf), self.capacity - room + least)
+            for cost, largest, _, picks in self.combine(options, room):
+                state = {v: pick.after for v, pick in zip(facts.live[k], picks)}
+                state |= {v: frozenset({layout}) for v, layout in run.gives.items()}
+                yield _Label(
+                    cost=label.cost + run.cost + cost,
+                    largest=max(label.largest, run.largest, largest),
+                    saved=saved,
+                    state=tuple(state[v] for v in facts.live[k + 1]),
+                    parent=label,
+                    choice=choice,
+                    goals=tuple(pick.goal for pick in picks),
+                )
+
+    def combine(
+        self, options: Sequence[tuple[list[_Option], list[_Option]]], room: float
+    ) -> list[tuple[int, int, int, tuple[_Option, ...]]]:
+        """(cost, largest, bytes, options) of the ways to take one option for each value, within the room."""
+        most = _rest(max(option.nbytes for option in full) for full, _ in options)
+        least = _rest(min(option.nbytes for option in every) for _, every in options)
+        ways: list[tuple[int, int, int, tuple[_Option, ...]]] = [(0, 0, 0, ())]
+        for i, (full, every) in enumerate(options):
+            ways = [
+                (cost + new.cost, max(largest, new.largest), nbytes + new.nbytes, (*picks, new))
+                for cost, largest, nbytes, picks in ways
+                for new in (full if nbytes + most[i] <= room else every)
+                if nbytes + new.nbytes + least[i + 1] <= room
+            ]
+            ways = self.cut(sorted(ways, key=lambda way: way[:2]), lambda way: way[2])
+        return ways
+
+    def _options(
+        self, shape: Shape, held: Copies, needs: Copies, wanted: Copies
+    ) -> tuple[list[_Option], list[_Option]]:
+        """What may become of the copies held before an op that needs some, if none must go, and if any may."""
+
+        def option(keep: Copies) -> _Option:
+            cost, largest, goal = shape.spread(held, keep)
+            after = keep
+            for layout in (layout for layout in shape.layouts if layout in keep - wanted):
+                if any(shape.replaces(other, layout) for other in after - {layout}):
+                    after = after - {layout}
+            return _Option(cost, largest, shape.weigh(keep), keep, goal, after)
+
+        if not wanted:  # the value's last use
+            return [option(needs)], [option(needs)]
+        full = [option(goal) for goal in shape.reach(held) if needs <= goal] if needs - held else [option(held)]
+        every = [option(keep) for keep in subsets(shape.layouts) if keep and needs <= keep]
+        return self.worthwhile(shape, full, wanted), self.worthwhile(shape, every, wanted)
+
+    def worthwhile(self, shape: Shape, options: list[_Option], wanted: Copies) -> list[_Option]:
+        """The options that no other of no more bytes matches even when it has to make up for the difference."""
+        best: list[_Option] = []
+        for new in sorted(options, key=lambda option: option[:3]):
+            for old in best:
+                cost, largest = self.regret(shape, old.keep, new.keep, wanted)
+                total = old.cost + cost, max(old.largest, largest)
+                if old.nbytes <= new.nbytes and (total[0] < new.cost or total <= new[:2]):
+                    break
+            else:
+                best.append(new)
+        return best
+
+    def _regret(self, shape: Shape, mine: Copies, other: Copies, wanted: Copies) -> tuple[int, int]:
+        """(cost, largest) of the moves after which my copies of a value are as good as the other ones, at any capacity.
+
+        Those are the moves to the other copies. Or to all that ops want, where these weigh no more than one of the
+        other copies that no op wants: a whole copy, as a rule. (Nor may that one be the source of a useful third.)
+        """
+        best = shape.spread(mine, other)[:2]
+        spare = other - wanted
+        if spare and all(shape.weigh(wanted) <= shape.local[a] for a in spare):
+            third = [a for a in shape.layouts if a not in wanted and a is not None]
+            if all(any(shape.replaces(b, a) for b in wanted) for a in third):
+                best = min(best, shape.spread(mine, wanted)[:2])
+        return best
+
+    def select(self, k: int, labels: list[_Label]) -> list[_Label]:
+        """The labels worth keeping before op k, the most promising first."""
+        shapes, wanted, live = self.facts.shapes, self.facts.wanted[k], self.facts.live[k]
+
+        def order(label: _Label) -> tuple[int, int, int]:  # as if half of the copies still missing had to be paid
+            lack = sum(shapes[v].spread(held, wanted[v])[0] for v, held in zip(live, label.state))
+            return 2 * label.cost + lack, label.largest, label.saved
+
+        best: list[_Label] = []
+        saved: dict[tuple[Copies, ...], int] = {}
+        for label in sorted(labels, key=order):
+            if label.saved < saved.get(label.state, inf) and not any(self.beats(k, a, label) for a in best[:RIVALS]):
+                saved[label.state] = label.saved
+                best.append(label)
+        best = self.cut(best, lambda label: self.weigh(k, label))
+        self.states += len(best)
+        return best
+
+    def beats(self, k: int, label: _Label, other: _Label) -> bool:
+        """Whether a label does as well as the other whatever follows."""
+        gap, largest = other.cost - label.cost, label.largest
+        if label.saved > other.saved:
+            return False
+        for v, mine, its in zip(self.facts.live[k], label.state, other.state):
+            if mine != its:
+                cost, size = self.regret(self.facts.shapes[v], mine, its, self.facts.wanted[k][v])
+                gap, largest = gap - cost, max(largest, size)
+                if gap < 0:
+                    return False
+        return gap > 0 or largest <= other.largest
+
+    def weigh(self, k: int, label: _Label) -> int:
+        """Bytes held before op k."""
+        return label.saved + sum(self.facts.shapes[v].weigh(held) for v, held in zip(self.facts.live[k], label.state))
+
+    def cut(self, items: list[T], weigh: Callable[[T], int]) -> list[T]:
+        """At most STATES items: half of them the first, which are the most promising, half the lightest of the rest."""
+        if len(items) <= STATES:
+            return items
+        self.exact = False
+        first = (STATES + 1) // 2
+        return items[:first] + sorted(items[first:], key=weigh)[: STATES - first]
+
+    def moves(self, path: Sequence[_Label]) -> tuple[dict[int, Layout], list[Move]]:
+        """The homes, and the moves in order."""
+        facts = self.facts
+        homes = {v: layout for v, held in zip(facts.live[0], path[0].state) for layout in held}
+        moves = [
+            facts.move(v, src, dst, k)
+            for k, (before, label) in enumerate(pairwise(path))
+            for v, held, goal in zip(facts.live[k], before.state, label.goals)
+            for src, dst in facts.shapes[v].path(held, goal)
+        ]
+        return homes, moves
+
+
+def _rest(sizes: Iterable[int]) -> list[int]:
+    """The sum of what is left at each position: 1, 2, 3 gives 6, 5, 3, 0."""
+    return list(accumulate(reversed(list(sizes)), initial=0))[::-1]
