@@ -92,6 +92,9 @@ class Agreement:
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
         self.digests: dict[Any, Tensor] = {}  # by input signature
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+        return Agreement(self.axis, self.positional)  # what is on its way is not asked for twice
+
     def start(self, leaves: list[Any], spec: Any, key: Any, *, wait: bool) -> None:
         """Send what these inputs are, as pytree takes them apart; `key` is their signature, to be the same as well."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():

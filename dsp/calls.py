@@ -5,6 +5,7 @@ What is done depends on where the tensors lie and not on what they hold, so it i
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Peers, Place, Received, Stage, constants_in, map_tensors, tensors_in
+
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
 
 
 @dataclass(eq=False)
@@ -73,6 +76,12 @@ class StageCalls:
 
     def __init__(self, axis: Axis, agreement: Agreement) -> None:
         self.axis, self.agreement = axis, agreement
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageCalls:
+        return StageCalls(self.axis, copy.deepcopy(self.agreement, memo))
+
+    def __reduce__(self) -> Any:
+        raise unpicklable()
 
     def install(self, stage: Stage) -> tuple[nn.Module, int, int]:
         """The module, and the keys of the hooks on it."""
@@ -190,9 +199,12 @@ class StageCalls:
         try:
             if inside.random is not None:
                 join(inside.random)
-            if output is None and sys.exc_info()[0] is not None:
-                return None  # the stage raised: only clean up
             way, given = inside.way, inside.given
+            error = sys.exc_info()[1]
+            if output is None and error is not None:  # the stage raised: only clean up
+                if run.script is not None and way.option.name is not None and type(error) in MISFITS:
+                    run.misread = error, misread(stage, way, inside.place, [x.tensor for x in given], error)
+                return None
             step = way.step
             planned = step is not None and run.script is not None and not run.script.recorded
             if planned and constants_in(output) != step.constants:
@@ -264,6 +276,35 @@ class StageCalls:
         shape = [*t.shape]
         shape[axis] = outer * size * inner
         return self.axis.at(shape, Cut(axis, outer))
+
+
+def unpicklable() -> TypeError:
+    return TypeError(
+        "a parallelized model is tied to its process group and cannot be pickled: save its state_dict(), which is that "
+        "of the bare model, and parallelize where it is loaded"
+    )
+
+
+def misread(stage: Stage, way: Way, place: Place, tensors: Sequence[Tensor], error: BaseException) -> str:
+    """Of a stage that raised `error` on a part, though on the whole it did not: what its pattern may have missed."""
+    name = way.option.name
+    assert name is not None
+    said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "
+    lengths = {place.size: name, 1: "1"}
+    for dim, size in way.sizes.items():
+        lengths.setdefault(size, dim)
+    for slot, pattern, t in zip(way.slots, way.patterns, tensors):
+        if pattern is None and place.size in t.shape:
+            positional = stage.signature.positional
+            param = positional[slot] if isinstance(slot, int) and slot < len(positional) else slot
+            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in way.sizes)
+            dims = " ".join(lengths.get(size) or next(others) for size in t.shape)
+            before, arrow, after = stage.pattern.text.partition(" ->")
+            return said + (
+                f"Its pattern does not mention {param!r} of shape {tuple(t.shape)}, which so came whole; if that has "
+                f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
+            )
+    return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"
 
 
 def written(x: Tensor) -> int:

@@ -26,11 +26,13 @@ from dsp.ledger import Where
 from dsp.ops import Part, gather_local, switch_all, switch_local
 from dsp.plan import GlueStep, Script, Via
 from dsp.private import (
+    FakeTensor,
     StorageWeakRef,
     _get_current_function_mode,
     _pop_mode,
     _push_mode,
     checkpoint_frame,
+    maybe_current_level,
     saving_hooks,
 )
 from dsp.randomness import forked
@@ -48,7 +50,7 @@ from dsp.rules import (
 )  # fmt: skip
 from dsp.sharded import ACTIVE, NO, READ, Moved, Sharded, bare, carry, plain
 from dsp.stages import Place, Stage, map_tensors, tensors_in
-from dsp.trace import ATTRIBUTE_OPS, METADATA, Recorder, in_place, memory, op_name
+from dsp.trace import ATTRIBUTE_OPS, METADATA, UNRUNNABLE, Recorder, in_place, memory, op_name, refuse_unrunnable
 
 log = logging.getLogger("dsp")
 
@@ -97,9 +99,7 @@ def views_of(t: Sharded) -> list[tuple[Any, Frame]]:
 class Run:
     """One forward of a parallelized model on this rank: where it is in its script."""
 
-    def __init__(
-        self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any]
-    ) -> None:
+    def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any]) -> None:
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
         self.recipes = script.recipes if script is not None else recipes
         self.sizes_key = tuple(root_sizes.items())
@@ -110,6 +110,7 @@ class Run:
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
         self.lends = False  # whether a whole tensor is a copy that may not be written
+        self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode = Glue(self)
 
@@ -442,6 +443,13 @@ def key_of(value: Any) -> Any:
     return kind, value
 
 
+KEPT = (
+    "met a tensor without data: something that outlives a call, such as functools.lru_cache or a global dict, kept it "
+    "when the forward was planned on fake tensors. Call the bare model once before dsp plans it, so that it keeps real "
+    "ones"
+)
+
+
 class Glue(TorchFunctionMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -471,6 +479,8 @@ class Glue(TorchFunctionMode):
         if self.asleep:
             return func(*args, **kwargs)
         what, run = known(func), self.run
+        if what.name in UNRUNNABLE or maybe_current_level() is not None:
+            refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
         if run.aside:
@@ -516,6 +526,10 @@ class Glue(TorchFunctionMode):
         tensors = tensor_args(args, kwargs)
         shells = [run.open(t) for t in tensors]
         if recipe is None:
+            if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
+                raise GlueError(f"{what.name}() {KEPT}")
+            if step is not None and step.cuts is not None and len(step.cuts) != len(shells):
+                run.strayed, step = (run.where, step.name), None  # x + 0 before, x + y now
             asked = step.cuts if step is not None and step.cuts is not None else [_cut(s) for s in shells]
             if not any(s is not None for s in shells):
                 if step is not None and step.source is not None:
@@ -781,6 +795,8 @@ class Glue(TorchFunctionMode):
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "backward":
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
+        if name == "new_tensor" and _sharded(args[1:], kwargs):
+            raise GlueError("new_tensor() of a sharded tensor would be of its part; write y.detach().clone()")
         if args and isinstance(args[0], Sharded):
             read = READ.get(func)
             if read is not None:

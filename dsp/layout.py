@@ -61,6 +61,9 @@ class Axis:
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
     ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a copy of a model has the same ranks
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axis:
         if not isinstance(mesh, DeviceMesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import threading
@@ -13,19 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dsp.agreement import Agreement, agree
-from dsp.calls import StageCalls
-from dsp.glue import Run, active
+from dsp.calls import StageCalls, unpicklable
+from dsp.glue import KEPT, Run, active
 from dsp.layout import Axis, Cut, connected_local, covered_exit, cut_of
 from dsp.ledger import Ledger, Word
 from dsp.notation import NotationError, StagePattern
 from dsp.ops import ScaleGradient, SplitInput, WholeInput
 from dsp.plan import Plan, make_plan, stages_of
-from dsp.private import LEAF, PASSING, pytree
+from dsp.private import COMPILERS_OWN, LEAF, PASSING, FakeTensor, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join
 from dsp.rules import GlueError
 from dsp.sharded import ACTIVE, Own, Sharded, carry, plain
@@ -42,6 +44,10 @@ log = logging.getLogger("dsp")
 
 GIVEN = frozenset({LEAF, "_HandedOverBackward"})
 
+COMPILE = (
+    "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile the forwards of "
+    "its stages, after dsp.parallelize, as in block.forward = torch.compile(block.forward)"
+)
 PLANS = 64  # input signatures whose plan is kept
 
 
@@ -95,6 +101,20 @@ class Runtime:
         self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
         self.idle = threading.Lock()  # held while a forward runs
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """For a copy of the model, on the same ranks; it makes plans of its own."""
+        new = memo[id(self)] = object.__new__(Runtime)
+        new.__dict__.update(self.__dict__)
+        new.plans, new.sizes, new.recipes, new.told, new.idle = OrderedDict(), {}, {}, set(), threading.Lock()
+        copied = "model forward stages signature hooks between agreement stage_calls"  # the model is not complete yet
+        for name in copied.split():
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        new.left_out = {id(stage.module) for stage in new.stages}
+        return new
+
+    def __reduce__(self) -> Any:
+        raise unpicklable()
+
     def install(self) -> None:
         if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
             raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
@@ -131,8 +151,16 @@ class Runtime:
     # --- the model ---
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            refuse_compiling()
         if ACTIVE.get() is not None:  # inside another parallelized model: its plan governs
             return self.forward(*args, **kwargs)
+        if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
+            raise RuntimeError(
+                f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
+                "or torch.export: what its ranks exchange would be missing. Call it as it is; for gradients use "
+                "backward or torch.autograd.grad"
+            )
         if not self.idle.acquire(blocking=False):
             raise RuntimeError(
                 f"two threads call one parallelized {type(self.model).__name__} at the same time, as nn.DataParallel "
@@ -166,6 +194,8 @@ class Runtime:
             with ledger.listening():
                 with active(self, run):
                     output = self.forward(*args, **kwargs)
+                if without_data(output) and not without_data((args, kwargs)):
+                    raise GlueError(f"{type(self.model).__name__} {KEPT}")
                 run.observe("root_outputs", output, self.gather_output)
                 if run.recorder is not None:
                     run.recorder.random_glue = True
@@ -179,6 +209,12 @@ class Runtime:
                     # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
                     self.plans[key] = None
             return output
+        except Exception as error:
+            if run.misread is not None and run.misread[0] is error:
+                raise NotationError(run.misread[1]) from error
+            if type(error).__module__ == COMPILERS_OWN:
+                raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
+            raise
         finally:
             if state is not None:
                 join(state)
@@ -292,6 +328,15 @@ class Runtime:
         if cuda:
             torch.cuda.manual_seed(int(seed))
         return state
+
+
+@uncompiled
+def refuse_compiling() -> None:
+    raise RuntimeError(COMPILE)
+
+
+def without_data(value: Any) -> bool:
+    return any(isinstance(t, FakeTensor) for t in tensors_in(value))
 
 
 def _count(*_: Any, uncounted: bool) -> None:

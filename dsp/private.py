@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional, which compilers see through
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # within torch.func
 from torch._ops import OpOverload  # an op below autograd
 from torch._subclasses.fake_tensor import (  # tensors with a shape and without data, to trace with; what they cannot
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed.distributed_c10d import _resolve_process_group  # the group that an op was given the name of
@@ -35,6 +37,13 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 """.split()
 )
 LEAF = "torch::autograd::AccumulateGrad"
+COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
+
+
+def uncompiled(func: Any) -> Any:
+    """Not to be made part of a compiled caller, which calls it as it runs; the compiler is not loaded for that."""
+    func._torchdynamo_disable = True
+    return func
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -84,11 +93,13 @@ def checkpoint_frame() -> Any:
 
 
 __all__ = [
+    "COMPILERS_OWN",
     "LEAF",
     "PASSING",
     "DTensorSpec",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "StorageWeakRef",
@@ -104,7 +115,11 @@ __all__ = [
     "backward_pass",
     "checkpoint_frame",
     "dtensor",
+    "get_unwrapped",
+    "is_functorch_wrapped_tensor",
+    "maybe_current_level",
     "opened",
     "pytree",
     "saving_hooks",
+    "uncompiled",
 ]

@@ -367,6 +367,9 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
             f"stages must be a dict of submodule pattern to stage string, got {stages!r}; for example "
             '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
         )
+    for pattern, text in stages.items():
+        if not (isinstance(pattern, str) and isinstance(text, str)):
+            raise NotationError(f"stages maps a submodule pattern to one stage string, not {pattern!r} to {text!r}")
     root = stages.get("")
     stages_found = [Stage(*found) for found in find_modules(model, stages)]
     for stage in stages_found:

@@ -29,7 +29,16 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut, separable
 from dsp.notation import BATCH_NAMES, NotationError, StagePattern, solve_sizes
 from dsp.planner import Choice, Op, Value
-from dsp.private import FakeTensorMode, StorageWeakRef, TorchDispatchMode, checkpoint_frame, pytree
+from dsp.private import (
+    FakeTensorMode,
+    StorageWeakRef,
+    TorchDispatchMode,
+    checkpoint_frame,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    pytree,
+)
 from dsp.rules import (
     RULES,
     SOURCES,
@@ -57,6 +66,8 @@ from dsp.stages import (
 )  # fmt: skip
 from dsp.twins import alike, fingerprint, once
 
+BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
+UNRUNNABLE = {"autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER}}
 METADATA = frozenset(
     """
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
@@ -73,6 +84,7 @@ HOMONYMS = {
     torch.embedding: "embedding_of_weight",
     torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
     torch.nn.functional.unfold: "im2col",
+    torch.autograd.grad: "autograd_grad",
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }
 
@@ -85,6 +97,25 @@ def op_name(func: Any) -> tuple[str, bool]:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
     return name.strip("_").removeprefix("linalg_"), False
+
+
+def refuse_unrunnable(name: str, metadata: bool, args: Any, kwargs: Any, sharded: Callable[[Tensor], bool]) -> None:
+    """Raises GlueError for what no rule and no gather can make right on a sharded tensor between stages.
+
+    Within a transform of torch.func a tensor hides another, and its shape.
+    """
+    for t in tensor_args(args, kwargs):
+        while (hidden := is_functorch_wrapped_tensor(t)) and not sharded(t):
+            t = get_unwrapped(t)
+            if sharded(t):
+                break
+        if not sharded(t) or (metadata and not hidden and name not in UNRUNNABLE):
+            continue
+        what = UNRUNNABLE.get(name, f"{name}() under torch.vmap or another transform of torch.func")
+        raise GlueError(
+            f"{what} between stages works on the part of a sharded tensor as if it were the whole; do it in a stage, "
+            "a submodule with a pattern, where tensors are local"
+        )
 
 
 def in_place(func: Any) -> bool:
@@ -203,11 +234,18 @@ def skeleton(
         state[name] = OrderedDict()
     state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
     state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
-    clone.__dict__.update(state)
+    clone.__dict__.update({k: own_containers(v) for k, v in state.items()})
     clone.__dict__["_modules"] = {
         k: None if m is None else skeleton(m, fake, memo, twins, staged) for k, m in module._modules.items()
     }
     return clone
+
+
+def own_containers(value: Any) -> Any:
+    """Lists and dicts anew: what a forward without data puts into a cache is not for the model to find there."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, own_containers(v)) for k, v in value.items())
+    return [own_containers(v) for v in value] if type(value) is list else value
 
 
 def checkpointed(forward: Any) -> bool:
@@ -293,7 +331,10 @@ def undropped(func: Any, args: Any, kwargs: Any) -> bool:
 def memory(t: Tensor) -> StorageWeakRef:
     """Whose storage a tensor lives in: tensors that share it are views of each other."""
     with torch._C.DisableTorchFunction():
-        return StorageWeakRef(t.untyped_storage())
+        try:
+            return StorageWeakRef(t.untyped_storage())
+        except NotImplementedError:  # sparse
+            return StorageWeakRef((t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage())
 
 
 def is_batch(key: str) -> bool:
@@ -429,6 +470,8 @@ class Recorder:
         self, index: int, name: str, args: Any, kwargs: Any, tracked: list[Tensor], syms: list[Sym | None], out: Any,
         written: bool,
     ) -> None:  # fmt: skip
+        if out is NotImplemented:  # x == "a" is False, says Python then
+            return
         outputs = tensors_in(out)
         if not outputs and written and syms[0] is not None:
             outputs = [tracked[0]]  # x[...] = y
@@ -782,8 +825,13 @@ class Tracer(Recorder, TorchFunctionMode):
         if self.in_stage:
             return func(*args, **kwargs)
         name, attribute = op_name(func)
-        if (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+        metadata = (attribute and name not in ATTRIBUTE_OPS) or name in METADATA
+        if name in UNRUNNABLE or maybe_current_level() is not None:
+            refuse_unrunnable(name, metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
+        if metadata:
             return func(*args, **kwargs)
+        if name in BY_NUMBER and not self.real:
+            raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
         index = len(self.names)
         self.watch.restart()
         region, kept = self.region(), list[Tensor]()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+import re
 import threading
 from typing import Any
 
@@ -146,3 +150,182 @@ def two_threads(mesh: DeviceMesh) -> None:
 
 def test_a_second_thread_is_told_so(ranks) -> None:
     ranks(two_threads, 2)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def copied(mesh: DeviceMesh) -> None:
+    """A deep copy, before any call and after, is a parallel model of its own; a pickle is refused."""
+    model = dsp.parallelize(Model(), mesh)
+    early = copy.deepcopy(model)
+    expect = model(inputs()).detach()
+    late = copy.deepcopy(copy.deepcopy(model))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for other in (early, late):
+        torch.testing.assert_close(other(inputs()), expect)
+        other(inputs()).sum().backward()
+        assert other.space.out.weight.grad is not None
+    assert model.space.out.weight.grad is None
+    with dsp.count_comm() as comm:
+        late(inputs())
+    assert comm.forward.calls["switch"] == 1
+    average = torch.optim.swa_utils.AveragedModel(late)
+    average.update_parameters(late)
+    torch.testing.assert_close(average(inputs()), expect)
+    with pytest.raises(TypeError, match=r"cannot be pickled: save its state_dict\(\)"):
+        pickle.dumps(model)
+
+
+def test_a_deep_copy_is_a_parallel_model_of_its_own(ranks) -> None:
+    ranks(copied, 2)
+
+
+# --- what cannot run --------------------------------------------------------------------------------------------------
+
+LOCAL = "between stages works on the part of a sharded tensor as if it were the whole; do it in a stage"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "vmap": (torch.vmap(lambda t: t * 2), f"mul() under torch.vmap or another transform of torch.func {LOCAL}"),
+    "vmap over another": (lambda x: torch.vmap(lambda i: x * i)(torch.arange(2)), "mul() under torch.vmap or another"),
+    "func.grad": (torch.func.grad(lambda t: t.square().sum()), f"another transform of torch.func {LOCAL}"),
+    "func.jvp": (lambda x: torch.func.jvp(torch.sin, (x,), (x,))[0], f"another transform of torch.func {LOCAL}"),
+    "autograd.grad": (
+        lambda x: torch.autograd.grad((y := x.detach().requires_grad_()).square().sum(), y)[0],
+        f"torch.autograd.grad() {LOCAL}",
+    ),
+    "apply_": (lambda x: x.detach().clone().apply_(lambda v: v * 2), f"Tensor.apply_() {LOCAL}"),
+    "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() of a sharded tensor would be of its part"),
+    "compile": (
+        torch.compile(lambda t: t * 2, backend="eager"),
+        "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile",
+    ),
+}  # fmt: skip
+OUTSIDE: dict[str, Any] = {
+    "torch.vmap": lambda model, x: torch.vmap(model)(x[None]),
+    "torch.func": lambda model, x: torch.func.grad(lambda t: model(t).sum())(x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+}
+
+
+@functools.cache
+def table(n: int) -> Tensor:
+    return torch.arange(n).float().unsqueeze(-1)
+
+
+class Scaled(nn.Module):
+    """A stage that is given a tensor as long as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Along(2)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.block(x) * scale
+
+
+class Unmentioned(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = Scaled()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.time(self.space(x, scale))
+
+
+def refused(mesh: DeviceMesh) -> None:
+    x = inputs()
+    for name, (glue, says) in REFUSED.items():
+        model = dsp.parallelize(Model(glue), mesh)
+        with pytest.raises((dsp.GlueError, RuntimeError), match=re.escape(says)):
+            model(x)
+            raise AssertionError(name)
+    model = dsp.parallelize(Model(), mesh)
+    for name, call in OUTSIDE.items():
+        with pytest.raises(RuntimeError, match=f"a parallelized Model cannot run under .*{name}.* use backward"):
+            call(model, x)
+    with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
+        torch.compile(model, backend="eager")(x)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
+        dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
+    for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
+        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
+            dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_is_refused_in_a_sentence(ranks) -> None:
+    ranks(refused, 2)
+
+
+def unmentioned(mesh: DeviceMesh) -> None:
+    model, scale = dsp.parallelize(Unmentioned(), mesh), torch.rand(2, 5, 6, 1)
+    says = (
+        r"stage 'space' ran on the whole, but on \d of 5 along 't' it raised: The size of tensor a .* does not mention "
+        r"'scale' of shape \(2, 5, 6, 1\), which so came whole; .* write 'b t \[s c\], scale=b t s 1'"
+    )
+    with pytest.raises(dsp.NotationError, match=says):
+        model(inputs(), scale)
+    model = dsp.parallelize(Unmentioned(), mesh, {**STAGES, "space": "b t [s c], scale=b t s 1"})
+    torch.testing.assert_close(model(inputs(), scale), Unmentioned()(inputs(), scale))
+
+
+def test_an_argument_that_a_stage_does_not_mention_is_named(ranks) -> None:
+    ranks(unmentioned, 2)
+
+
+# --- what outlives a call ---------------------------------------------------------------------------------------------
+
+
+def comparisons(mesh: DeviceMesh) -> None:
+    """With what is no number a tensor compares as any Python object."""
+    for other in ("Rep", None, object()):
+        model = dsp.parallelize(Model(lambda x: x if x == other else x * 2 if x != other else x * 3), mesh)  # noqa: B023
+        for _ in range(2):
+            torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
+    model = dsp.parallelize(Model(lambda x: x if x in ("Rep", None) else x * 2), mesh)
+    torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
+
+
+def test_a_tensor_is_no_string(ranks) -> None:
+    ranks(comparisons, 2)
+
+
+class Caches(Model):
+    """Keeps tables in containers of its own, by length, and what an earlier call came to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, dict[int, Tensor]] = {"rows": {}}
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, n = self.tables["rows"], x.shape[2]
+        if n not in rows:
+            rows[n] = torch.arange(n).float().unsqueeze(-1)
+        y = self.space(x) * rows[n] + (self.seen[-1] if self.seen else 0)
+        self.seen.append(y.detach())
+        return self.time(y)
+
+
+def caches(mesh: DeviceMesh) -> None:
+    single, model = Caches(), dsp.parallelize(Caches(), mesh)
+    for call in range(4):
+        torch.testing.assert_close(model(inputs()), single(inputs()))
+        assert len(model.seen) == call + 1  # and not what was planned
+    table.cache_clear()
+    for glue in (lambda x: x * table(6), lambda x: table(6).expand(2, 5, 6, C) * 2):
+        with (
+            torch.no_grad(),
+            pytest.raises(dsp.GlueError, match=r" met a tensor without data: .*Call the bare model once"),
+        ):
+            dsp.parallelize(Model(glue), mesh)(inputs())
+        table.cache_clear()
+    single = Model(lambda x: x * table(6))
+    expect = single(inputs())
+    torch.testing.assert_close(dsp.parallelize(copy.deepcopy(single), mesh)(inputs()), expect)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_a_model_keeps_is_of_its_own_runs(ranks, n: int) -> None:
+    ranks(caches, n)

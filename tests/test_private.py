@@ -203,9 +203,56 @@ def of_the_zoo() -> None:
     assert averages[0].tolist() == [0.25] * 3
 
 
+def transforms() -> None:
+    """Within torch.func a tensor that hides another is known, and so is the one that it hides."""
+    seen: list[Any] = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append((private.maybe_current_level(), private.is_functorch_wrapped_tensor(t), private.get_unwrapped(t)))
+        return t
+
+    x = torch.ones(3)
+    torch.vmap(look)(x)
+    level, wrapped, hidden = seen[0]
+    assert level is not None
+    assert wrapped
+    assert hidden is x
+    assert private.maybe_current_level() is None
+    assert not private.is_functorch_wrapped_tensor(x)
+
+
+def saving_hooks() -> None:
+    """Whether anybody looks at what is saved for backward."""
+    assert private.saving_hooks(False) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert private.saving_hooks(False) is not None
+    assert private.saving_hooks(False) is None
+
+
+def compilers() -> None:
+    """What a compiler is not to follow is called when the compiled function runs, and what it raises gets out."""
+
+    @private.uncompiled
+    def refuse() -> None:
+        raise KeyError("told")
+
+    def f(x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            refuse()
+        return x + 1
+
+    with pytest.raises(KeyError, match="told"):
+        torch.compile(f, backend="eager")(torch.ones(3))
+    torch.testing.assert_close(f(torch.ones(3)), torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(3))
+    assert type(caught.value).__module__ == private.COMPILERS_OWN
+
+
 ALONE = [
     checkpoint_frame, unknown_checkpoints, backward_pass, backward_node, leaf, passing, fake_tensors, dispatch_mode,
     function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts, of_the_zoo,
+    transforms, saving_hooks, compilers,
 ]  # fmt: skip
 
 
