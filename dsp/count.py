@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from typing import Any
 
-from dsp.collectives import added_in, chunk_sizes, ranks
-from dsp.embedded.ring import ring_bytes
 from dsp.private import TorchDispatchMode, backward_node, backward_pass
+from dsp.sent import COLLECTIVES
 
 
 class Traffic:
@@ -63,56 +61,10 @@ class count_comm(TorchDispatchMode):
                 # a collective of ours in backward is its adjoint's, or else it is forward work done again
                 again = func.namespace == "dsp" and not OURS.search(backward_node())
                 traffic = self.recompute if again else self.backward
-            label = COLLECTIVES[name]
-            traffic.calls[label] += 1
-            traffic.bytes[label] += sent(name, *args)
+            kind, sent = COLLECTIVES[name]
+            traffic.calls[kind] += 1
+            traffic.bytes[kind] += sent(*args)
         return func(*args, **kwargs)
 
 
-COLLECTIVES = {
-    "switch": "switch",
-    "switch_among": "switch",
-    "switch_many": "switch",
-    "all_to_all_single": "switch",
-    "shard_dim_alltoall": "shard_dim_alltoall",
-    "gather": "gather",
-    "all_gather_into_tensor": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter_tensor",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "ring_attention": "ring",
-    "ring_attention_backward": "ring",
-}
 OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce|ring_attention)|SplitInput|WholeInput|_Launch|_Await")
-
-
-def sent(name: str, x: Any, *args: Any) -> int:
-    """Bytes this rank sends to others in one collective."""
-    if name.startswith("ring_attention"):
-        return ring_bytes(name, x, *args)
-    if name == "switch_many":
-        return sum(sent("switch", *one, args[-1]) for one in zip(x, *args[:-1]))
-    n, rank = ranks(args[-1])
-    own = x.numel() * x.element_size()
-    if name == "switch":
-        size = x.shape[args[1]]
-        kept = chunk_sizes(size, n)[rank]
-        return own * (size - kept) // size if size else 0
-    if name == "switch_among":
-        dst_parts, among, group = args[3:]
-        kept = dst_parts[among.index(ranks(group)[1])]
-        return own * (sum(dst_parts) - kept) // max(sum(dst_parts), 1)
-    if name == "all_to_all_single":
-        return (sum(args[1]) - args[1][rank]) * x.element_size()
-    if name == "shard_dim_alltoall":
-        return own * (n - 1) // n
-    if name in ("gather", "all_gather_into_tensor"):
-        return own * (n - 1)
-    if name in ("reduce_scatter", "reduce_scatter_tensor"):
-        dim = args[0] if name == "reduce_scatter" else 0
-        size = x.shape[dim]
-        return own - math.prod(x.shape) // max(size, 1) * chunk_sizes(size, n)[rank] * x.element_size()
-    if name == "all_reduce":  # a ring: reduce-scatter, then all-gather
-        return -(-2 * x.numel() * added_in(x.dtype).itemsize * (n - 1) // n)
-    return own * (n - 1)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsp.collectives import LISTENER
 from dsp.planner import Layout, Value, sent_by
+from dsp.sent import COLLECTIVES
+from dsp.text import human
 
 if TYPE_CHECKING:
     from dsp.glue import Run
@@ -48,11 +50,10 @@ class Ledger:
 
     def hear(self, name: str, args: tuple[Any, ...]) -> None:
         if self.run.in_stage is None:
-            from dsp.count import COLLECTIVES, sent  # which imports what imports this
-
-            nbytes = sent(name, *args)
+            kind, sent = COLLECTIVES[name]
+            nbytes = sent(*args)
             self.bytes, self.calls = self.bytes + nbytes, self.calls + 1
-            self.entries.append((self.run.where, COLLECTIVES[name], nbytes))
+            self.entries.append((self.run.where, kind, nbytes))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -76,8 +77,6 @@ class Word:
         return (ledger.bytes, ledger.calls) == (self.bytes, self.calls)
 
     def tell(self, ledger: Ledger) -> str:
-        from dsp.plan import human
-
         return (
             f"this forward sent {human(ledger.bytes)} in {ledger.calls} calls where its plan says {human(self.bytes)} "
             f"in {self.calls}: {astray(self.script, ledger.run) or self.first(ledger)}. What it computes is right"
@@ -114,7 +113,5 @@ def name(where: Where) -> str:
 
 
 def shown(sent: Counter[str] | None) -> str:
-    from dsp.plan import human
-
     kinds = [f"a {kind} of {human(nbytes)}" for kind, nbytes in (sent or {}).items() if kind != "calls"]
     return " and ".join(kinds) or "nothing"

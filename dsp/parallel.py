@@ -38,7 +38,7 @@ from dsp.stages import (
     sizes_of_root,
     tensors_in,
 )  # fmt: skip
-from dsp.trace import Recorder, Trace, _foreign, trace
+from dsp.trace import Recorder, Trace, foreign, trace
 
 log = logging.getLogger("dsp")
 
@@ -135,7 +135,7 @@ class Runtime:
         for module in self.between:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in hooks.items():
-                    if not isinstance(hook, _Aside) and _foreign(hook):
+                    if not isinstance(hook, _Aside) and foreign(hook):
                         hooks[key] = _Aside(hook)
 
     def leave_out_hooks(self) -> None:

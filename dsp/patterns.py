@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dsp.dims import Dim, GlueOp, atoms, places
 from dsp.notation import TensorPattern
 from dsp.search import Group, Node, Search, known
-from dsp.stages import _matches
+from dsp.stages import matches
 
 Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to
 Row = list[list[Item]]  # a tensor: for each axis the dims it folds
@@ -359,11 +359,11 @@ class Patterns:
                 itertools.combinations(numbers, n) for n in range(len(numbers), -1, -1)
             ):
                 pattern = ["*" if i in chosen else p for i, p in enumerate(parts)]
-                matched = [n for n in called if n and _matches(n.split("."), pattern)]
+                matched = [n for n in called if n and matches(n.split("."), pattern)]
                 if all(texts.get(n) == text for n in matched):
                     break
             key = ".".join(pattern)
-            others = [n for n in self.search.paths.values() if n and _matches(n.split("."), pattern)]
+            others = [n for n in self.search.paths.values() if n and matches(n.split("."), pattern)]
             if len(others) == 1:
                 key = path
             found[key] = text

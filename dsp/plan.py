@@ -20,6 +20,7 @@ from dsp.reads import traced
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Sends, Sent, Stage, add_sent, find_stages
+from dsp.text import human
 from dsp.trace import Trace
 
 
@@ -277,20 +278,6 @@ def _choices(r: Residual) -> str:
     if r.kept is not None:
         ways.append(f"the stream kept along {r.along} and branches switched in and out {cost(r.kept)}")
     return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
-
-
-def human(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's rows as lines, its cells to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
 
 
 def _generic(name: str) -> str:

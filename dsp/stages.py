@@ -394,10 +394,10 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
         if pattern == "":
             continue
         parts = pattern.split(".")
-        matches = [name for name in modules if name and _matches(name.split("."), parts)]
-        if not matches:
+        matched = [name for name in modules if name and matches(name.split("."), parts)]
+        if not matched:
             raise NotationError(_unmatched(pattern, list(modules), type(model).__name__))
-        for name in matches:
+        for name in matched:
             *_, other = found.setdefault(id(modules[name]), (name, modules[name], text))
             if other != text:
                 raise NotationError(
@@ -406,7 +406,7 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
     return list(found.values())
 
 
-def _matches(name: list[str], pattern: list[str]) -> bool:
+def matches(name: list[str], pattern: list[str]) -> bool:
     return len(name) == len(pattern) and all(p == "*" or p == n for n, p in zip(name, pattern))
 
 

@@ -228,7 +228,7 @@ def skeleton(
         plain = MethodType(type(module).forward, clone)
         state["forward"] = functools.partial(forward.func, plain, **forward.keywords)
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        kept = OrderedDict((k, h) for k, h in state[name].items() if not _foreign(h))
+        kept = OrderedDict((k, h) for k, h in state[name].items() if not foreign(h))
         state[name] = kept
     for name in ("_backward_hooks", "_backward_pre_hooks"):
         state[name] = OrderedDict()
@@ -253,7 +253,7 @@ def checkpointed(forward: Any) -> bool:
     return isinstance(forward, functools.partial) and forward.func is checkpoint
 
 
-def _foreign(hook: Any) -> bool:
+def foreign(hook: Any) -> bool:
     """Hooks that act on a distributed run, not on the function the model computes."""
     target = getattr(hook, "func", hook)
     owner = getattr(target, "__self__", None)
@@ -984,7 +984,7 @@ def trace(
     memo: dict[int, nn.Module] = {}
     # autocast keeps the weights it has cast, so that a call does less than one before it
     twins = twins and not real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    groups = alike([stage.module for stage in stages], _foreign) if twins else []
+    groups = alike([stage.module for stage in stages], foreign) if twins else []
     first = {id(other): group[0] for group in groups for other in group[1:]}
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     clone = skeleton(model, lambda t: fakes.setdefault(id(t), fake(t)), memo, first, staged)
@@ -1007,7 +1007,7 @@ def trace(
             if own is not None:  # else its stage is the twin of another
                 handles.append(own.register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
                 handles.append(own.register_forward_hook(lambda m, a, out: tracer.leave_inside()))
-    before = [fingerprint(memo[id(group[0])], _foreign) for group in groups]
+    before = [fingerprint(memo[id(group[0])], foreign) for group in groups]
     once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
         cuda = {t.device.index for t in fakes.values() if t.is_cuda} if real else ()
@@ -1019,7 +1019,7 @@ def trace(
         tracer.abandon()
         for handle in handles:
             handle.remove()
-    if before != [fingerprint(memo[id(group[0])], _foreign) for group in groups]:
+    if before != [fingerprint(memo[id(group[0])], foreign) for group in groups]:
         # a stage that writes to itself: what it does may depend on how often it ran
         return trace(
             model, stages, root, whole_args, whole_kwargs, n,

@@ -340,7 +340,7 @@ def test_infeasible_says_what_would_help():
     with pytest.raises(Infeasible) as error:
         solve(problem)
     assert str(error.value) == (
-        "no plan fits in 3 GiB a rank: op 'triangle' needs at least 4 GiB, of which 1 GiB are resident; "
+        "no plan fits in 3.0 GiB a rank: op 'triangle' needs at least 4.0 GiB, of which 1.0 GiB are resident; "
         "more than 2 ranks, activation checkpointing or a larger memory would help"
     )
     assert solve(replace(problem, capacity=4 << 30)).peak == 4 << 30

@@ -23,6 +23,7 @@ from dsp.embedded.core import AttentionCore, busiest
 from dsp.embedded.low_rank import LowRank
 from dsp.notation import NotationError
 from dsp.private import _resolve_process_group
+from dsp.sent import counts
 from dsp.stages import Peers, Place, Sends, Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
@@ -158,11 +159,16 @@ def hops(sizes: Sequence[int], rank: int, count: int) -> int:
     return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
 
 
-def ring_bytes(name: str, *args: Any) -> int:
-    """What this rank sends in one call of `dsp::ring_attention` or its backward."""
-    k, (parts, among, _, group) = args[1 + name.endswith("backward")], args[-4:]
-    forward, backward = _cost(k, parts, among.index(ranks(group)[1]))
-    return backward if name.endswith("backward") else forward
+@counts("ring", "ring_attention")
+def _sent_forward(q: Tensor, k: Tensor, *where: Any) -> int:
+    parts, among, _, group = where[-4:]
+    return _cost(k, parts, among.index(ranks(group)[1]))[0]
+
+
+@counts("ring", "ring_attention_backward")
+def _sent_backward(grad: Tensor, q: Tensor, k: Tensor, *where: Any) -> int:
+    parts, among, _, group = where[-4:]
+    return _cost(k, parts, among.index(ranks(group)[1]))[1]
 
 
 def _cost(k: Tensor, sizes: Sequence[int], rank: int) -> tuple[int, int]:
@@ -200,4 +206,4 @@ class Ring(AttentionCore):
         return Sends(there, {"ring": (backward, 2 * n - 1)}, there)
 
 
-__all__ = ["Ring", "ring_attention", "ring_bytes"]
+__all__ = ["Ring", "ring_attention"]

@@ -10,7 +10,8 @@ import torch
 
 from dsp.embedded.method import METHODS
 from dsp.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
-from dsp.plan import Plan, aligned, human
+from dsp.plan import Plan
+from dsp.text import aligned, human
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dsp.planner.problem import (
     Value,
     price,
 )
+from dsp.text import human
 
 
 def cost_of(nbytes: int, calls: int, rank: int = 0) -> int:
@@ -176,8 +177,8 @@ class Facts:
     def infeasible(self, k: int, need: float, missed: str = "") -> Infeasible:
         problem = self.problem
         return Infeasible(
-            f"no plan fits in {_human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
-            f"{_human(need)}, of which {_human(problem.resident)} are resident{missed}; more than {problem.size} "
+            f"no plan fits in {human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
+            f"{human(need)}, of which {human(problem.resident)} are resident{missed}; more than {problem.size} "
             "ranks, activation checkpointing or a larger memory would help"
         )
 
@@ -234,13 +235,6 @@ def subsets(items: Iterable[Layout]) -> Iterator[Copies]:
     """All subsets, the smaller first."""
     items = list(items)
     return (frozenset(some) for size in range(len(items) + 1) for some in combinations(items, size))
-
-
-def _human(nbytes: float) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):.4g} {unit}"
-    return f"{nbytes} B"
 
 
 def _check(problem: Problem) -> list[int]:

@@ -1,0 +1,89 @@
+"""What a rank sends to others in each collective, by the name of its op: a table that any op may be put into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dsp.collectives import added_in, ranks
+from dsp.planner import chunk_sizes
+
+
+class Collective(NamedTuple):
+    kind: str  # under which it is counted
+    sent: Callable[..., int]  # bytes, of the arguments of the op
+
+
+COLLECTIVES: dict[str, Collective] = {}
+
+
+def counts(kind: str, *names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
+
+    def register(sent: Callable[..., int]) -> Callable[..., int]:
+        COLLECTIVES.update({name: Collective(kind, sent) for name in names})
+        return sent
+
+    return register
+
+
+def nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@counts("switch", "switch")
+def switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> int:
+    n, rank = ranks(group)
+    size = x.shape[dst]
+    return nbytes(x) * (size - chunk_sizes(size, n)[rank]) // size if size else 0
+
+
+@counts("switch", "switch_many")
+def switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> int:
+    return sum(switch(*one, group) for one in zip(xs, src, dst, src_size))
+
+
+@counts("switch", "switch_among")
+def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[int], among: Any, group: str) -> int:
+    size = sum(dst_parts)
+    return nbytes(x) * (size - dst_parts[among.index(ranks(group)[1])]) // max(size, 1)
+
+
+@counts("switch", "all_to_all_single")
+def all_to_all_single(x: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> int:
+    return (sum(in_splits) - in_splits[ranks(group)[1]]) * x.element_size()
+
+
+@counts("gather", "gather")
+def gather(x: Tensor, *where: Any) -> int:
+    return nbytes(x) * (ranks(where[-1])[0] - 1)
+
+
+counts("all_gather_into_tensor", "all_gather_into_tensor")(gather)
+counts("broadcast", "broadcast")(gather)
+
+
+@counts("shard_dim_alltoall", "shard_dim_alltoall")
+def shard_dim_alltoall(x: Tensor, *where: Any) -> int:
+    n, _ = ranks(where[-1])
+    return nbytes(x) * (n - 1) // n
+
+
+@counts("reduce_scatter", "reduce_scatter")
+def reduce_scatter(x: Tensor, dim: int, group: str) -> int:
+    n, rank = ranks(group)
+    size = x.shape[dim]
+    return nbytes(x) // max(size, 1) * (size - chunk_sizes(size, n)[rank])
+
+
+@counts("reduce_scatter_tensor", "reduce_scatter_tensor")
+def reduce_scatter_tensor(x: Tensor, *where: Any) -> int:
+    return reduce_scatter(x, 0, where[-1])
+
+
+@counts("all_reduce", "all_reduce")
+def all_reduce(x: Tensor, *where: Any) -> int:
+    n, _ = ranks(where[-1])
+    return -(-2 * x.numel() * added_in(x.dtype).itemsize * (n - 1) // n)  # a ring: reduce-scatter, then all-gather

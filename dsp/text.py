@@ -1,0 +1,19 @@
+"""Numbers and tables as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's rows as lines, its cells to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
