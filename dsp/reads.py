@@ -19,6 +19,7 @@ from dsp.stages import Stage, tensors_in
 from dsp.trace import Trace, op_name, trace
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
+SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # of numpy(), of a number's format, of pickle
 INSIDE = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, __file__))
 
 
@@ -41,7 +42,7 @@ def traced(
         raise
     except Exception as error:
         reason = error
-    where = place(reason) if isinstance(reason, READS) else ""
+    where = place(reason) if isinstance(reason, READS) or any(x in str(reason) for x in SAYING) else ""
     if any(t.is_meta for t in itertools.chain(tensors_in((args, kwargs)), model.parameters(), model.buffers())):
         if not where:
             raise reason

@@ -304,7 +304,8 @@ class Watch(TorchDispatchMode):
         if made and all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED:
             tensors = tensors_in((args, kwargs)) + made
             # of an expanded tensor there is less than its size
-            sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+            strided = (t for t in tensors if t.layout == torch.strided)
+            sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
             self.touched[self.inside > 0] += sum(sizes)
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
             return out
@@ -476,7 +477,8 @@ class Recorder:
         if not outputs and written and syms[0] is not None:
             outputs = [tracked[0]]  # x[...] = y
         if not outputs and not written:
-            if out is None or out in ((), []) or name in ("__setattr__", "set"):  # nothing, taken apart, is nothing
+            # nothing, taken apart, is nothing
+            if out is None or (isinstance(out, (tuple, list)) and not out) or name in ("__setattr__", "set"):
                 return
             if self.real:  # of which the run finds them whole
                 read = tuple(dict.fromkeys(s.value for s in syms if s is not None))
