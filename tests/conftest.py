@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -41,6 +42,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # what was imported is not searched for garbage any more, here and in ranks, where that would copy it
     if any(RANKS & {*i.fixturenames} for i in session.items):
         here, there = socket.socketpair()
         with warnings.catch_warnings():
@@ -51,6 +53,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             _serve(there)
         there.close()
         SERVER.append(here)
+
+
+def pytest_unconfigure() -> None:
+    for server in SERVER:
+        server.close()
 
 
 def _serve(requests: socket.socket) -> None:

@@ -7,3 +7,8 @@ import pytest
 
 def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+def slow_but(values: Any, *kept: Any) -> list[Any]:
+    """All values, of which those not kept are for `-m slow`."""
+    return [value if value in kept else slow(value) for value in values]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from slow import slow_but
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +27,9 @@ def passes(mesh: DeviceMesh, name: str) -> tuple[bool, str]:
     return bool(report), str(report)
 
 
-@pytest.mark.parametrize("name", [n for n in toys.TOYS if n != "Unplanned"])
+@pytest.mark.parametrize(
+    "name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Folded", "Pair", "Loss", "Global")
+)
 def test_right_models_pass(ranks, name: str) -> None:
     for ok, text in ranks(passes, 2, name):
         assert ok, text

@@ -18,13 +18,13 @@ def script():
         sys.path.pop(0)
 
 
-def run_here(mesh, arguments, hosts, fault=False):
+def run_here(mesh, arguments, hosts, fault=False, only_links=False):
     """The check as a rank of the pool runs it; `fault`: with weights of its own and another plan."""
     import torch
     import torch.distributed as dist
 
     check, rank = script(), dist.get_rank()
-    plain = check.socket.gethostname, check.small_model, check.dsp.plan
+    plain = check.socket.gethostname, check.small_model, check.dsp.plan, check.exactness, check.loss_and_bytes
     check.socket.gethostname = lambda: hosts[rank]
 
     def uneven_weights(device):
@@ -39,10 +39,12 @@ def run_here(mesh, arguments, hosts, fault=False):
     if fault:
         check.small_model = uneven_weights
         check.dsp.plan = lambda *args, **kwargs: Planned
+    if only_links:
+        check.exactness, check.loss_and_bytes = (lambda mesh: check.Finding("ok", "exactness", "")), lambda mesh: []
     try:
         return check.main(["--megabytes", "0.1", "--rounds", "1", *arguments])
     finally:
-        check.socket.gethostname, check.small_model, check.dsp.plan = plain
+        check.socket.gethostname, check.small_model, check.dsp.plan, check.exactness, check.loss_and_bytes = plain
 
 
 def found(path):
@@ -52,12 +54,12 @@ def found(path):
 
 def test_one_host(whole_world, tmp_path):
     out = tmp_path / "check.json"
-    assert whole_world(run_here, 4, ["--out", str(out)], ["a"] * 4) == [0] * 4
+    assert whole_world(run_here, 2, ["--out", str(out)], ["a"] * 2) == [0] * 2
     report, bad = found(out)
     assert bad == {"warning": [], "FAILED": []}
-    assert (report["sp"], report["hosts"], report["backend"]) == (4, {"a": 4}, "gloo")
-    assert list(report["links"]) == ["sp=4"]
-    (row,) = report["links"]["sp=4"]["sizes"]
+    assert (report["sp"], report["hosts"], report["backend"]) == (2, {"a": 2}, "gloo")
+    assert list(report["links"]) == ["sp=2"]
+    (row,) = report["links"]["sp=2"]["sizes"]
     assert row["raw"] > 0
     assert row["switch"] > 0
     assert any("as planned" in finding["found"] for finding in report["findings"])
@@ -66,12 +68,12 @@ def test_one_host(whole_world, tmp_path):
 def test_two_hosts(whole_world, tmp_path):
     within, across = tmp_path / "within.json", tmp_path / "across.json"
     hosts = ["a", "a", "b", "b"]
-    assert whole_world(run_here, 4, ["--out", str(within)], hosts) == [0] * 4
+    assert whole_world(run_here, 4, ["--out", str(within)], hosts, False, True) == [0] * 4
     report, bad = found(within)
     assert report["sp"] == 2
     assert list(report["links"]) == ["sp=2", "between hosts"]
     assert not bad["warning"]
-    assert whole_world(run_here, 4, ["--sp", "4", "--out", str(across)], hosts) == [0] * 4
+    assert whole_world(run_here, 4, ["--sp", "4", "--out", str(across)], hosts, False, True) == [0] * 4
     report, bad = found(across)
     assert list(report["links"]) == ["sp=4", "within a host", "between hosts"]
     assert [finding["what"] for finding in bad["warning"]] == ["hosts"]

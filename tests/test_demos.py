@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from slow import slow
+from slow import slow_but
 from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 import zoo
@@ -30,8 +30,7 @@ SHORT_TASK = {  # the rest of a demo, in little
 }  # fmt: skip
 
 
-SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on four ranks too
-SHORT_SUITE = {"demo", "axial_video_demo", "pairformer_demo"}
+SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on two ranks too
 
 
 class Demo(Runs):
@@ -51,11 +50,9 @@ def same(a, b, tolerance):
             assert curve[step] == pytest.approx(values, rel=tolerance), (step, keys)
 
 
-@pytest.mark.parametrize(
-    "path", [path if path.stem in SHORT_SUITE else slow(path) for path in DEMOS], ids=lambda path: path.stem
-)
-def test_a_demo(trainer, tmp_path, request, monkeypatch, path):  # noqa: F811
-    run = Demo(trainer, tmp_path, path)
+@pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo", "axial_video_demo", "pairformer_demo"))
+def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
+    run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
     plain = run("name=plain")
     assert list(metrics(plain, "loss")) == [1, 2, 3]
     with monkeypatch.context() as patch:
@@ -63,9 +60,9 @@ def test_a_demo(trainer, tmp_path, request, monkeypatch, path):  # noqa: F811
         run("name=again", expect=trainer.STOPPED)
     again = run("name=again", "resume=true")
     same(plain, again, tolerance=0)  # bitwise
-    if path.stem in SHARED:
+    if name in SHARED:
         whole_world = request.getfixturevalue("whole_world")
-        whole_world(_run_here, 4, run.arguments("name=shared", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+        whole_world(_run_here, 2, run.arguments("name=shared", "parallel.sp=2"))
         same(plain, tmp_path / "runs/shared", tolerance=1e-4)
 
 

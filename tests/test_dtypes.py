@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from test_parallel import averaged
 from test_parallel import same as same_grads
 from torch import Tensor, fft, nn
@@ -101,7 +102,7 @@ def every(mesh: DeviceMesh) -> None:
             moves(mesh, dtype, SHAPES[0], "view")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [slow(2), 3])
 def test_every_dtype_moves(ranks, n: int) -> None:
     ranks(every, n)
 
@@ -189,6 +190,6 @@ def waves(mesh: DeviceMesh, given: torch.dtype) -> None:
             torch.testing.assert_close(model(x.conj()), single(x.conj()))
 
 
-@pytest.mark.parametrize(("n", "given"), [(2, torch.float64), (3, torch.complex128), (4, torch.complex128)])
+@pytest.mark.parametrize(("n", "given"), [(2, torch.float64), (3, torch.complex128), slow(4, torch.complex128)])
 def test_complex_numbers_in_models(ranks, n: int, given: torch.dtype) -> None:
     ranks(waves, n, given)

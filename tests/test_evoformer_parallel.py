@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow
+from slow import slow, slow_but
 from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@every_case
+@pytest.mark.parametrize("case", slow_but(CASES, "evoformer", "pairformer"))
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
@@ -102,7 +102,7 @@ def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int]]:
     return plan.bytes, {**sent, "forward": sent["forward"] - losses, "backward": sent["backward"] - losses}
 
 
-@every_case
+@pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))
 @pytest.mark.parametrize("n", [2, slow(4)])
 def test_moves_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
     for planned, sent in ranks(moved, n, case):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow
 from test_zoo_parallel import CASES, example
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,8 +131,8 @@ def run(case: str, n: int, rank: int, cast: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        "transformer2d", "latte-text", "stdit-v3", "st_mamba-2", "st_rwkv", "axial-video", "axial-image-colour",
-        "evoformer", "pairformer",
+        "transformer2d", "latte-text", slow("stdit-v3"), slow("st_mamba-2"), "st_rwkv", slow("axial-video"),
+        "axial-image-colour", "evoformer", slow("pairformer"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("unanswered")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import slow_but
 
 import dsp
 from zoo.training import config as cfg
@@ -61,7 +62,9 @@ def test_every_row_has_a_file_and_every_file_a_row():
     assert sorted(path.stem for path in (ROOT / "configs/paper").glob("*")) == sorted(ROWS)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", slow_but(ROWS, "table4-720m-0.5m", "table4-3b-4m", "table6-3b-intra", "table7-720m-inter-32")
+)
 def test_a_row(name):
     """What the file asks for, and what its plan sends: a switch a block, M/N bytes of which (N-1)/N go elsewhere."""
     size, batch, frames, sp, dp = ROWS[name]

@@ -104,7 +104,7 @@ SHAPES = [(1, 7, 5), (2, 4, 8), (1, 5, 3), (2, 3, 3)]
 @pytest.mark.parametrize("name", toys.TOYS)
 @pytest.mark.parametrize("n", [slow(1), slow(2), 3, slow(4)])
 def test_exact(ranks, name: str, n: int) -> None:
-    ranks(parity, n, name, SHAPES, n % 2 == 0)
+    ranks(parity, n, name, SHAPES if n != 3 else SHAPES[::3], n % 2 == 0)
 
 
 @pytest.mark.parametrize("name", [slow("Grid"), "Folded", slow("Cube")])

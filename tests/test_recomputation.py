@@ -80,16 +80,16 @@ def planned(name, way, uneven, n):
     ("name", "way"),
     [
         slow("evoformer", "both"), slow("pairformer", "blocks"),
-        ("latte", "stages"), slow("latte", "blocks"), ("latte", "both"),
+        slow("latte", "stages"), slow("latte", "blocks"), ("latte", "both"),
     ],
-)
+)  # fmt: skip
 def test_loss_gradients_and_bytes(ranks, name, way):
     few = name in CASES  # whose plans take long, on every rank
-    for n in (4,) if few else (2, 4):
+    for n in (4,) if few else (2,):
         expect = planned(name, way, False, n)
         assert ranks(step, n, name, way, False) == [expect] * n
         assert (expect["recompute"] > 0) == (way != "stages")
-    for n in (3,) if few else (2, 3):
+    for n in (3,):
         results, most = ranks(step, n, name, way, True), planned(name, way, True, n)
         for phase in ("forward", "backward", "recompute"):
             # the plan adds up the busiest rank of each move, which need not be the same one
@@ -115,15 +115,17 @@ def dropping(mesh, name, way, apart=False):
     return loss.detach(), averaged(model, mesh)
 
 
-@pytest.mark.parametrize("name", [slow("evoformer"), "axial_image"])
-def test_what_was_dropped_is_dropped_again(ranks, name):
+@pytest.mark.parametrize(
+    ("name", "n"), [slow("evoformer", 2), slow("evoformer", 3), ("axial_image", 2), slow("axial_image", 3)]
+)
+def test_what_was_dropped_is_dropped_again(ranks, name, n):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
-    expected = [ranks(dropping, n, name, "none") for n in (1, 2, 3)]
+    expected = [ranks(dropping, size, name, "none") for size in (1, n)]
     assert expected[1][0][0] != expected[0][0][0]
     for way in WAYS if name != "evoformer" else ("both",):
-        for n, before in zip((1, 2, 3), expected):
-            for apart in (False, True) if n == 2 else (False,):
-                after = ranks(dropping, n, name, way, apart)
+        for size, before in zip((1, n), expected):
+            for apart in (False, True) if size == 2 else (False,):
+                after = ranks(dropping, size, name, way, apart)
                 for (loss, gradients), (loss_before, gradients_before) in zip(after, before):
                     assert torch.equal(loss, loss_before)
                     same(gradients, gradients_before)

@@ -201,7 +201,7 @@ def refuse_detour(rule: Any, func: Any, name: str, args: Any, kwargs: Any, tenso
     raise dsp.GlueError(f"{name} between stages")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [slow(2), 3])
 def test_same_numbers_or_a_refusal(ranks, n: int) -> None:
     results = ranks(every_op, n)
     assert all(r == results[0] for r in results)

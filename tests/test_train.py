@@ -1,6 +1,8 @@
 """The trainer: in this process, and under torchrun where ranks matter."""
 
+import contextlib
 import importlib
+import io
 import itertools
 import json
 import math
@@ -161,9 +163,8 @@ def test_accumulation_recompute_and_bf16(run, reference):
     whole = metrics(reference, "loss", "grad_norm", "lr")
     parts = metrics(run("train.accumulation=2", "name=parts"), "loss", "grad_norm", "lr")
     half = metrics(run("train.batch=4", "train.precision=bf16", "name=half"), "loss", "grad_norm", "lr")
-    for way in ("stages", "blocks", "both"):
-        again = run("train.batch=4", f"train.checkpoint_activations={way}", f"name={way}")
-        assert metrics(again, "loss", "grad_norm", "lr") == whole
+    again = run("train.batch=4", "train.checkpoint_activations=both", "name=again")
+    assert metrics(again, "loss", "grad_norm", "lr") == whole
     for step, values in whole.items():
         assert parts[step] == pytest.approx(values, rel=1e-5)
         assert half[step] == pytest.approx(values, rel=2e-2)
@@ -309,6 +310,21 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
+def _refused(mesh, arguments):
+    trainer, said = importlib.import_module("train"), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return trainer.main(arguments), said.getvalue()
+
+
+def test_an_error_of_all_ranks_is_said_by_one(run, trainer, whole_world):
+    run("train.steps=1", "eval.every=0", "sample.every=0")
+    (status, said), other = whole_world(_refused, 2, run.arguments("parallel.sp=2"))
+    assert (status, said.count("error: "), said.count("\n")) == (2, 1, 1)
+    assert "already holds a run (to step 1): continue it with resume=true" in said
+    assert other == (2, "")
+
+
+@pytest.mark.slow
 def test_under_torchrun_an_error_is_printed_once(run):
     run("train.steps=1", "eval.every=0", "sample.every=0")
     process = run.torchrun(2)
@@ -420,7 +436,7 @@ def _run_here(mesh, arguments):
         slow(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
         slow(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
         slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"]),
-        ["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"],
+        slow(["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"]),
     ],
     ids=["replicate", "shard", "no-sp", "sp", "blocks", "both-bf16"],
 )
@@ -520,7 +536,7 @@ def test_help(trainer, run, capsys):
 # ------------------------------------------------------------------------------------------------------- dry run, wandb
 
 
-@pytest.mark.parametrize("config", ["transformer2d-720m", "latte-xl"])
+@pytest.mark.parametrize("config", ["transformer2d-720m", slow("latte-xl")])
 def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, capsys, config):
     monkeypatch.chdir(tmp_path)
     assert trainer.main([str(ROOT / f"configs/{config}.yaml"), "dry_run=true"]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow
+from slow import slow, slow_but
 from test_diffusers_latte import Sizes
 from test_parallel import averaged, same
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ OF_A_KIND = {  # others show the same
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [slow(case) if case in OF_A_KIND else case for case in CASES])
+@pytest.mark.parametrize("case", slow_but(CASES, *(case for case in CASES if case not in OF_A_KIND)))
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_models(ranks, case: str, n: int) -> None:
     ranks(parity, n, case, 7 if n != 4 else 5, 6, 10)
@@ -116,7 +116,7 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     ("kind", "case"),
     [slow("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
 )
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize("n", [2, slow(4)])
 def test_objectives(ranks, kind: str, case: str, n: int) -> None:
     depth = build(case).config.depth
     for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
@@ -127,7 +127,6 @@ def test_objectives(ranks, kind: str, case: str, n: int) -> None:
 
 
 NEW = [case for case in CASES if case.startswith("axial") or case[:8] in ("latte-2-", "latte-3-", "latte-4-")]
-NEW = [case if case in ("axial-video", "axial-image-colour", "latte-4-text") else slow(case) for case in NEW]
 
 
 def checked(mesh: DeviceMesh, case: str) -> None:
@@ -139,7 +138,7 @@ def checked(mesh: DeviceMesh, case: str) -> None:
     assert report, str(report)
 
 
-@pytest.mark.parametrize("case", NEW)
+@pytest.mark.parametrize("case", slow_but(NEW, "axial-image-colour", "latte-4-text"))
 def test_stages_are_what_they_say(ranks, case: str) -> None:
     ranks(checked, 3, case)
 
@@ -162,8 +161,8 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@pytest.mark.parametrize("case", NEW)
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize("case", slow_but(NEW, "axial-video", "latte-4-text"))
+@pytest.mark.parametrize("n", [2, slow(4)])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
         assert largest <= 1.1 / n
@@ -184,6 +183,6 @@ def bits(mesh: DeviceMesh, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["axial-image", slow("axial-image-colour")])
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize("n", [2, slow(4)])
 def test_bits_per_dim(ranks, n: int, case: str) -> None:
     ranks(bits, n, case)
