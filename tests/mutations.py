@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "what a collective makes is a view that nobody may write",
         "dsp/collectives.py",
-        '_lib.impl(_name, _fresh(_kernel), "CPU")',
-        '_lib.impl(_name, _kernel, "CPU")',
+        "return list(map(own, out)) if isinstance(out, list) else own(out)",
+        "return out",
         "test_composition",
     ),
     Fault(
@@ -77,7 +77,7 @@ FAULTS = [
     Fault(
         "any road out of a sharded tensor is let through",
         "dsp/layout.py",
-        "return torch._C._current_graph_task_id() in cls._recent",
+        "return backward_pass() in cls._recent",
         "return True",
         "test_ops test_composition",
     ),
@@ -111,9 +111,9 @@ FAULTS = [
     ),
     Fault(
         "check lets a gradient pass that is half of the true one",
-        "dsp/check.py",
-        "if not off <= 10 * tolerance:",
-        "if not off <= 1:",
+        "dsp/compare.py",
+        "found.gradients[name] = off\n        if not off <= 10 * tolerance:",
+        "found.gradients[name] = off\n        if not off <= 1:",
         "test_check",
     ),
     Fault(

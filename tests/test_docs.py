@@ -6,7 +6,6 @@ A ``text`` block that follows a ``python`` block is what that block prints. Afte
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import io
@@ -62,18 +61,7 @@ def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> li
 
 
 def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
-    return execute(path, code if mesh.get_rank() == 0 else [*map(without_plans, code)], {"mesh": mesh})
-
-
-def without_plans(code: tuple[str, int]) -> tuple[str, int]:
-    """For ranks whose output nobody reads: not the statements that plan, and leave the mesh alone."""
-    lines = code[0].splitlines()
-    for statement in ast.parse(code[0]).body:
-        own = slice(statement.lineno - 1, statement.end_lineno)
-        text = "\n".join(lines[own])
-        if isinstance(statement, ast.For | ast.Expr) and ".plan(" in text and "mesh" not in text:
-            lines[own] = [""] * (own.stop - own.start)
-    return "\n".join(lines), code[1]
+    return execute(path, code, {"mesh": mesh})
 
 
 def shown(printed: str) -> str:

@@ -25,8 +25,8 @@ from slow import slow
 from torch.utils.checkpoint import checkpoint
 
 from dsp import twins
+from zoo.training import UserError, ranks, tracking
 from zoo.training import config as cfg
-from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.schedule import ahead, due, learning_rate
 from zoo.training.task import share
@@ -310,18 +310,17 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
-def _refused(mesh, arguments):
-    trainer, said = importlib.import_module("train"), io.StringIO()
-    with contextlib.redirect_stderr(said):
-        return trainer.main(arguments), said.getvalue()
+def _complaining(mesh):
+    error, said = UserError("what every rank finds"), io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(mesh.get_rank()))
+        ranks.complain_together(error, mesh.get_group())
+        ranks.complain(error)
+    return said.getvalue()
 
 
-def test_an_error_of_all_ranks_is_said_by_one(run, trainer, whole_world):
-    run("train.steps=1", "eval.every=0", "sample.every=0")
-    (status, said), other = whole_world(_refused, 2, run.arguments("parallel.sp=2"))
-    assert (status, said.count("error: "), said.count("\n")) == (2, 1, 1)
-    assert "already holds a run (to step 1): continue it with resume=true" in said
-    assert other == (2, "")
+def test_an_error_of_all_ranks_is_printed_once(whole_world):
+    assert whole_world(_complaining, 2) == ["error: what every rank finds\n", ""]
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     ("kind", "case"),
     [slow("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
 )
-@pytest.mark.parametrize("n", [2, slow(4)])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_objectives(ranks, kind: str, case: str, n: int) -> None:
     depth = build(case).config.depth
     for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
