@@ -50,6 +50,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             child = os.fork()
         if not child:
             here.close()
+            if session.config.option.capture != "no":  # -s shows what ranks print
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, 1)
+                os.dup2(null, 2)
             _serve(there)
         there.close()
         SERVER.append(here)
