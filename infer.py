@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dsp
-from zoo.training import UserError, checkpoint, ranks
+from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
-from zoo.training.task import Task, user_error
+from zoo.training.task import Task
 from zoo.training.tracking import duration
 
 

@@ -11,34 +11,30 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
-from dsp import twins
 from zoo.data.sampling import hash_seed
-from zoo.training import UserError, checkpoint, ranks
+from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
-from zoo.training.ema import MovingAverage
-from zoo.training.estimate import Activations, fitting, memory_table, saved_for_backward, total
-from zoo.training.schedule import ahead, due, learning_rate
-from zoo.training.stages import recomputed_modules, repeated_stages
-from zoo.training.task import Inputs, Part, Task, user_error
-from zoo.training.tracking import Tracker, amount, changes, duration, log_line, open_run, size
+from zoo.training.dry_run import dry_run, out_of_memory, step_bytes
+from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
+from zoo.training.optim import MovingAverage, adamw, ahead, average_cut, clip_gradients, due, learning_rate
+from zoo.training.task import Inputs, Part, Task
+from zoo.training.tracking import Tracker, changes, duration, log_line, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
 
@@ -76,12 +72,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
         raise UserError(f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups")
 
     # model: shapes alone, weights come last
-    with torch.device("meta"):
-        model = task.model()
-        objective = task.objective(model)
-    stages = compile_and_recompute(config, model)  # before the plan, which counts what is sent again
-    with torch.device("meta"):
-        plan = make_plan(config, task, objective, sp)
+    model, objective, stages = without_weights(config, task)
+    plan = make_plan(config, task, objective, sp)
     directory = ranks.on_first_rank(lambda: open_run(config))
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
@@ -101,15 +93,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     initialize(model, task, device)
 
-    # optimizer: vectors (biases, scales) are not decayed
-    options = config.optim
-    groups: list[dict[str, Any]] = []
-    for parameters in by_mesh(model.parameters()):
-        vectors = [p for p in parameters if p.ndim <= 1]
-        groups += [{"params": [p for p in parameters if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
-    betas = (options.betas[0], options.betas[1])
-    optimizer = torch.optim.AdamW(groups, options.lr, betas, options.eps, options.weight_decay)
-
+    # optimizer: and, beside it, the weights that are judged
+    optimizer = adamw(model, config.optim)
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
     return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, {0: plan})
@@ -193,7 +178,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         torch.stack(list(terms.values())).sum().div(accumulation).backward()
         for name, term in terms.items():
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
-    average_cut(run)
+    average_cut(run.model, run.mesh)
     norm = clip_gradients(run.model, options.clip or math.inf)
     *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
     losses = dict(zip(losses, means))
@@ -281,130 +266,14 @@ def summarize(run: Run, seconds: float) -> None:
         ranks.say(f"samples {pictures[-1]}")
 
 
-# --------------------------------------------------------------------------------------------------------- the dry run
-
-
-def dry_run(config: cfg.Config) -> None:
-    """Print the plan, memory and bytes a rank, for the mesh that is configured, on one process and without memory."""
-    parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
-    world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
-    replicate, shard, sp = cfg.mesh_shape(parallel, world)
-    task = cfg.create_task(config)
-    with torch.device("meta"):
-        model = task.model()
-        objective = task.objective(model)
-        compile_and_recompute(config, model)
-        plan = make_plan(config, task, objective, sp)
-    activations, table, whole = estimate(config, task, model)
-    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
-    print(f"model {config.model.name}, {count} parameters, batch {batch}")
-    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
-    print(
-        f"\nmemory a rank in training: weights over {shard * sp} ranks (in the plan's peak they are whole), "
-        f"train.checkpoint_activations={config.train.checkpoint_activations}"
-    )
-    for what, held, note in table(sp):
-        print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
-    print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
-    for held, what in activations.largest(5):
-        print(f"  {size(held):>10}  {what}")
-    print(f"\n{advise(config, model, table, sp)}")
-    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
-    if hardware := known_hardware(config):
-        print(
-            f"\na step on {config.hardware.device} (products at {config.hardware.products:.0%} of the peak), "
-            f"{hardware.links}: shares of computing, of sequence parallelism's communication, and of the weights' that "
-            "computing does not hide"
-        )
-        print(steps_on(hardware, config, task, objective, table, whole).table(dp, sp, replicate))
-
-
-def estimate(config: cfg.Config, task: Task, model: nn.Module) -> tuple[Activations, Callable[..., Any], int]:
-    """What a forward keeps, the table of memory a rank for any sp and any way to recompute, and of what a forward
-    keeps the bytes that a method needs on every rank which has activations whole."""
-    dtype, stages, way = compute_dtype(config), repeated_stages(model), config.train.checkpoint_activations
-    kept = saved_for_backward(
-        lambda: task.objective(task.model()), task.example, lambda objective: repeated_stages(objective.model),
-        lambda objective: recomputed_modules(objective.model), dtype=dtype,
-        once=lambda modules, *told: twins.once(twins.alike(modules), *told),
-    )  # fmt: skip
-    return kept[way], lambda sp, way=way, shard=config.parallel.dp_shard: memory_table(
-        model, stages, shards=shard * sp, ema=config.train.ema > 0,
-        accumulation=config.train.accumulation, width=dtype.itemsize,
-        activations=-(-kept[way].bytes // sp),
-    ), total(kept[way].always)  # fmt: skip
-
-
-def steps_on(
-    hardware: dsp.Hardware, config: cfg.Config, task: Task, objective: nn.Module, table: Callable[..., Any], whole: int
-) -> dsp.embedded.Steps:
-    """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
-
-    def plan(method: str, sp: int) -> dsp.Plan:
-        with torch.device("meta"):
-            return make_plan(replace(config, parallel=replace(config.parallel, method=method)), task, objective, sp)
-
-    def held(plan: dsp.Plan, shard: int, sp: int) -> int:
-        cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
-        return table(sp, shard=shard)[-1][1] + cut + (0 if plan.chosen else whole * (sp - 1) // sp)
-
-    return dsp.embedded.Steps(
-        plan, held, hardware, sum(p.numel() for p in objective.parameters()), len(repeated_stages(objective.model)) + 1,
-        compute_dtype(config), task.batch_tokens(), config.train.accumulation,
-    )  # fmt: skip
-
-
-def known_hardware(config: cfg.Config) -> dsp.Hardware | None:
-    """What the configuration says that it runs on, if it does."""
-    options = config.hardware
-    if options.device is None:
-        return None
-    return user_error(
-        dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
-        stream=options.stream, link=options.link, network=options.network, node=options.node,
-        memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
-    )  # fmt: skip
-
-
-def advise(config: cfg.Config, model: nn.Module, table: Callable[..., Any], sp: int) -> str:
-    hardware = known_hardware(config)
-    memory = hardware.memory if hardware else (config.parallel.memory or 80) * 2**30
-    needs = {way: lambda n, way=way: table(n, way)[-1][1] for way in recomputed_modules(model)}
-    return fitting(needs, config.train.checkpoint_activations, int(memory), sp)
-
-
-def out_of_memory(config: cfg.Config) -> UserError:
-    """What a run that ran out of memory would have needed, from the estimator of the dry run."""
-    sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
-    task = cfg.create_task(config)
-    with torch.device("meta"):
-        model = task.model()
-    activations, table, _ = estimate(config, task, model)
-    largest = ", ".join(f"{size(held)} of {what}" for held, what in activations.largest(2))
-    advice = advise(config, model, table, sp)
-    error = UserError(f"out of memory: {advice}\n  largest activations, over {sp} ranks: {largest}")
-    error.alone = True  # the other ranks may have had enough
-    return error
-
-
 # ------------------------------------------------------------------------------------------------------------- helpers
-
-
-def make_plan(config: cfg.Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
-    return user_error(
-        dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
-        method=config.parallel.method, save_exchanges=config.parallel.save_exchanges,
-    )  # fmt: skip
 
 
 def plan_of(run: Run, bucket: int) -> dsp.Plan:
     """The plan for batches of a bucket, made when it is first asked for."""
     if bucket not in run.plans:
-        with torch.device("meta"):
-            model = run.task.model()
-            objective = run.task.objective(model)
-            compile_and_recompute(run.config, model)
-            run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
+        _, objective, _ = without_weights(run.config, run.task)
+        run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
     return run.plans[bucket]
 
 
@@ -419,82 +288,10 @@ def named(losses: dict[str, float]) -> dict[str, float]:
     return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
 
 
-def step_bytes(config: cfg.Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed."""
-    return sum(plan.bytes.values()) * config.train.accumulation
-
-
 def plan_rows(plan: dsp.Plan) -> list[dict[str, Any]]:
     """The plan as a table for the records."""
     rows = [asdict(row) for row in plan.stages]
     return [{key: " ".join(v) if isinstance(v, tuple) else v for key, v in row.items()} for row in rows]
-
-
-def compute_dtype(config: cfg.Config) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
-
-
-def compile_and_recompute(config: cfg.Config, model: nn.Module) -> list[nn.Module]:
-    """Compile and recompute the inside of stages, where no switch is; returns the stages.
-
-    Blocks are recomputed with the switches between their stages: a plan made after this counts them.
-    """
-    stages = repeated_stages(model)
-    for stage in stages if config.train.compile else []:
-        torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
-        stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
-    mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
-    if kept and mode in ("blocks", "both"):
-        raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
-    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
-    for module in recomputed_modules(model)[mode]:
-        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
-    return stages
-
-
-def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
-    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
-    model.to_empty(device=device)
-    torch.manual_seed(task.config.train.seed)
-    source = task.model() if dist.get_rank() == 0 else None
-    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = source.state_dict() if source else {}
-    for name, order in dsp.embedded.rank_order(model).items() if source else ():
-        state[name] = state[name][order]
-    set_model_state_dict(model, state, options=everywhere)
-    for name, buffer in model.named_buffers():  # those that a state dict leaves out too
-        if source:
-            buffer.copy_(source.get_buffer(name))
-        dist.broadcast(buffer, src=0)
-
-
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that one operation can take together: a method's cut weights are on the sp axis, others on FSDP's."""
-    found: dict[Any, list[nn.Parameter]] = {}
-    for p in parameters:
-        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    return list(found.values())
-
-
-def average_cut(run: Run) -> None:
-    """Average over data-parallel groups the gradients of weights that FSDP does not know."""
-    for axis in ("dp_replicate", "dp_shard"):
-        mesh = run.mesh[axis]
-        for p in run.model.parameters() if mesh.size() > 1 else ():
-            if isinstance(p.grad, DTensor) and p.grad.device_mesh == run.mesh["sp"]:
-                grad = p.grad.to_local()
-                dist.all_reduce(grad, group=mesh.get_group())
-                grad /= mesh.size()
-
-
-def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm that it was."""
-    groups = by_mesh(p for p in model.parameters() if p.grad is not None)
-    norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    norm = reduce(torch.hypot, (n.full_tensor() for n in norms))
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return norm.item()
 
 
 def data_parallel(run: Run) -> tuple[int, int]:

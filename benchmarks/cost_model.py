@@ -41,11 +41,12 @@ from scipy.optimize import nnls
 
 import dsp
 import dsp.embedded
-import train
 import zoo
 from dsp.embedded import Timing
 from dsp.hardware import all_reduced
 from zoo.training import config as cfg
+from zoo.training.dry_run import Memory, known_hardware, steps_on
+from zoo.training.model import without_weights
 
 PARAMETERS = ("compute", "memory", "latency", "all-to-all", "hops", "gathers", "all-reduce")
 PATTERN = {  # kind of collective: its parameter, and the pattern in which cluster.py measured the link
@@ -260,18 +261,14 @@ class Deep:
         def made(*more: str) -> tuple[Any, ...]:
             config = cfg.load([*options, f"hardware.device={device}", *more])
             task = cfg.create_task(config)
-            with torch.device("meta"):
-                model = task.model()
-                objective = task.objective(model)
-                train.compile_and_recompute(config, model)
-            return train.known_hardware(config), config, task, objective
+            return known_hardware(config), config, task, without_weights(config, task)[1]
 
         hardware, config, task, objective = made()
-        _, self.memory_table, whole = train.estimate(config, task, objective.model)
+        self.memory = Memory(config, task, objective.model)
         self.config, self.depth = config, objective.model.config.depth
         shallow = (made(f"model.overrides.depth={depth}") for depth in (1, 2))
-        self.shallow = [train.steps_on(*one, self.memory_table, whole) for one in shallow]
-        deep = train.steps_on(hardware, config, task, objective, self.memory_table, whole)
+        self.shallow = [steps_on(*one, self.memory) for one in shallow]
+        deep = steps_on(hardware, config, task, objective, self.memory)
         self.steps = replace(deep, plan=self.plan)
         self.plans: dict[tuple[Any, ...], dsp.Plan] = {}
 
@@ -283,7 +280,7 @@ class Deep:
 
     def may_fit(self, dp: int, sp: int) -> bool:
         """Whether a method that cuts no weights fits; the others take more."""
-        return self.memory_table(sp, shard=dp)[-1][1] <= self.steps.hardware.memory
+        return self.memory.total(sp, shard=dp) <= self.steps.hardware.memory
 
     def forward(self, method: str, sp: int) -> float:
         """Seconds until a sample is through the model, whose weights are there."""
@@ -293,7 +290,7 @@ class Deep:
     def on(self, device: str) -> "Deep":
         """The same on other hardware."""
         other = copy(self)
-        hardware = train.known_hardware(replace(self.config, hardware=replace(self.config.hardware, device=device)))
+        hardware = known_hardware(replace(self.config, hardware=replace(self.config.hardware, device=device)))
         other.steps = replace(self.steps, hardware=hardware)
         return other
 

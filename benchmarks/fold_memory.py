@@ -35,6 +35,7 @@ import dsp
 import train
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
+from zoo.training.model import compile_and_recompute
 
 RUNS = (("openfold3", 1), ("dsp", 1), ("dsp", 2), ("dsp", 4))
 MODEL = {
@@ -121,7 +122,7 @@ def one_step(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
     objective = task.objective(model)
     if kind == "dsp":
-        train.compile_and_recompute(config, model)
+        compile_and_recompute(config, model)
         dsp.parallelize(objective, mesh, gather_output=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     dist.barrier()

@@ -12,7 +12,7 @@ from slow import slow
 from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 from zoo.data.sampling import hash_seed
-from zoo.training import UserError
+from zoo.training import UserError, user_error
 from zoo.training import config as cfg
 from zoo.training.task import Part
 
@@ -312,8 +312,6 @@ def test_a_shard_that_goes_in_the_middle_is_named(run):
     for shard in run.path.glob("shard-*"):
         shard.unlink()
     with pytest.raises(UserError, match="gone or damaged since the start"):
-        from zoo.training.task import user_error
-
         user_error(task.batch, objective, 0, 0, 0, 1)
 
 

@@ -197,7 +197,7 @@ def module_dicts() -> None:
 
 
 def of_the_zoo() -> None:
-    """Weights averaged in one call for all of them (zoo/training/ema.py)."""
+    """Weights averaged in one call for all of them (zoo/training/optim.py)."""
     averages = [torch.zeros(3)]
     torch._foreach_lerp_(averages, [torch.ones(3)], 0.25)
     assert averages[0].tolist() == [0.25] * 3

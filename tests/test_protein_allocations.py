@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.training import config as cfg
+from zoo.training.model import repeated_stages
 
 RESIDUES, ROWS, HEADS = 61, 6, 4  # 16, 16, 16 and 13 residues; no other size is a multiple of 61
 CHANNELS = {"c_m": 12, "c_z": 16, "triangle": 16, "c_s": 8, "outer": 3, "chunk": RESIDUES**2 * HEADS, "bins": 64}
@@ -56,7 +57,7 @@ def watch(mesh, name):
     if mesh.size() > 1:
         dsp.parallelize(objective, mesh, gather_output=False)
         dsp.parallelize(predictor, mesh)
-        for stage in train.repeated_stages(model):
+        for stage in repeated_stages(model):
             stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
     given = {k: v for k, v in task.example(objective).items() if k in task.inputs}
     parts = []

@@ -24,11 +24,11 @@ from PIL import Image
 from slow import slow
 from torch.utils.checkpoint import checkpoint
 
-from dsp import twins
 from zoo.training import UserError, ranks, tracking
 from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
-from zoo.training.schedule import ahead, due, learning_rate
+from zoo.training.model import recomputed_modules
+from zoo.training.optim import ahead, due, learning_rate
 from zoo.training.task import share
 from zoo.video.gif import save_gif
 
@@ -589,26 +589,22 @@ def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, ca
     assert "x [2, 5, 9, 48] float32 in model.blocks" in error
 
 
-def test_the_estimate_of_activations_is_what_is_kept(run, trainer):
+def test_the_estimate_of_activations_is_what_is_kept(run):
     """Count, in a real forward, the storages that autograd keeps; stages alike may run once."""
     config = cfg.load(run.arguments())
     task = cfg.create_task(config)
-    build = lambda: task.objective(task.model())  # noqa: E731
-    stages = lambda objective: trainer.repeated_stages(objective.model)  # noqa: E731
-    ways = lambda objective: trainer.recomputed_modules(objective.model)  # noqa: E731
-    once = lambda modules, *told: twins.once(twins.alike(modules), *told)  # noqa: E731
-    estimates = saved_for_backward(build, task.example, stages, ways, dtype=torch.float32, once=once)
-    every = saved_for_backward(build, task.example, stages, ways, dtype=torch.float32)
+    estimates = saved_for_backward(task, torch.float32)
+    every = saved_for_backward(task, torch.float32, twins=False)
     for way, estimate in estimates.items():
         assert estimate.bytes == every[way].bytes
         assert estimate.largest(9) == every[way].largest(9)
 
-    objective = build()
+    objective = task.objective(task.model())
     weights = {p.untyped_storage().data_ptr() for p in objective.parameters()}
 
     def kept(way):
         """Bytes that a forward keeps, in a real one."""
-        for module in trainer.recomputed_modules(objective.model)[way]:
+        for module in recomputed_modules(objective.model)[way]:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         found, alive = {}, []
 

@@ -1,4 +1,7 @@
-"""What a training run needs beside a model: its configuration, its checkpoints and its records."""
+"""What a training run needs beside a model: its configuration, its tasks, its checkpoints and its records."""
+
+from collections.abc import Callable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -9,3 +12,13 @@ class UserError(ValueError):
 
     alone = False
     told = False  # it has been printed, here or by rank 0
+
+
+def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
+    """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
+    try:
+        return build(*args, **kwargs)
+    except (ValueError, ImportError) as cause:
+        error = UserError(f"{prefix}{cause}")
+        error.alone = alone
+        raise error from cause

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zoo.training import UserError
-from zoo.training.ema import MovingAverage
+from zoo.training.optim import MovingAverage
 from zoo.training.ranks import on_first_rank
 
 FORMAT = 1

@@ -20,6 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dsp.embedded import METHODS
 from zoo.training import UserError
 from zoo.training.task import Task
 
@@ -51,7 +52,7 @@ class Parallel:
     sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
     method: str = option(
         "dsp", "of sequence parallelism in training; others than DSP act inside stages (docs/embedded.md)",
-        choices=("dsp", "ulysses", "ring", "dsp_ulysses", "dsp_ring", "megatron_sp", "megatron_lm", "dap"),
+        choices=tuple(METHODS),
     )  # fmt: skip
     save_exchanges: bool = option(False, "with checkpoint_activations: keep what ulysses or ring exchanged in a stage")
     memory: float | None = option(

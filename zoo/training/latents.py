@@ -21,10 +21,10 @@ from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
 from zoo.data.latent_folder import LatentFolder, largest_first, padded
 from zoo.data.latents import Entry, Manifest, read_manifest
 from zoo.data.sampling import hash_seed, order
-from zoo.training import UserError, video
+from zoo.training import UserError, user_error, video
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor, Inputs, user_error
+from zoo.training.task import Floor, Inputs
 from zoo.training.video import Objective
 from zoo.training.video_samples import Clips
 from zoo.video.codec import Autoencoder, CodecError, TextEncoder

@@ -36,10 +36,10 @@ from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import ContactMap, save_contact_maps
 from zoo.protein.prediction import Predictor
 from zoo.protein.table import write_contacts
-from zoo.training import UserError, task
+from zoo.training import UserError, task, user_error
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank, say
-from zoo.training.task import Floor, Inputs, Part, share, user_error
+from zoo.training.task import Floor, Inputs, Part, share
 
 _FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.data.sampling import batch_indices
-from zoo.training import UserError
+from zoo.training import user_error
 
 
 @dataclass
@@ -145,13 +145,3 @@ def share(length: int, rank: int, size: int) -> range:
     """The rows of `length` that rank `rank` of `size` holds: those of torch.chunk, for the last ranks maybe none."""
     step = ceil(length / size)
     return range(min(rank * step, length), min((rank + 1) * step, length))
-
-
-def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
-    """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
-    try:
-        return build(*args, **kwargs)
-    except (ValueError, ImportError) as cause:
-        error = UserError(f"{prefix}{cause}")
-        error.alone = alone
-        raise error from cause

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.training import UserError
+from zoo.training import UserError, user_error
 from zoo.training.config import option
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor, Inputs, Part, share, user_error
+from zoo.training.task import Floor, Inputs, Part, share
 from zoo.training.video_samples import Clips, Pixels, Sampling
 from zoo.video.clean_frames import noised_frames
 from zoo.video.diffusion import IDDPM, RectifiedFlow, seeded_noise, seeded_uniform

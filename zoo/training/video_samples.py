@@ -21,9 +21,9 @@ from torch import Tensor
 from zoo.data.sampling import hash_seed
 from zoo.data.video_folder import read_frames
 from zoo.pictures import GREY
-from zoo.training import task
+from zoo.training import task, user_error
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import share, user_error
+from zoo.training.task import share
 from zoo.video.diffusion import ddim, euler, seeded_noise
 from zoo.video.gif import save_gif, to_pixels
 from zoo.video.movie import need_av, save_mp4

@@ -1,0 +1,149 @@
+"""`dry_run=true`: the plan, memory, bytes and seconds a rank, for any mesh, on one process and without memory."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+import dsp
+from zoo.training import UserError, user_error
+from zoo.training.config import Config, create_task, mesh_shape
+from zoo.training.estimate import saved_for_backward, total
+from zoo.training.model import compute_dtype, make_plan, recomputed_modules, repeated_stages, without_weights
+from zoo.training.task import Task
+from zoo.training.tracking import amount, size
+
+Rows = list[tuple[str, int, str]]  # what, bytes of a rank, why so many
+MOST = 1024  # ranks that share a sample, in what is advised
+
+
+def dry_run(config: Config) -> None:
+    """Print all of it for the mesh that is configured."""
+    parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
+    world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
+    replicate, shard, sp = mesh_shape(parallel, world)
+    task = create_task(config)
+    model, objective, _ = without_weights(config, task)
+    plan, memory = make_plan(config, task, objective, sp), Memory(config, task, model)
+    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
+    print(f"model {config.model.name}, {count} parameters, batch {batch}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
+    print(
+        f"\nmemory a rank in training: weights over {shard * sp} ranks (in the plan's peak they are whole), "
+        f"train.checkpoint_activations={config.train.checkpoint_activations}"
+    )
+    for what, held, note in memory.table(sp):
+        print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
+    print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
+    for held, what in memory.activations.largest(5):
+        print(f"  {size(held):>10}  {what}")
+    print(f"\n{memory.advice(sp)}")
+    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    if hardware := known_hardware(config):
+        print(
+            f"\na step on {config.hardware.device} (products at {config.hardware.products:.0%} of the peak), "
+            f"{hardware.links}: shares of computing, of sequence parallelism's communication, and of the weights' that "
+            "computing does not hide"
+        )
+        print(steps_on(hardware, config, task, objective, memory).table(dp, sp, replicate))
+
+
+def out_of_memory(config: Config) -> UserError:
+    """What a run that ran out of memory would have needed."""
+    sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
+    task = create_task(config)
+    memory = Memory(config, task, without_weights(config, task)[0])
+    largest = ", ".join(f"{size(held)} of {what}" for held, what in memory.activations.largest(2))
+    error = UserError(f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}")
+    error.alone = True  # the other ranks may have had enough
+    return error
+
+
+class Memory:
+    """What a rank holds in training, for any number of ranks and any way to recompute activations."""
+
+    def __init__(self, config: Config, task: Task, model: nn.Module):
+        self.config, self.width = config, compute_dtype(config).itemsize
+        self.kept = saved_for_backward(task, compute_dtype(config))
+        self.activations = self.kept[config.train.checkpoint_activations]
+        self.whole = total(self.activations.always)  # where a method has activations whole on every rank
+        self.ways = list(recomputed_modules(model))  # in the order of what they keep, most first
+        self.parameters = sum(p.numel() for p in model.parameters())
+        sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in repeated_stages(model)), reverse=True)
+        self.gathered = sum(sizes[:2]) + self.parameters - sum(sizes)
+
+    def table(self, sp: int, way: str | None = None, shard: int | None = None) -> Rows:
+        """Row by row, the total last; the way and dp_shard are those of the configuration, if not said."""
+        train, count = self.config.train, self.parameters
+        shards = (shard or self.config.parallel.dp_shard) * sp
+        activations = self.kept[way or train.checkpoint_activations].bytes
+        rows = [
+            ("parameters", count * 4 // shards, f"{amount(count)} in fp32 over {shards} ranks"),
+            ("gradients", count * 4 // shards, f"in fp32 over {shards} ranks"),
+            ("AdamW moments", count * 8 // shards, f"two in fp32 over {shards} ranks"),
+            ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
+            ("activations", -(-activations // sp), "kept for backward, this rank's share"),
+        ]
+        if train.ema > 0:
+            rows.insert(3, ("averaged weights", count * 4 // shards, f"in fp32 over {shards} ranks"))
+        if train.accumulation > 1:
+            rows.insert(2, ("accumulated gradients", count * 4, "whole, until the last micro-batch"))
+        return [*rows, ("total", sum(held for _, held, _ in rows), "")]
+
+    def total(self, sp: int, way: str | None = None, shard: int | None = None) -> int:
+        return self.table(sp, way, shard)[-1][1]
+
+    def advice(self, sp: int) -> str:
+        """Which sp fits a device, and what else would help."""
+        hardware, way = known_hardware(self.config), self.config.train.checkpoint_activations
+        memory = int(hardware.memory if hardware else (self.config.parallel.memory or 80) * 2**30)
+        need = self.total(sp)
+        fits = next((n for n in (2**i for i in range(MOST.bit_length())) if self.total(n) <= memory), None)
+        if fits is None:
+            text = f"no sp up to {MOST} fits {size(memory)} a device: sp={MOST} needs {size(self.total(MOST))}"
+        else:
+            text = f"the smallest sp that fits {size(memory)} a device is {fits}: {size(self.total(fits))}"
+            text += "" if fits == sp else f"; sp={sp} needs {size(need)}"
+        less = [other for other in self.ways[self.ways.index(way) + 1 :] if self.total(sp, other) < need]
+        if less:
+            # the first of them with which this sp is enough: it takes the least time
+            other = next((other for other in less if self.total(sp, other) <= memory), less[-1])
+            text += f"; train.checkpoint_activations={other} needs {size(self.total(sp, other))}"
+        return text
+
+
+def steps_on(
+    hardware: dsp.Hardware, config: Config, task: Task, objective: Any, memory: Memory
+) -> dsp.embedded.Steps:
+    """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
+
+    def plan(method: str, sp: int) -> dsp.Plan:
+        return make_plan(replace(config, parallel=replace(config.parallel, method=method)), task, objective, sp)
+
+    def held(plan: dsp.Plan, shard: int, sp: int) -> int:
+        cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
+        return memory.total(sp, shard=shard) + cut + (0 if plan.chosen else memory.whole * (sp - 1) // sp)
+
+    return dsp.embedded.Steps(
+        plan, held, hardware, sum(p.numel() for p in objective.parameters()), len(repeated_stages(objective.model)) + 1,
+        compute_dtype(config), task.batch_tokens(), config.train.accumulation,
+    )  # fmt: skip
+
+
+def known_hardware(config: Config) -> dsp.Hardware | None:
+    """What the configuration says that it runs on, if it does."""
+    options = config.hardware
+    if options.device is None:
+        return None
+    return user_error(
+        dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
+        stream=options.stream, link=options.link, network=options.network, node=options.node,
+        memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
+    )  # fmt: skip
+
+
+def step_bytes(config: Config, plan: dsp.Plan) -> int:
+    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed."""
+    return sum(plan.bytes.values()) * config.train.accumulation

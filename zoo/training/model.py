@@ -1,0 +1,90 @@
+"""What the trainer does to a model of the zoo before the first step: plan, recompute, compile, weights."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.utils.checkpoint import checkpoint as recompute
+
+import dsp
+from dsp.stages import find_modules
+from zoo.training import UserError, user_error
+from zoo.training.config import Config
+from zoo.training.task import Task
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+
+
+def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Module]]:
+    """The model, its objective and its stages as they will run, on the meta device."""
+    with torch.device("meta"):
+        model = task.model()
+        objective = task.objective(model)
+    return model, objective, compile_and_recompute(config, model)
+
+
+def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
+    with torch.device("meta"):
+        return user_error(
+            dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
+            method=config.parallel.method, save_exchanges=config.parallel.save_exchanges,
+        )  # fmt: skip
+
+
+def repeated_stages(model: Any) -> list[nn.Module]:
+    """The stages whose pattern has a `*`, which stands for one component of a path."""
+    return _matching(model, (pattern for pattern in model.stages if "*" in pattern))
+
+
+def recomputed_modules(model: Any) -> dict[str, list[nn.Module]]:
+    """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less.
+
+    A block is what the first `*` of a pattern stands for: one layer with all its stages, or a stage that is one.
+    """
+    stages = repeated_stages(model)
+    blocks = _matching(model, (pattern.partition("*")[0] + "*" for pattern in model.stages if "*" in pattern))
+    return {"none": [], "stages": stages, "blocks": blocks, "both": list(dict.fromkeys([*blocks, *stages]))}
+
+
+def _matching(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    return [module for _, module, _ in find_modules(model, dict.fromkeys(patterns, ""))]
+
+
+def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
+    """Compile and recompute the inside of stages, where no switch is; returns the stages.
+
+    Blocks are recomputed with the switches between their stages: a plan made after this counts them.
+    """
+    ways = recomputed_modules(model)
+    for stage in ways["stages"] if config.train.compile else []:
+        torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
+        stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
+    mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
+    if kept and mode in ("blocks", "both"):
+        raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
+    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
+    for module in ways[mode]:
+        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+    return ways["stages"]
+
+
+def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
+    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
+    model.to_empty(device=device)
+    torch.manual_seed(task.config.train.seed)
+    source = task.model() if dist.get_rank() == 0 else None
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = source.state_dict() if source else {}
+    for name, order in dsp.embedded.rank_order(model).items() if source else ():
+        state[name] = state[name][order]
+    set_model_state_dict(model, state, options=everywhere)
+    for name, buffer in model.named_buffers():  # those that a state dict leaves out too
+        if source:
+            buffer.copy_(source.get_buffer(name))
+        dist.broadcast(buffer, src=0)
