@@ -70,9 +70,8 @@ def load_model(
         model = task.model()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
     model.to_empty(device=device)
-    state = checkpoint.load(
-        directory, model, identity=task.identity, step=step, averaged=averaged, report=ranks.say
-    )
+    wanted = checkpoint.Contents(model, identity=task.identity)
+    state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.say)
     if state is None:
         raise UserError(f"{directory} holds no checkpoint")
     which = "averaged weights" if state["averaged"] else "weights"
@@ -110,15 +109,16 @@ def main(arguments: Sequence[str]) -> int:
             "--weights", choices=("averaged", "last"), default="averaged",
             help="the moving average of the weights, if the run kept one (train.ema), or the last ones",
         )  # fmt: skip
-        cfg.create_task(config).arguments(parser)
+        task = cfg.create_task(config)
+        infer = cfg.create_infer(task)
+        infer.arguments(parser)
         options = parser.parse_args(arguments[1:])
         with ranks.process_group() as device:
-            task = cfg.create_task(config, rank=dist.get_rank(), size=dist.get_world_size())
             model = load_model(task, directory, step, device, options.weights == "averaged")
             began = time.perf_counter()
             with torch.no_grad():
-                written = user_error(task.infer, model, options, device, progress())
-            account = f": {task.account}" if task.account else ""
+                written = user_error(infer.run, model, options, device, progress())
+            account = f": {infer.account}" if infer.account else ""
             ranks.say(f"took {time.perf_counter() - began:.2f} s on {dist.get_world_size()} rank(s){account}")
             for path in written:
                 ranks.say(f"wrote {path}")

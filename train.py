@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import dsp
 from zoo.data.sampling import hash_seed
@@ -33,7 +33,7 @@ from zoo.training import config as cfg
 from zoo.training.dry_run import dry_run, out_of_memory, step_bytes
 from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
 from zoo.training.optim import MovingAverage, adamw, ahead, average_cut, clip_gradients, due, learning_rate
-from zoo.training.task import Inputs, Part, Task
+from zoo.training.task import Inputs, Show, Task
 from zoo.training.tracking import Tracker, changes, duration, log_line, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
@@ -47,6 +47,7 @@ class Run:
     device: torch.device
     stop: ranks.StopSignal
     task: Task
+    show: Show
     mesh: DeviceMesh
     model: Any  # an nn.Module that fully_shard gave more methods
     objective: Any
@@ -66,8 +67,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     fsdp_mesh = init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard"))
 
     # data: every rank makes its own part of its group's samples
-    task = cfg.create_task(config, rank=mesh["sp"].get_local_rank(), size=sp)
+    task = cfg.create_task(config, mesh["sp"], device)
     task.open()
+    show = cfg.create_show(task)
+    show.ready()
     if (count := task.validation_samples) % (dp := replicate * shard):
         raise UserError(f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups")
 
@@ -97,17 +100,16 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     optimizer = adamw(model, config.optim)
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
-    return Run(config, device, stop, task, mesh, model, objective, predictor, optimizer, average, directory, {0: plan})
+    return Run(
+        config, device, stop, task, show, mesh, model, objective, predictor, optimizer, average, directory, {0: plan}
+    )
 
 
 def resume(run: Run) -> None:
     """Continue from the latest checkpoint, if that is wanted, and open the records."""
     config, directory, wandb_id = run.config, run.directory / "checkpoints", None
     if config.resume:
-        state = checkpoint.load(
-            directory, run.model, run.optimizer, run.average,
-            identity=run.task.identity, orders=dsp.embedded.rank_order(run.model), report=ranks.say,
-        )  # fmt: skip
+        state = checkpoint.load(directory, contents(run), report=ranks.say)
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
@@ -174,7 +176,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     losses: dict[str, Any] = {}
     for micro in range(accumulation):
         run.model.set_requires_gradient_sync(micro == accumulation - 1)
-        terms = mean_losses(run.objective(**place(next(batches), run.mesh["sp"], run.device)))
+        terms = mean_losses(run.objective(**place(next(batches), run.device)))
         torch.stack(list(terms.values())).sum().div(accumulation).backward()
         for name, term in terms.items():
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
@@ -210,13 +212,13 @@ def assess(run: Run, step: int) -> None:
         if run.tracker:
             terms = {f"val_{name}": value for name, value in named(losses).items()}
             run.tracker.log(step, val_loss=mean, **terms, val_losses=by_level)
-    path = run.directory / "samples" / f"step-{step:08d}.{run.task.media}"
+    path = run.directory / "samples" / f"step-{step:08d}.{run.show.media}"
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
         with averaged(run):
-            samples = run.task.sample(run.predictor, run.device, run.stop.poll)
+            samples = run.show.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
-            if measured := run.task.show(samples, path):
+            if measured := run.show.write(samples, path):
                 run.tracker.log(step, **measured)
                 ranks.say(f"step {step}: " + ", ".join(f"{key} {value:.3g}" for key, value in measured.items()))
             run.tracker.picture(step, path)
@@ -231,7 +233,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
     by_level = [0.0] * run.task.levels
     for level, count, inputs in run.task.validation_batches(run.objective, group, groups):
         run.stop.poll()
-        terms = mean_losses(run.objective(**place(inputs, run.mesh["sp"], run.device)))
+        terms = mean_losses(run.objective(**place(inputs, run.device)))
         for name, term in terms.items():
             losses[name] = losses.get(name, 0.0) + term.item() * count / run.task.levels
             by_level[level] += term.item() * count
@@ -242,12 +244,14 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
 
 def save(run: Run, step: int) -> None:
     wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
-    path = checkpoint.save(
-        run.directory / "checkpoints", step, run.model, run.optimizer, run.average,
-        identity=run.task.identity, orders=dsp.embedded.rank_order(run.model),
-        extra={"wandb_id": wandb_id}, keep=run.config.checkpoint.keep,
-    )  # fmt: skip
+    directory, keep = run.directory / "checkpoints", run.config.checkpoint.keep
+    path = checkpoint.save(directory, step, contents(run), extra={"wandb_id": wandb_id}, keep=keep)
     ranks.say(f"step {step}: checkpoint {path}")
+
+
+def contents(run: Run) -> checkpoint.Contents:
+    orders = dsp.embedded.rank_order(run.model)
+    return checkpoint.Contents(run.model, run.optimizer, run.average, run.task.identity, orders)
 
 
 def summarize(run: Run, seconds: float) -> None:
@@ -259,10 +263,10 @@ def summarize(run: Run, seconds: float) -> None:
     ranks.say(f"finished {run.config.train.steps} steps in {duration(seconds)}; everything is in {run.directory}")
     if validation:
         ranks.say(f"validation loss {validation[-1]:.4g}")
-    for floor in run.task.floors(run.objective) if validation else ():
+    for floor in run.show.floors(run.objective) if validation else ():
         run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
         ranks.say(f"{floor.name} {floor.loss:.4g}")
-    if pictures := sorted((run.directory / "samples").glob(f"*.{run.task.media}")):
+    if pictures := sorted((run.directory / "samples").glob(f"*.{run.show.media}")):
         ranks.say(f"samples {pictures[-1]}")
 
 
@@ -305,25 +309,8 @@ def averaged(run: Run) -> AbstractContextManager[None]:
     return run.average.swapped() if run.average else nullcontext()
 
 
-def place(inputs: Inputs, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Inputs as the objective takes them: a part of a tensor becomes a DTensor over the ranks that hold the others."""
-    placed: dict[str, Any] = {}
-    for name, value in inputs.items():
-        if isinstance(value, int):
-            placed[name] = value
-        elif not isinstance(value, Part):
-            placed[name] = value.to(device)
-        elif mesh.size() == 1:
-            placed[name] = value.local.to(device)
-        else:
-            shape = list(value.local.shape)
-            shape[value.dim] = value.length
-            whole = torch.empty(shape, device="meta")
-            placed[name] = DTensor.from_local(
-                value.local.to(device), mesh, [Shard(value.dim)],
-                run_check=False, shape=whole.shape, stride=whole.stride(),
-            )  # fmt: skip
-    return placed
+def place(inputs: Inputs, device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def main(arguments: list[str]) -> int:

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import infer
@@ -91,12 +90,12 @@ def sampled_clips(path: Path, options: argparse.Namespace) -> tuple[cfg.Config, 
     changed = {key: value for key in ("steps", "guidance") if (value := getattr(options, key)) is not None}
     config.sample = replace(config.sample, clips=options.clips, **changed)
     with ranks.process_group() as device:
-        task: Any = cfg.create_task(config, rank=dist.get_rank(), size=dist.get_world_size())
+        task: Any = cfg.create_task(config)
         model = infer.load_model(task, directory, step, device)
         if task.num_classes is None:
             raise UserError(f"{run}: its model is not told which digit to draw")
         task.open()
-        samples = task.sample(model, device, infer.progress()).samples
+        samples = cfg.create_show(task).sample(model, device, infer.progress()).samples
         return (config, samples / 127.5 - 1) if samples is not None else None
 
 

@@ -110,7 +110,8 @@ def one_step(
     overrides = [f"model.overrides.{key}={value}" for key, value in (MODEL | {"depth": depth}).items()]
     shape.append(f"train.checkpoint_activations={way}")
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
-    task: Any = cfg.create_task(config, dist.get_rank(), dist.get_world_size())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
+    task: Any = cfg.create_task(config, mesh)
     task.train = OneProtein(residues, rows)
     model = task.model()
     torch.manual_seed(0)
@@ -119,7 +120,6 @@ def one_step(
             nn.init.normal_(p, std=0.5 / p.shape[-1] ** 0.5)
     if kind == "openfold3":
         model.blocks = nn.ModuleList([OpenFold(model.config)])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
     objective = task.objective(model)
     if kind == "dsp":
         compile_and_recompute(config, model)
@@ -128,7 +128,7 @@ def one_step(
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, began, used = resident(), time.perf_counter(), time.process_time()
-    batch = train.place(task.batch(objective, 1, 0, 0, 1), mesh, torch.device("cpu"))
+    batch = task.batch(objective, 1, 0, 0, 1)
     batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
     with dsp.count_comm() as comm:
         terms = train.mean_losses(objective(**batch))

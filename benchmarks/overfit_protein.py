@@ -23,7 +23,7 @@ from zoo.data.protein.example import draw
 from zoo.protein.objective import ProteinObjective
 from zoo.protein.picture import save_contact_maps
 from zoo.protein.prediction import Predictor
-from zoo.training.protein import Predicted
+from zoo.training.show.protein import Predicted
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME, FIRST, RESIDUES = "3nngA", 64, 80

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from zoo.training import UserError, checkpoint
+from zoo.training import UserError, checkpoint, verify
+from zoo.training.checkpoint import Contents
 
 IDENTITY = {"name": "toy", "config": {"hidden": 7, "patch": [1, 2]}}
 
@@ -58,7 +59,7 @@ def run(group, tmp_path):
     at = {}
     for i in (1, 2):
         step(model, optimizer, i)
-        checkpoint.save(tmp_path, i, model, optimizer, identity=IDENTITY, extra={"wandb_id": f"run{i}"})
+        checkpoint.save(tmp_path, i, Contents(model, optimizer, identity=IDENTITY), extra={"wandb_id": f"run{i}"})
         at[i] = {name: value.clone() for name, value in values(model).items()}
     return tmp_path, at
 
@@ -66,28 +67,28 @@ def run(group, tmp_path):
 def test_round_trip_continues_bit_for_bit(group, tmp_path):
     model, optimizer = toy()
     step(model, optimizer, 1)
-    path = checkpoint.save(tmp_path, 1, model, optimizer, identity=IDENTITY, extra={"wandb_id": "abc"})
+    path = checkpoint.save(tmp_path, 1, Contents(model, optimizer, identity=IDENTITY), extra={"wandb_id": "abc"})
     assert path.name == "step-00000001"
     step(model, optimizer, 2)
 
     other, its_optimizer = toy(seed=1)
     assert not same(values(other), values(model))
-    state = checkpoint.load(tmp_path, other, its_optimizer, identity=IDENTITY)
+    state = checkpoint.load(tmp_path, Contents(other, its_optimizer, identity=IDENTITY))
     assert state["step"] == 1
     assert state["extra"] == {"wandb_id": "abc"}
     step(other, its_optimizer, 2)
     assert same(values(other), values(model))
     weights_only, _ = toy(seed=2)
-    checkpoint.load(tmp_path, weights_only, identity=IDENTITY)
+    checkpoint.load(tmp_path, Contents(weights_only, identity=IDENTITY))
     assert not same(values(weights_only), values(model))
 
 
 def _reshard(mesh, directory):
     """On every rank: restore what one process saved, take the step it took, save that."""
     model, optimizer = toy(seed=3, mesh=mesh)
-    checkpoint.load(Path(directory), model, optimizer, identity=IDENTITY)
+    checkpoint.load(Path(directory), Contents(model, optimizer, identity=IDENTITY))
     step(model, optimizer, 2)
-    checkpoint.save(Path(directory), 2, model, optimizer, identity=IDENTITY)
+    checkpoint.save(Path(directory), 2, Contents(model, optimizer, identity=IDENTITY))
     return values(model)
 
 
@@ -95,13 +96,13 @@ def test_another_number_of_ranks(group, tmp_path, ranks):
     """1 -> 4 -> 1 ranks, with sizes that 4 does not divide."""
     model, optimizer = toy()
     step(model, optimizer, 1)
-    checkpoint.save(tmp_path, 1, model, optimizer, identity=IDENTITY)
+    checkpoint.save(tmp_path, 1, Contents(model, optimizer, identity=IDENTITY))
     step(model, optimizer, 2)
     for held in ranks(_reshard, 4, str(tmp_path)):
         for name, value in values(model).items():
             torch.testing.assert_close(held[name], value, rtol=1e-6, atol=1e-6)
     back, its_optimizer = toy(seed=4)
-    assert checkpoint.load(tmp_path, back, its_optimizer, identity=IDENTITY)["step"] == 2
+    assert checkpoint.load(tmp_path, Contents(back, its_optimizer, identity=IDENTITY))["step"] == 2
     assert same(values(back), held)
     assert sum(path.suffix == ".distcp" for path in (tmp_path / "step-00000002").iterdir()) == 4
 
@@ -114,7 +115,7 @@ def test_what_is_on_disk(run):
     for name, entry in manifest.items():
         assert entry["size"] == (path / name).stat().st_size
         assert len(entry["sha256"]) == 64
-    metadata = checkpoint.read_metadata(path / ".metadata", set(manifest))
+    metadata = verify.read_metadata(path / ".metadata", set(manifest))
     assert "optimizer.0.weight.exp_avg" in metadata.state_dict_metadata
     assert not list(directory.glob("*.incomplete"))
 
@@ -136,15 +137,15 @@ def test_damage_falls_back_and_names_the_file(run, damage, name):
     damage(directory / "step-00000002" / name)
     model, optimizer = toy(seed=5)
     said = []
-    state = checkpoint.load(directory, model, optimizer, identity=IDENTITY, report=said.append)
+    state = checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=said.append)
     assert state["step"] == 1
     assert same(values(model), at[1])
     assert len(said) == 1
     assert "step-00000002 is damaged" in said[0]
     assert name in said[0] or name == "manifest.json"
     # the run goes on, and its next checkpoint takes the place of the damaged one
-    checkpoint.save(directory, 2, model, optimizer, identity=IDENTITY)
-    assert checkpoint.load(directory, model, optimizer, identity=IDENTITY)["step"] == 2
+    checkpoint.save(directory, 2, Contents(model, optimizer, identity=IDENTITY))
+    assert checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY))["step"] == 2
 
 
 def test_nothing_sound_and_nothing_at_all(run):
@@ -153,8 +154,8 @@ def test_nothing_sound_and_nothing_at_all(run):
     for i in (1, 2):
         flip(directory / f"step-0000000{i}" / "__0_0.distcp")
     with pytest.raises(UserError, match=r"no sound checkpoint is left: .*step-00000002.*step-00000001.*__0_0.distcp"):
-        checkpoint.load(directory, model, optimizer, identity=IDENTITY, report=lambda _: None)
-    assert checkpoint.load(directory / "elsewhere", model, optimizer, identity=IDENTITY) is None
+        checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=lambda _: None)
+    assert checkpoint.load(directory / "elsewhere", Contents(model, optimizer, identity=IDENTITY)) is None
 
 
 def test_another_model_is_refused(run):
@@ -163,7 +164,7 @@ def test_another_model_is_refused(run):
     config = {"hidden": 9, "patch": [1, 2]}
     before = values(model)
     with pytest.raises(UserError) as error:
-        checkpoint.load(directory, model, optimizer, identity=IDENTITY | {"config": config})
+        checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY | {"config": config}))
     text = str(error.value)
     assert "checkpoint of another model" in text
     assert "config.hidden: 7 in the checkpoint, 9 here" in text
@@ -173,7 +174,7 @@ def test_another_model_is_refused(run):
 
     deeper = nn.Sequential(*toy()[0], nn.Linear(3, 3))
     with pytest.raises(UserError) as error:
-        checkpoint.load(directory, deeper, identity=IDENTITY)
+        checkpoint.load(directory, Contents(deeper, identity=IDENTITY))
     assert "1 tensors only in the checkpoint: unused (3,)" in str(error.value)
     assert "2 tensors only in this model: 3.bias (3,), 3.weight (3, 3)" in str(error.value)
 
@@ -187,7 +188,7 @@ def forge(path, payload):
     """Replace `.metadata` and make the manifest agree, as somebody who hands out a bad checkpoint would."""
     (path / ".metadata").write_bytes(pickle.dumps(payload))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest[".metadata"] = checkpoint._digest(path / ".metadata")
+    manifest[".metadata"] = verify.digest(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -207,7 +208,8 @@ def test_a_crafted_pickle_runs_nothing(run, monkeypatch):
     ]:
         forge(directory / "step-00000002", payload)
         said = []
-        assert checkpoint.load(directory, model, optimizer, identity=IDENTITY, report=said.append)["step"] == 1
+        state = checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=said.append)
+        assert state["step"] == 1
         assert reason in said[0]
     assert not (directory / "owned.txt").exists()
 
@@ -220,8 +222,8 @@ def test_only_tensors_are_accepted(run):
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata["optimizer.note"] = BytesStorageMetadata()
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(checkpoint.Damaged, match=r"BytesStorageMetadata"):
-        checkpoint.read_metadata(path, set())
+    with pytest.raises(verify.Damaged, match=r"BytesStorageMetadata"):
+        verify.read_metadata(path, set())
 
 
 def test_a_crash_while_writing_leaves_the_last_one(run, monkeypatch):
@@ -230,11 +232,11 @@ def test_a_crash_while_writing_leaves_the_last_one(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power is gone")))
         with pytest.raises(UserError, match="power is gone"):
-            checkpoint.save(directory, 3, model, optimizer, identity=IDENTITY)
+            checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))
     assert [step for step, _ in checkpoint.found(directory)] == [1, 2]
-    assert checkpoint.load(directory, model, optimizer, identity=IDENTITY)["step"] == 2
+    assert checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY))["step"] == 2
     assert same(values(model), at[2])
-    checkpoint.save(directory, 3, model, optimizer, identity=IDENTITY)  # clears what the crash left
+    checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))  # clears what the crash left
     assert not list(directory.glob("*.incomplete"))
 
 
@@ -242,7 +244,7 @@ def test_keeps_the_last_few(run):
     directory, _ = run
     model, optimizer = toy()
     for i in (3, 4, 5):
-        checkpoint.save(directory, i, model, optimizer, identity=IDENTITY, keep=2)
+        checkpoint.save(directory, i, Contents(model, optimizer, identity=IDENTITY), keep=2)
     assert [step for step, _ in checkpoint.found(directory)] == [4, 5]
 
 
@@ -251,7 +253,7 @@ def test_a_full_disk_is_named_before_anything_is_written(run, monkeypatch):
     model, optimizer = toy()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     with pytest.raises(UserError, match=r"checkpoints take .* GB and 0.000 GB are free"):
-        checkpoint.save(directory, 3, model, optimizer, identity=IDENTITY)
+        checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -265,7 +267,7 @@ def test_an_error_of_dcp_is_one_of_ours(run, monkeypatch):
 
     monkeypatch.setattr(checkpoint.dcp, "save", fails)
     with pytest.raises(UserError, match="could not be written: OSError: no such device"):
-        checkpoint.save(directory, 3, model, optimizer, identity=IDENTITY)
+        checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))
     monkeypatch.setattr(checkpoint.dcp, "load", fails)
     with pytest.raises(UserError, match="no sound checkpoint is left"):
-        checkpoint.load(directory, model, optimizer, identity=IDENTITY, report=lambda _: None)
+        checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=lambda _: None)

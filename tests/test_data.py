@@ -15,7 +15,7 @@ from torch import Tensor
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.video_folder import VideoError, VideoFolder
-from zoo.video.gif import save_gif
+from zoo.pictures import save_gif
 
 # --------------------------------------------------------------------------------------------------------- sampling
 

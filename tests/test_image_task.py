@@ -10,8 +10,8 @@ from test_train import Runs, metrics, trainer  # noqa: F401 (a fixture)
 
 import zoo
 from zoo.data.digits import DigitImages, MovingDigits
-from zoo.image.grid import save_png
 from zoo.image.histogram import neighbour_bits, pixel_bits
+from zoo.pictures import save_png
 from zoo.training import UserError
 from zoo.training import config as cfg
 

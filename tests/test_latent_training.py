@@ -1,20 +1,18 @@
 """Training on folders of latents: one curve on every mesh, bitwise resuming, gradients, and what a user gets wrong."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from latent_folders import SHAPES, TEXT, latent_folder
 from slow import slow
-from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
+from test_train import Runs, _run_here, metrics, one_of, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
+from torch.distributed.tensor import DTensor
 
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, user_error
 from zoo.training import config as cfg
-from zoo.training.task import Part
 
 ROOT = Path(__file__).parents[1]
 TINY = """
@@ -37,7 +35,7 @@ class Folder(Runs):
         self.file.write_text(TINY.replace("path: null", f"path: {self.path}"))
 
     def task(self, *overrides, rank=0, size=1):
-        task = cfg.create_task(cfg.load(self.arguments(*overrides)), rank, size)
+        task = cfg.create_task(cfg.load(self.arguments(*overrides)), one_of(size, rank))
         task.open()
         with torch.device("meta"):
             return task, task.objective(task.model())
@@ -55,7 +53,7 @@ def reference(trainer, tmp_path_factory):  # noqa: F811
 
 
 def local(value):
-    return value.local if isinstance(value, Part) else value
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def same(a, b, tolerance):
@@ -101,25 +99,20 @@ def _gradients(mesh, arguments, steps):
     """The largest difference of losses and gradients between these ranks and one process, and the largest gradient."""
     import dsp
 
-    sys.path.insert(0, str(ROOT))
-    train = importlib.import_module("train")
     config = cfg.load(arguments)
     results = []
     for step in steps:
         found = []
-        for rank, size in ((0, 1), (mesh.get_local_rank(), mesh.size())):
-            task = cfg.create_task(config, rank, size)
+        for over in (None, mesh):
+            task = cfg.create_task(config, over)
             task.open()
             torch.manual_seed(1)
             objective = task.objective(task.model())
             for p in objective.parameters():  # nothing starts as nothing
                 torch.nn.init.normal_(p, std=0.1)
-            if size > 1:
+            if over:
                 dsp.parallelize(objective, mesh, gather_output=False)
-            inputs = task.batch(objective, step, 0, 0, 1)
-            if size == 1:
-                inputs = {name: local(value) for name, value in inputs.items()}
-            loss = dsp.mean(*objective(**train.place(inputs, mesh, torch.device("cpu"))))
+            loss = dsp.mean(*objective(**task.batch(objective, step, 0, 0, 1)))
             loss.backward()
             found.append([loss.detach(), *(p.grad for p in objective.parameters())])
         for gradient in found[1]:
@@ -182,12 +175,13 @@ def test_parts_of_a_batch_are_those_of_the_whole(run):
         pieces = [piece.batch(objective, step, 1, 0, 1) for piece in pieces]
         for name, value in batch.items():
             parts = [piece[name] for piece in pieces]
-            if isinstance(value, Part):
-                assert torch.equal(torch.cat([p.local for p in parts], value.dim), value.local)
-                assert all((p.dim, p.length) == (value.dim, value.length) for p in parts)
+            if isinstance(parts[0], DTensor):
+                (cut,) = {p.placements[0].dim for p in parts}
+                assert torch.equal(torch.cat([p.to_local() for p in parts], cut), value)
+                assert {p.shape for p in parts} == {value.shape}
             else:
                 assert all(torch.equal(p, value) for p in parts)
-        assert isinstance(batch["x"], Part) == isinstance(batch["x_mask"], Part) == (frames > 1)
+        assert isinstance(pieces[0]["x"], DTensor) == isinstance(pieces[0]["x_mask"], DTensor) == (frames > 1)
         # two micro-batches of one group are one micro-batch of two groups
         other = run.task("train.batch=2")[0].batch(objective, step, 0, 1, 2)
         assert all(torch.equal(local(other[name]), local(batch[name])) for name in batch)
@@ -223,8 +217,8 @@ def test_noise_stays_a_clip_s_own_when_others_are_added(run, tmp_path):
     _, epochs, indices = task._step(step, 1)
     ids = [hash_seed("clip", task.train.clips[0][i].name, e) for e, i in zip(epochs, indices)]
     again = task._random(objective, step, ids, task.buckets[0].shape)
-    assert torch.equal(again["noise"].local, batch["noise"].local)
-    assert len({n.sum().item() for n in batch["noise"].local}) == len(ids)
+    assert torch.equal(again["noise"], batch["noise"])
+    assert len({n.sum().item() for n in batch["noise"]}) == len(ids)
 
 
 def test_balance_and_tokens(run):

@@ -6,9 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from zoo.pictures import GAP, GREY, LINE, title
-from zoo.video.gif import save_gif, tile
-from zoo.video.movie import save_mp4
+from zoo.pictures import GAP, GREY, LINE, save_gif, save_mp4, tile, title
 
 
 def played(path):

@@ -1,9 +1,6 @@
 """No rank makes anything of the size of all pairs: not of a batch, not in a step, not in a prediction."""
 
-import importlib
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,14 +40,12 @@ class Allocations(TorchDispatchMode):
 
 def watch(mesh, name):
     """What a batch, a training step and a prediction make on this rank, in three parts."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    train = importlib.import_module("train")
     config = cfg.defaults("protein_embedded")
     config.model.name, config.model.size, config.model.overrides = name, "test", dict(CHANNELS)
     if name == "evoformer":
         config.model.overrides["extra_depth"] = 0
     config.data.residues, config.data.rows = RESIDUES, ROWS
-    task = cfg.create_task(config, mesh.get_local_rank(), mesh.size())
+    task = cfg.create_task(config, mesh)
     task.train = EmbeddedProteins("train")
     model = task.model()
     objective, predictor = task.objective(model), task.predictor(model)
@@ -63,7 +58,7 @@ def watch(mesh, name):
     parts = []
     for _ in range(2):  # the second time, plans are made
         with Allocations() as batch:
-            inputs = train.place(task.batch(objective, 2, 0, 0, 1), mesh, torch.device("cpu"))
+            inputs = task.batch(objective, 2, 0, 0, 1)
         with Allocations() as step:
             losses = [
                 dsp.mean(e, w) if isinstance(e, DTensor) else (e * w).sum() / w.sum()

@@ -37,7 +37,7 @@ from zoo.protein.metrics import (
 )
 from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
-from zoo.training.protein import Predicted
+from zoo.training.show.protein import Predicted
 
 
 def every_protein():

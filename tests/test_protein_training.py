@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from test_train import _run_here, trainer  # noqa: F401 (`trainer` is a fixture)
+from test_train import _run_here, one_of, trainer  # noqa: F401 (`trainer` is a fixture)
+from torch.distributed.tensor import DTensor
 
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.training import config as cfg
@@ -116,7 +117,7 @@ def task(rank=0, size=1, **data):
     config.train.batch, config.eval.proteins = 2, 4
     for key, value in {"residues": 21, "rows": 3, **data}.items():
         setattr(config.data, key, value)
-    made = cfg.create_task(config, rank, size)
+    made = cfg.create_task(config, one_of(size, rank))
     made.train, made.validation = EmbeddedProteins("train"), EmbeddedProteins("validation")
     return made
 
@@ -128,20 +129,19 @@ def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
         if isinstance(value, int):
             assert all(part[name] == value for part in parts)
             continue
-        if isinstance(value, torch.Tensor):
+        if not isinstance(parts[0][name], DTensor):
             assert all(torch.equal(part[name], value) for part in parts)
             continue
-        assert torch.equal(torch.cat([part[name].local for part in parts], value.dim), value.local)
-        assert {part[name].length for part in parts} == {value.local.shape[value.dim]}
-    assert [part["bins"].local.shape for part in parts] == [(2, 6, 21)] * 3 + [(2, 3, 21)]
+        assert torch.equal(torch.cat([part[name].to_local() for part in parts], 1), value)
+        assert {part[name].shape for part in parts} == {value.shape}
+    assert [part["bins"].to_local().shape for part in parts] == [(2, 6, 21)] * 3 + [(2, 3, 21)]
     example = task().example(None)
     assert example.keys() == whole.keys()
     for name, value in whole.items():
         if isinstance(value, int):
             assert example[name] == value
             continue
-        local = getattr(value, "local", value)
-        assert (example[name].shape, example[name].dtype) == (local.shape, local.dtype), name
+        assert (example[name].shape, example[name].dtype) == (value.shape, value.dtype), name
 
 
 def test_a_single_row_is_not_divided():
@@ -154,11 +154,11 @@ def test_a_single_row_is_not_divided():
 def test_validation_is_the_same_for_any_number_of_groups():
     def loss_inputs(groups):
         batches = [list(task().validation_batches(None, group, groups)) for group in range(groups)]
-        rows = [part["bins"].local[i] for of_group in batches for _, n, part in of_group for i in range(n)]
+        rows = [part["bins"][i] for of_group in batches for _, n, part in of_group for i in range(n)]
         return sorted(row.sum().item() for row in rows)
 
     assert loss_inputs(1) == loss_inputs(2)
-    chosen = task()._validation_examples(40)  # more than there are: other crops of the same
+    chosen = task().validation_examples(40)  # more than there are: other crops of the same
     assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
 
 

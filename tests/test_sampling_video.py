@@ -14,11 +14,11 @@ from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 import dsp
 from zoo.data.latents import Entry, Manifest, Writer, write_manifest
+from zoo.pictures import to_pixels
 from zoo.training import config as cfg
+from zoo.training.show.clips import Pixels, decode
 from zoo.training.task import share
-from zoo.training.video_samples import Pixels, decode
 from zoo.video.codec import Autoencoder, TextEncoder
-from zoo.video.gif import to_pixels
 from zoo.video.tiny_encoders import save_autoencoder, save_text_encoder
 
 CAPTIONS = ["a red boat", "rain", "two dogs run", "snow", "a lamp", "night"]
@@ -117,7 +117,8 @@ def test_a_run_shows_samples_under_real_clips(run, data):
     task = cfg.create_task(cfg.load([str(run / "config.yaml")]))
     task.model()
     task.open()
-    clips, x, fps = task.real(3)
+    show = cfg.create_show(task)
+    clips, x, fps = show.real(3)
     assert (clips.size, fps) == ((5, 4, 6), 12)
     assert set(clips.titles) <= set(CAPTIONS)
     vae = Autoencoder.load(task.manifest.vae_path)
@@ -128,7 +129,7 @@ def test_a_run_shows_samples_under_real_clips(run, data):
         assert (there - real).abs().float().mean() < 12  # 256 colours
         sampled = shown[3 * 17 : 3 * high : 3, left : left + 3 * wide : 3]
         assert (sampled - real).abs().float().mean() > 12
-    again, x_again, _ = task.real(3)
+    again, x_again, _ = show.real(3)
     assert torch.equal(x, x_again)
     assert again.titles == clips.titles
 
@@ -182,7 +183,7 @@ def drawn(mesh, config, arguments):
     """What one rank of the mesh draws and decodes: latents, and pixels on the first."""
     from argparse import ArgumentParser
 
-    task = cfg.create_task(cfg.load([config]), mesh.get_local_rank(), mesh.size())
+    task = cfg.create_task(cfg.load([config]))
     torch.manual_seed(0)
     model = task.model()
     with torch.no_grad():
@@ -190,12 +191,13 @@ def drawn(mesh, config, arguments):
             parameter.add_(0.05 * torch.randn(parameter.shape))
     dsp.parallelize(model, mesh)
     parser = ArgumentParser()
-    task.arguments(parser)
+    infer = cfg.create_infer(task)
+    infer.arguments(parser)
     options = parser.parse_args(arguments)
     codec = Autoencoder.load(task.manifest.vae_path)
-    clips, _ = task.asked(options, codec, torch.device("cpu"))
+    clips, _ = infer.asked(options, codec, torch.device("cpu"))
     clips.held = torch.linspace(-1, 1, 4 * 4 * 6).view(4, 1, 4, 6)
-    made = task.draw(model, clips, 7, 3, options.guidance, torch.device("cpu"), lambda *_: None)
+    made = infer.show.draw(model, clips, 7, 3, options.guidance, torch.device("cpu"), lambda *_: None)
     return made, decode(made, codec, mesh.get_group())
 
 
@@ -246,14 +248,15 @@ def test_guidance_is_the_formula_by_hand(run, data):
     entry = next(entry for entry in task.train.clips[0] if entry.caption == task.train.clips[0][0].caption)
     codec = Autoencoder.load(task.manifest.vae_path)
     options = Namespace(prompt=[entry.caption], negative_prompt=None, clips=1, guidance=3.0, text=None)
-    clips, fps = task.asked(options, codec, torch.device("cpu"))
+    infer = cfg.create_infer(task)
+    clips, fps = infer.asked(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
     told, none = (task.tell(task.train, [entry], [drop]) for drop in (False, True))
     for ours, theirs in ((clips.told, told), (clips.none, none)):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, msg=name)
-    made = task.draw(model, clips, 3, 1, 3.0, torch.device("cpu"), lambda *_: None)
+    made = infer.show.draw(model, clips, 3, 1, 3.0, torch.device("cpu"), lambda *_: None)
     from zoo.video.diffusion import seeded_noise
 
     noise = seeded_noise(3, 0, [0], range(5), (4, 4, 6))

@@ -22,15 +22,16 @@ import sklearn.datasets  # noqa: F401 (here, so that ranks are forked with it)
 import torch
 from PIL import Image
 from slow import slow
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from zoo.pictures import save_gif
 from zoo.training import UserError, ranks, tracking
 from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
 from zoo.training.model import recomputed_modules
 from zoo.training.optim import ahead, due, learning_rate
 from zoo.training.task import share
-from zoo.video.gif import save_gif
 
 ROOT = Path(__file__).parents[1]
 TINY = """
@@ -99,6 +100,11 @@ def run(trainer, tmp_path):
 def reference(trainer, tmp_path_factory):
     """A run of one process, four samples a step."""
     return Runs(trainer, tmp_path_factory.mktemp("reference"))("train.batch=4")
+
+
+def one_of(size, rank):
+    """The mesh of so many ranks as one of them sees it, in a process alone."""
+    return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("sp",), _init_backend=False, _rank=rank)
 
 
 def metrics(directory, *keys):
@@ -199,7 +205,7 @@ def test_a_folder_of_videos_with_iddpm(run, tmp_path, capsys):
 
 
 def test_the_linear_floor_is_reported(run, capsys, monkeypatch):
-    monkeypatch.setattr("zoo.training.video._FLOOR_CLIPS", 300)
+    monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 300)
     directory = run("eval.linear_floor=true", "eval.clips=16")
     (floor,) = metrics(directory, "linear_floor")[4]
     assert 0.05 < floor < 1
@@ -677,7 +683,7 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.cfg, "load", load)
     monkeypatch.setattr(tracking, "to_dict", lambda config: {})
     monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
-    monkeypatch.setattr("zoo.training.video._FLOOR_CLIPS", 30)
+    monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 30)
     run("wandb.mode=offline", "eval.linear_floor=true")
     run.file.write_text(TINY.replace("data:", "#").replace("1, num_classes: 10", "3"))
     data = f"data={{name: video_folder, path: {tmp_path / 'videos'}, frames: 5, height: 8, width: 8}}"
@@ -736,23 +742,23 @@ def test_parts_of_a_batch_are_those_of_the_whole(run):
     with torch.device("meta"):
         model = whole.model()
     objective = whole.objective(model)
-    parts = [cfg.create_task(config, rank, 3) for rank in range(3)]
+    parts = [cfg.create_task(config, one_of(3, rank)) for rank in range(3)]
     for part in parts:
         part.open()
         part.num_classes, part.takes = whole.num_classes, whole.takes
     batch = whole.batch(objective, 3, 1, 0, 1)
     pieces = [part.batch(objective, 3, 1, 0, 1) for part in parts]
     for name in ("x", "noise"):
-        assert torch.equal(torch.cat([p[name].local for p in pieces], 2), batch[name].local)
-        assert [p[name].local.shape[2] for p in pieces] == [2, 2, 1]
+        assert torch.equal(torch.cat([p[name].to_local() for p in pieces], 2), batch[name])
+        assert [p[name].to_local().shape[2] for p in pieces] == [2, 2, 1]
     for name in ("timestep", "label"):
         assert all(torch.equal(p[name], batch[name]) for p in pieces)
     # two micro-batches of one group are one micro-batch of two groups
     config.train.accumulation = 1
     other = whole.batch(objective, 3, 0, 1, 2)
-    assert torch.equal(other["x"].local, batch["x"].local)
-    assert torch.equal(other["noise"].local, batch["noise"].local)
-    assert not torch.equal(whole.batch(objective, 3, 0, 0, 2)["x"].local, batch["x"].local)
+    assert torch.equal(other["x"], batch["x"])
+    assert torch.equal(other["noise"], batch["noise"])
+    assert not torch.equal(whole.batch(objective, 3, 0, 0, 2)["x"], batch["x"])
 
 
 def test_amounts():

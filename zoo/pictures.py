@@ -1,12 +1,16 @@
-"""What the writers of picture files share: a grid of equal pictures, and a file that is whole or absent."""
+"""Grids of pictures as PNG and GIF files, and as MP4 files written by FFmpeg through PyAV (extra `video`).
+
+A file is whole or absent. Letters: n pictures or clips, c channels, t frames, h w height and width; y x of the grid.
+"""
 
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ GAP = 2  # pixels between pictures
 SIDE = 64  # of a picture, at least
 GREY = 96
 LINE = 14  # height of a title
+_CODECS = ("libx264", "libopenh264", "mpeg4")  # H.264, if this FFmpeg has a writer of it
 
 
 def grid(pixels: Tensor, columns: int | None = None, titles: Sequence[str] | None = None) -> Tensor:
@@ -62,3 +67,96 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def save_png(path: str | os.PathLike[str], images: Tensor, *, columns: int | None = None) -> None:
+    """Write images (n c h w) with values from 0 to 1, c 1 or 3, as one PNG, side by side; small ones are enlarged."""
+    from PIL import Image
+
+    n, c, _, _ = images.shape
+    if c not in (1, 3) or n < 1:
+        raise ValueError(f"save_png: expected images (n c h w) with 1 or 3 channels, got {tuple(images.shape)}")
+    pixels = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
+    (whole,) = grid(pixels.permute(0, 2, 3, 1)[:, None], columns)
+    with whole_file(path) as file:
+        Image.fromarray(whole.squeeze(-1).numpy()).save(file, "PNG")
+
+
+def save_gif(
+    path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0,
+    columns: int | None = None, titles: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Write clips [n, c, t, h, w] in [-1, 1], or uint8 (c 1 or 3), as one GIF, a grid with the clips side by side.
+
+    Small clips are enlarged; each may have a title under it. GIF keeps 256 colours a frame and time in 1/100 s.
+    """
+    from PIL import Image
+
+    frames = tile(video, columns, titles)
+    first, *rest = [Image.fromarray(frame.squeeze(-1).numpy()) for frame in frames]  # mode L or RGB
+    with whole_file(path) as file:
+        first.save(file, "GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, optimize=False)
+
+
+def save_mp4(path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0, columns: int | None = None) -> None:
+    """Write clips [n, c, t, h, w] in [-1, 1], or uint8 (c 1 or 3), as one MP4, a grid with the clips side by side.
+
+    H.264 in yuv420p and BT.709, which players everywhere show; small clips are enlarged. That format halves the
+    resolution of colour, so a row or a column is repeated where a size is odd.
+    """
+    av = need_av()
+    frames = tile(video, columns)
+    if not fps > 0:
+        raise ValueError(f"save_mp4: expected fps above 0, got {fps}")
+    with whole_file(path) as file, av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream(_codec(av), rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = (n + n % 2 for n in frames.shape[1:3])
+        stream.pix_fmt, stream.options = "yuv420p", {"crf": "18"}
+        code = stream.codec_context
+        code.color_range = av.video.reformatter.ColorRange.MPEG
+        code.colorspace = code.color_primaries = code.color_trc = 1  # BT.709, by the numbers of H.273
+        for pixels in frames:
+            frame = av.VideoFrame.from_ndarray(_even(pixels).numpy(), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace="ITU709")))
+        container.mux(stream.encode())
+
+
+def tile(video: Tensor, columns: int | None = None, titles: Sequence[str] | None = None) -> Tensor:
+    """Clips [n, c, t, h, w] in [-1, 1], or uint8, as the frames (t y x c), uint8, of one grid."""
+    if video.ndim != 5 or video.shape[1] not in (1, 3) or video.shape[0] < 1 or video.shape[2] < 1:
+        raise ValueError(f"expected clips (n c t h w) with 1 or 3 channels, got {tuple(video.shape)}")
+    if video.dtype != torch.uint8:
+        video = to_pixels(video)
+    return grid(video.cpu().permute(0, 2, 3, 4, 1), columns, titles)
+
+
+def to_pixels(video: Tensor) -> Tensor:
+    """Values in [-1, 1] as uint8, 0 to 255."""
+    return ((video.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def need_av() -> Any:
+    """PyAV; a ValueError if it is not installed."""
+    try:
+        import av
+        import av.video.reformatter
+    except ImportError as error:
+        raise ValueError("writing MP4 needs PyAV: pip install -e '.[video]' (GIF needs nothing more)") from error
+    return av
+
+
+def _codec(av: Any) -> str:
+    for name in _CODECS:
+        try:
+            return av.Codec(name, "w").name
+        except av.error.FFmpegError:
+            continue
+    raise ValueError(f"the FFmpeg of PyAV {av.__version__} writes none of {', '.join(_CODECS)}")
+
+
+def _even(pixels: Tensor) -> Tensor:
+    """A picture (h w c) as RGB of even sizes."""
+    for dim in (0, 1):
+        if pixels.shape[dim] % 2:
+            pixels = torch.cat([pixels, pixels.narrow(dim, pixels.shape[dim] - 1, 1)], dim)
+    return pixels.expand(*pixels.shape[:2], 3).contiguous()

@@ -1,24 +1,30 @@
-"""Contact maps as PNG files: what a model predicts above the diagonal, what is true below it."""
+"""Contacts as CSV tables, and as PNG maps: what a model predicts above the diagonal, what is true below it."""
 
+import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.data.protein.record import Protein
 from zoo.pictures import whole_file
 from zoo.protein.distogram import CONTACT, distances
 from zoo.protein.metrics import RANGES, range_of_pairs
 
-__all__ = ["ContactMap", "save_contact_maps"]
+__all__ = ["ContactMap", "save_contact_maps", "write_contacts"]
 
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
 SHADE = np.array([150, 178, 224])  # of a pair that is in contact for certain but not among those counted
 SIDE = 420  # pixels of a map, about
+COLUMNS = (
+    "i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range", "probability", "distance"
+)  # fmt: skip
 
 
 @dataclass
@@ -105,3 +111,26 @@ def save_contact_maps(path: str | os.PathLike[str], maps: Sequence[ContactMap]) 
         x += image.width
     with whole_file(path) as file:
         whole.save(file, "PNG")
+
+
+def write_contacts(path: Path, protein: Protein, probability: Tensor, distance: Tensor, least: float) -> None:
+    """The pairs of at least that probability of contact, the likeliest first; neighbours in a chain (below 6) left out.
+
+    i and j count the residues of all chains from 0, numbers are those of the authors; distances are means, in Å.
+    """
+    residues = [
+        (protein.chains[chain], letter, number)
+        for chain, letter, number in zip(protein.asym_id, protein.sequence, protein.residue_ids)
+    ]
+    ranges = range_of_pairs(*(torch.from_numpy(x) for x in (protein.residue_index, protein.asym_id)))
+    rows = []
+    for name, pairs in ranges.items():
+        for i, j in (pairs & (probability >= least)).nonzero().tolist():
+            rows.append((probability[i, j].item(), i, j, name, distance[i, j].item()))
+    rows.sort(key=lambda row: (-row[0], row[1:3]))
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        for p, i, j, name, d in rows:
+            both = [value for pair in zip(residues[i], residues[j]) for value in pair]
+            table.writerow([i, j, *both, name, f"{p:.4f}", f"{d:.2f}"])

@@ -5,21 +5,18 @@
                                   state.json         the step, the model's config, what the caller adds
                                   manifest.json      size and sha256 of every other file
 
-A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed, so `step-N` is whole or absent. DCP itself
-loads a shard with a flipped bit without a word, and unpickles what it finds; so here every file is compared with the
-manifest first, only tensors are stored, and `.metadata` is unpickled with nothing but DCP's own plain classes in reach.
-Random state is not stored: everything random in a run is a function of (seed, step, sample).
+A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed, so `step-N` is whole or absent. It is read
+as verify.py says. Random state is not stored: everything random in a run is a function of (seed, step, sample).
 
 `save` and `load` are collective: every rank calls them, and an error on one is raised on all.
 """
 
-import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -40,40 +37,51 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from zoo.training import UserError
 from zoo.training.optim import MovingAverage
 from zoo.training.ranks import on_first_rank
+from zoo.training.verify import FORMAT, Damaged, Reader, digest, verify
 
-FORMAT = 1
 
+@dataclass
+class Contents:
+    """What a checkpoint is of.
 
-class Damaged(Exception):
-    """A checkpoint that cannot be trusted; the message names the file."""
+    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
+    parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None  # None: only the weights are wanted
+    average: MovingAverage | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    orders: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is stored, as a nested dict of tensors; and the optimizer's settings, which are not."""
+        tensors: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if self.average:
+            tensors["average"] = self.average.values
+        if self.optimizer is None:
+            return tensors, {}
+        state: Any = get_optimizer_state_dict(self.model, self.optimizer)
+        tensors["optimizer"] = {
+            name: {key: value for key, value in moments.items() if isinstance(value, Tensor)}
+            for name, moments in state["state"].items()
+        }
+        return tensors, {"param_groups": state["param_groups"]}
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
 def save(
-    directory: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: MovingAverage | None = None,
-    *,
-    identity: Mapping[str, Any],
-    orders: Mapping[str, Tensor] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    keep: int = 2,
+    directory: Path, step: int, contents: Contents, *, extra: Mapping[str, Any] | None = None, keep: int = 2
 ) -> Path:
     """Write `step-N` under `directory`, keep the last `keep` checkpoints and return the new one's path.
 
-    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
-    parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
+    `extra` comes back from `load`, under that name.
     """
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
-    tensors, _ = _tensors(model, optimizer)
-    if average:
-        tensors["average"] = average.values
-    tensors = _in_own_order(tensors, orders or {})
+    tensors = _in_own_order(contents.tensors()[0], contents.orders)
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -87,15 +95,15 @@ def save(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part))
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         raise UserError(f"checkpoint {part} could not be written: {_first_cause(error)}") from error
-    mine = {p.name: _digest(p) for p in part.glob(f"__{dist.get_rank()}_*.distcp")}
+    mine = {p.name: digest(p) for p in part.glob(f"__{dist.get_rank()}_*.distcp")}
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, mine)
 
     def publish() -> None:
-        files = {name: digest for share in digests for name, digest in share.items()}
-        state = {"format": FORMAT, "step": step, "identity": identity, "extra": dict(extra or {})}
+        files = {name: known for share in digests for name, known in share.items()}
+        state = {"format": FORMAT, "step": step, "identity": contents.identity, "extra": dict(extra or {})}
         _write(part / "state.json", json.dumps(state, indent=1))
-        files |= {name: _digest(part / name) for name in ("state.json", ".metadata")}
+        files |= {name: digest(part / name) for name in ("state.json", ".metadata")}
         if absent := [name for name in files if not (part / name).is_file()]:
             raise UserError(f"{part}: rank 0 does not see {absent[0]}: runs_dir must be on storage all ranks share")
         _write(part / "manifest.json", json.dumps(files, indent=1))
@@ -111,19 +119,6 @@ def save(
 
     on_first_rank(publish)
     return final
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is stored, as a nested dict of tensors; and the optimizer's settings, which are not."""
-    tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizer is None:
-        return tensors, {}
-    state: Any = get_optimizer_state_dict(model, optimizer)
-    tensors["optimizer"] = {
-        name: {key: value for key, value in moments.items() if isinstance(value, Tensor)}
-        for name, moments in state["state"].items()
-    }
-    return tensors, {"param_groups": state["param_groups"]}
 
 
 def _in_own_order(tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = "") -> dict[str, Any]:
@@ -198,12 +193,8 @@ def found(directory: Path) -> list[tuple[int, Path]]:
 
 def load(
     directory: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    average: MovingAverage | None = None,
+    contents: Contents,
     *,
-    identity: Mapping[str, Any],
-    orders: Mapping[str, Tensor] | None = None,
     step: int | None = None,
     averaged: bool = True,
     report: Callable[[str], None] = print,
@@ -213,15 +204,15 @@ def load(
     None if there is none. Without an optimizer the model gets the averaged weights, if there are any and `averaged`;
     the state says under "averaged" whether it did. A damaged one is named through `report`, on rank 0, and the one
     before it is tried. All is resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one
-    belongs to another model. `orders` are as for `save`.
+    belongs to another model.
     """
     damaged = []
     for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
         try:
-            state, metadata = _verify(path)
-            _refuse_foreign(path, state["identity"], identity, metadata, model)
-            swap = averaged and optimizer is None and _has_average(metadata)
-            _restore(path, metadata, model, optimizer, average, swap, orders or {})
+            state, metadata = verify(path)
+            _refuse_foreign(path, state["identity"], metadata, contents)
+            swap = averaged and contents.optimizer is None and _has_average(metadata)
+            _restore(path, metadata, contents, swap)
             return state | {"averaged": swap}
         except Damaged as error:
             damaged.append(str(error))
@@ -233,51 +224,12 @@ def load(
     return None
 
 
-def _verify(path: Path) -> tuple[dict[str, Any], Metadata]:
-    """The state and the metadata of a checkpoint whose every file is what its manifest says.
-
-    Damaged, on all ranks, if one is not. The ranks share the reading.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem, state, metadata = None, {}, None
-    try:
-        files = _read_json(path / "manifest.json")
-        for name in sorted(files)[rank::world]:
-            if Path(name).name != name or not (path / name).is_file():
-                raise Damaged(f"{path / name} is missing")
-            if (path / name).stat().st_size != files[name]["size"]:
-                size = (path / name).stat().st_size
-                raise Damaged(f"{path / name} has {size} bytes, the manifest says {files[name]['size']}")
-            if _digest(path / name) != files[name]:
-                raise Damaged(f"{path / name} differs from the checksum in the manifest")
-        for name in ("state.json", ".metadata"):
-            if name not in files:
-                raise Damaged(f"{path / name} is not in the manifest")
-    except Damaged as error:
-        problem = str(error)
-    except (OSError, KeyError, TypeError) as error:
-        problem = f"{path / 'manifest.json'}: {error!r}"
-    _raise_together(problem)
-    try:
-        state = _read_json(path / "state.json")
-        if state.get("format") != FORMAT:
-            raise Damaged(f"{path / 'state.json'} has format {state.get('format')}, this program reads {FORMAT}")
-        metadata = read_metadata(path / ".metadata", allowed_files=set(files))
-    except Damaged as error:
-        problem = str(error)
-    _raise_together(problem)
-    assert metadata is not None
-    return state, metadata
-
-
-def _refuse_foreign(
-    path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], metadata: Metadata, model: nn.Module
-) -> None:
+def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, contents: Contents) -> None:
     entries: Mapping[str, Any] = metadata.state_dict_metadata
-    tensors: Mapping[str, Any] = get_model_state_dict(model)
+    tensors: Mapping[str, Any] = get_model_state_dict(contents.model)
     stored = {key[6:]: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    theirs_flat, ours_flat = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
+    theirs_flat, ours_flat = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(contents.identity))))
     lines = [
         f"  {key}: {theirs_flat.get(key, 'absent')} in the checkpoint, {ours_flat.get(key, 'absent')} here"
         for key in sorted(theirs_flat.keys() | ours_flat.keys())
@@ -302,132 +254,35 @@ def _has_average(metadata: Metadata) -> bool:
     return any(key.startswith("average.") for key in metadata.state_dict_metadata)
 
 
-def _restore(
-    path: Path,
-    metadata: Metadata,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    average: MovingAverage | None,
-    swap: bool,
-    orders: Mapping[str, Tensor],
-) -> None:
-    tensors, settings = _tensors(model, optimizer)
-    has_average = _has_average(metadata)
-    if has_average and average:
-        tensors["average"] = average.values
+def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> None:
+    model, average = contents.model, contents.average
+    tensors, settings = contents.tensors()
+    if average and not _has_average(metadata):
+        del tensors["average"]
     if swap:
         tensors["average"] = {name: tensors["model"].pop(name) for name, _ in model.named_parameters()}
-    if optimizer is not None:  # a parameter that never had a gradient has no moments to load
+    if contents.optimizer is not None:  # a parameter that never had a gradient has no moments to load
         known = metadata.state_dict_metadata
         tensors["optimizer"] = {
             name: moments
             for name, moments in tensors["optimizer"].items()
             if all(f"optimizer.{name}.{key}" in known for key in moments)
         }
-    stored = _in_own_order(tensors, orders)
+    stored = _in_own_order(tensors, contents.orders)
     try:
-        dcp.load(stored, storage_reader=_Reader(path, metadata))
+        dcp.load(stored, storage_reader=Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
-    _copy_rows(stored, tensors, orders)
-    weights = tensors["model"] | (tensors["average"] if swap else {})
-    set_model_state_dict(model, weights)
-    if average and not has_average:
+    _copy_rows(stored, tensors, contents.orders)
+    set_model_state_dict(model, tensors["model"] | (tensors["average"] if swap else {}))
+    if average and not _has_average(metadata):
         average.restart()
-    if optimizer is not None:
-        full, _ = _tensors(model, optimizer)
-        set_optimizer_state_dict(model, optimizer, {"state": full["optimizer"] | tensors["optimizer"], **settings})
-
-
-# ------------------------------------------------------------------------------------------------ reading without trust
-
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("collections", "OrderedDict"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds DCP's own data classes and nothing else, so that reading a file cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
-    """DCP's `.metadata`, checked: plain classes, tensors alone, inside the checkpoint's own files."""
-    try:
-        with path.open("rb") as file:
-            metadata = _PlainUnpickler(file).load()
-    except Exception as error:  # a broken pickle can raise anything
-        raise Damaged(f"{path}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise Damaged(f"{path} holds no checkpoint metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise Damaged(f"{path}: {name} is not a tensor")
-    for info in metadata.storage_data.values():
-        if info.relative_path not in allowed_files or info.transform_descriptors:
-            raise Damaged(f"{path} points at {info.relative_path}, which is not in the manifest")
-    return metadata
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader on metadata that is already read and checked."""
-
-    def __init__(self, path: Path, metadata: Metadata):
-        super().__init__(path)
-        self.metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.metadata.storage_meta is None:
-            self.metadata.storage_meta = StorageMeta()
-        self.metadata.storage_meta.load_id = self.load_id
-        return self.metadata
+    if contents.optimizer is not None:
+        moments = contents.tensors()[0]["optimizer"] | tensors["optimizer"]
+        set_optimizer_state_dict(model, contents.optimizer, {"state": moments, **settings})
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise Damaged(f"{path}: expected an object")
-    return value
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def _write(path: Path, text: str) -> None:
@@ -443,14 +298,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _raise_together(problem: str | None) -> None:
-    """Raise Damaged on every rank if any rank has a problem."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if first := next((p for p in problems if p), None):
-        raise Damaged(first)
 
 
 def _first_cause(error: BaseException) -> str:

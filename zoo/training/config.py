@@ -6,23 +6,23 @@ is read from the environment and no name is ever imported. `data` has the keys o
 `eval` and `sample` those of its task, and `model.overrides` those of the model it names.
 """
 
-# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import difflib
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.embedded import METHODS
 from zoo.training import UserError
-from zoo.training.task import Task
+from zoo.training.sections import Checkpoint, Hardware, Log, Model, Optim, Parallel, Train, Wandb, option
+from zoo.training.task import Infer, Show, Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
@@ -33,94 +33,14 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated"""
 
 
-def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its comment. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged."""
-    return field(default_factory=lambda: copy(default), metadata={"help": help, **checks})
-
-
-@dataclass
-class Model:
-    name: str = option("transformer2d", "a model of the zoo")
-    size: str | None = option(None, "a named size of it; null for the model's default")
-    overrides: dict[str, Any] = option({}, "fields of the model's own config: hidden, depth, heads, ...")
-
-
-@dataclass
-class Parallel:
-    dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
-    dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
-    sp: int | None = option(None, "ranks that share one sample; null for all that are left", least=1)
-    method: str = option(
-        "dsp", "of sequence parallelism in training; others than DSP act inside stages (docs/embedded.md)",
-        choices=tuple(METHODS),
-    )  # fmt: skip
-    save_exchanges: bool = option(False, "with checkpoint_activations: keep what ulysses or ring exchanged in a stage")
-    memory: float | None = option(
-        None, "GiB of a device, for the advice of dry_run; null for hardware.device's, or else 80", least=0
-    )  # fmt: skip
-
-
-@dataclass
-class Hardware:
-    device: str | None = option(None, "a100, h100, h200, b200, l40s: dry_run=true says how long a step takes there")
-    products: float = option(0.5, "share of its peak that matrix products reach", least=0, most=1)
-    stream: float = option(0.8, "share of its memory's rate that operations reach", least=0, most=1)
-    link: str | None = option(None, "within a node, a name in dsp.LINKS; null for what the device has")
-    network: str | None = option(None, "between nodes, likewise")
-    node: int = option(8, "devices of a node", least=1)
-
-
-@dataclass
-class Optim:
-    lr: float = option(1e-4, "peak learning rate (AdamW)", least=0)
-    betas: list[float] = option([0.9, 0.99], "decay of the two moments", length=2)
-    eps: float = option(1e-8, "AdamW's epsilon", least=0)
-    weight_decay: float = option(0.0, "decay of matrices; vectors are not decayed", least=0)
-    warmup: int = option(100, "steps of linear warm-up", least=0)
-    final: float = option(0.0, "where the cosine ends, as a share of lr", least=0)
-
-
-@dataclass
-class Train:
-    steps: int = option(1000, "optimizer steps", least=1)
-    batch: int = option(1, "samples a data-parallel group takes at once", least=1)
-    accumulation: int = option(1, "such batches a step", least=1)
-    precision: str = option("fp32", "of the computation; weights, sums and moments stay fp32", choices=("fp32", "bf16"))
-    clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
-    ema: float = option(0.0, "decay of the averaged weights that are judged and shown; 0 for none", least=0, most=1)
-    seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
-    checkpoint_activations: str = option(
-        "none", "what backward recomputes instead of keeping its inside", choices=("none", "stages", "blocks", "both")
-    )
-    compile: bool = option(False, "torch.compile the inside of every stage")
-
-
-@dataclass
-class Log:
-    every: int = option(10, "steps between log lines and records", least=1)
-
-
-@dataclass
-class Checkpoint:
-    every: int = option(1000, "steps between checkpoints; 0 for the last step alone", least=0)
-    keep: int = option(2, "checkpoints kept", least=1)
-
-
-@dataclass
-class Wandb:
-    mode: str = option("offline", "online needs WANDB_API_KEY", choices=("offline", "online", "disabled"))
-    project: str = option("dsp", "wandb project")
-    entity: str | None = option(None, "wandb team; null for your default")
-
-
-TASKS = {  # data.name -> the task that trains on it
-    "digit_images": "zoo.training.image",
-    "digits": "zoo.training.video",
-    "latent_folder": "zoo.training.latents",
-    "video_folder": "zoo.training.video",
-    "protein_synthetic": "zoo.training.protein",
-    "protein_embedded": "zoo.training.protein",
-    "protein_folder": "zoo.training.protein",
+TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
+    "digit_images": "image",
+    "digits": "video",
+    "latent_folder": "latents",
+    "video_folder": "video",
+    "protein_synthetic": "protein",
+    "protein_embedded": "protein",
+    "protein_folder": "protein",
 }
 
 
@@ -144,9 +64,9 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
 
 
-def _task(data: str) -> Any:
-    """The module of the task that trains on a data set; zoo/training/task.py says what it holds."""
-    return importlib.import_module(TASKS[data])
+def _task(data: str, part: str = "tasks") -> Any:
+    """The module of what trains on a data set, or of what shows it; zoo/training/task.py says what they hold."""
+    return importlib.import_module(f"zoo.training.{part}.{TASKS[data]}")
 
 
 def defaults(data: str) -> Config:
@@ -155,9 +75,19 @@ def defaults(data: str) -> Config:
     return Config(data=task.DATA[data](), objective=task.Objective(), eval=task.Eval(), sample=task.Sample())
 
 
-def create_task(config: Config, rank: int = 0, size: int = 1) -> Task:
-    """The task of a configuration, for rank `rank` of the `size` that share each sample."""
-    return _task(config.data.name).Task(config, rank, size)
+def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
+    """The task of a configuration, for one of the ranks of `mesh`, which share each sample."""
+    return _task(config.data.name).Task(config, mesh, device)
+
+
+def create_show(task: Task) -> Show:
+    """What is shown of a task."""
+    return _task(task.config.data.name, "show").Show(task)
+
+
+def create_infer(task: Task) -> Infer:
+    """What infer.py makes with a task's model."""
+    return _task(task.config.data.name, "show").Infer(create_show(task))
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -114,9 +114,7 @@ class Memory:
         return text
 
 
-def steps_on(
-    hardware: dsp.Hardware, config: Config, task: Task, objective: Any, memory: Memory
-) -> dsp.embedded.Steps:
+def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any, memory: Memory) -> dsp.embedded.Steps:
     """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
 
     def plan(method: str, sp: int) -> dsp.Plan:

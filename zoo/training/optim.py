@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zoo.training.config import Optim
+from zoo.training.sections import Optim
 
 
 def learning_rate(options: Optim, step: int, steps: int) -> float:

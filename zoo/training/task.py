@@ -1,40 +1,30 @@
-"""What the trainer does not know about a run: its data, its model's inputs, its loss and what to show.
+"""What the trainer does not know about a run: its data and loss, what is shown of it, what a trained model is for.
 
-A task lives in a module of its own, with the sections of the configuration that only it has:
+A kind of data has two modules of its own, of one name, which `zoo.training.config.TASKS` gives for each data set:
 
-    DATA                     data.name -> dataclass, the data sets it can train on
-    Objective, Eval, Sample  dataclasses; the last two have `every`, in steps
-    Task                     a subclass of the Task below
-
-`zoo.training.config.TASKS` says which module a data set belongs to.
+    tasks/    `Task`, and the sections of the configuration that only it has: `DATA` (data.name -> dataclass),
+              `Objective`, and `Eval` and `Sample`, which have `every`, in steps
+    show/     `Show`, and `Infer` for infer.py
 """
 
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import zoo
+from dsp.layout import chunk
 from zoo.data.sampling import batch_indices
 from zoo.training import user_error
 
-
-@dataclass
-class Part:
-    """This rank's part of a tensor that is divided along `dim`, where the whole has `length` rows."""
-
-    local: Tensor
-    dim: int
-    length: int
-
-
-Inputs = dict[str, Tensor | Part | int]  # a number is the same on all ranks
+Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
 
 
 @dataclass
@@ -47,17 +37,17 @@ class Floor:
 
 
 class Task(ABC):
-    """One run's data, model and loss. `rank` of `size` says which part of every sample the caller holds."""
+    """One run's data, model and loss. The ranks of `mesh` share each sample; None: this one has it whole."""
 
     identity: dict[str, Any]  # what a checkpoint has to agree with
     tokens: int  # of one sample, for the throughput; known once the model is made
     validation_samples: int  # of all data-parallel groups together
     levels: int = 1  # parts of the validation loss that are also reported one by one
-    media: str = "png"  # what `show` writes
-    account: str = ""  # what `infer` has to say of the time it took, once it is done
 
-    def __init__(self, config: Any, rank: int = 0, size: int = 1):
-        self.config, self.rank, self.size = config, rank, size
+    def __init__(self, config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu"):
+        self.config, self.mesh, self.device = config, mesh, device
+        self.size = mesh.size() if mesh else 1
+        self.rank = (mesh.get_coordinate() or [0])[0] if mesh else 0
         self.identity = {"name": config.model.name}
 
     def create(self) -> Any:
@@ -81,7 +71,7 @@ class Task(ABC):
         """The model with its loss: forward returns loss and weight per element, or a dict of such pairs to be added."""
 
     def predictor(self, model: nn.Module) -> nn.Module:
-        """The model as `sample` and `infer` call it; what it returns there is whole on every rank."""
+        """The model as `Show` and `Infer` call it; what it returns there is whole on every rank."""
         return model
 
     @abstractmethod
@@ -110,6 +100,20 @@ class Task(ABC):
         first = (micro * groups + group) * options.batch
         return list(zip(epochs, indices))[first : first + options.batch]
 
+    def here(self, length: int) -> range:
+        """The rows of `length` that this rank holds. A single one is not there to be divided: every rank has it."""
+        return share(length, self.rank, self.size) if length > 1 else range(length)
+
+    def part(self, local: Tensor, dim: int, length: int) -> Tensor:
+        """This rank's part of a tensor that is divided along `dim`, where the whole has `length` rows, as a DTensor."""
+        if self.mesh is None or self.size == 1 or length == 1:
+            return local
+        whole = torch.empty([*local.shape[:dim], length, *local.shape[dim + 1 :]], device="meta")
+        return DTensor.from_local(
+            local.to(self.device), self.mesh, [Shard(dim)],
+            run_check=False, shape=whole.shape, stride=whole.stride(),
+        )  # fmt: skip
+
     @abstractmethod
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         """Every validation batch of one group as (level, number of samples, arguments): always the same."""
@@ -118,30 +122,51 @@ class Task(ABC):
     def describe(self) -> str:
         """One sample in words and numbers: '8 frames of 12 x 12'."""
 
+
+class Show(ABC):
+    """What is shown of a task's model during a run."""
+
+    media: str = "png"  # what `write` writes
+
+    def __init__(self, task: Any):
+        self.task, self.config = task, task.config
+
+    def ready(self) -> None:  # noqa: B027 (most need nothing)
+        """A UserError if samples could not be shown later; called on every rank before the first step."""
+
     @abstractmethod
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:
         """What the model makes, always from the same noise or inputs; called on every rank."""
 
     @abstractmethod
-    def show(self, samples: Any, path: Path) -> Mapping[str, float]:
+    def write(self, samples: Any, path: Path) -> Mapping[str, float]:
         """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
-
-    @abstractmethod
-    def arguments(self, parser: ArgumentParser) -> None:
-        """Add what infer.py can be told about this task."""
-
-    @abstractmethod
-    def infer(
-        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
-    ) -> list[Path]:
-        """Do what `options` ask for, on every rank; rank 0 writes under `options.out`. Returns the files."""
 
     def floors(self, objective: Any) -> list[Floor]:
         """Those that the configuration asks for; called on rank 0 at the end of a run."""
         return []
 
 
+class Infer(ABC):
+    """What infer.py makes with a task's model."""
+
+    account: str = ""  # what there is to say of the time that `run` took, once it is done
+
+    def __init__(self, show: Any):
+        self.show, self.task, self.config = show, show.task, show.config
+
+    @abstractmethod
+    def arguments(self, parser: ArgumentParser) -> None:
+        """Add what infer.py can be told about this task."""
+
+    @abstractmethod
+    def run(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        """Do what `options` ask for, on every rank; rank 0 writes under `options.out`. Returns the files."""
+
+
 def share(length: int, rank: int, size: int) -> range:
     """The rows of `length` that rank `rank` of `size` holds: those of torch.chunk, for the last ranks maybe none."""
-    step = ceil(length / size)
-    return range(min(rank * step, length), min((rank + 1) * step, length))
+    start, count = chunk(length, size, rank)
+    return range(start, start + count)

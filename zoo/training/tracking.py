@@ -118,18 +118,12 @@ def _start_wandb(directory: Path, config: Config, run_id: str | None) -> Any:
     online = config.wandb.mode == "online"
     try:
         run = wandb.init(
-            project=config.wandb.project,
-            entity=config.wandb.entity,
-            name=config.name,
-            id=run_id,
-            resume="allow" if run_id and online else None,
-            mode="online" if online else "offline",
-            dir=str(directory),
-            config=to_dict(config),
-            settings=wandb.Settings(
+            project=config.wandb.project, entity=config.wandb.entity, name=config.name, id=run_id,
+            resume="allow" if run_id and online else None, mode="online" if online else "offline",
+            dir=str(directory), config=to_dict(config), settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, x_save_requirements=False
             ),
-        )
+        )  # fmt: skip
     except wandb.Error as error:
         raise UserError(f"wandb: {error}; wandb.mode=offline needs no account") from None
     # wandb counts its own steps from 0 in every offline process: plot against ours

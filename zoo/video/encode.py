@@ -118,22 +118,13 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
     write_manifest(
         options.out,
         Manifest(
-            vae=vae.name,
-            vae_path=str(options.vae),
-            vae_hash=vae.fingerprint,
-            channels=vae.channels,
-            factor=vae.factor,
-            causal=vae.causal,
-            shift=vae.shift,
-            scale=vae.scale,
-            text=text.name,
-            text_path=str(options.text),
-            text_hash=text.fingerprint,
-            text_channels=text.channels,
+            vae=vae.name, vae_path=str(options.vae), vae_hash=vae.fingerprint, channels=vae.channels,
+            factor=vae.factor, causal=vae.causal, shift=vae.shift, scale=vae.scale, text=text.name,
+            text_path=str(options.text), text_hash=text.fingerprint, text_channels=text.channels,
             text_length=text.length,
         ),
         text.encode([""])[0],
-    )
+    )  # fmt: skip
     there = {entry.name: entry for entry in encoded(options.out)}
     refuse_changed(options.out, wanted, there)
     todo = [source for source in wanted if source.name not in there]
@@ -201,18 +192,9 @@ def encode_all(
             if source.caption != caption:
                 caption, embedding = source.caption, text.encode([source.caption])[0].to(dtype)
             latent = latent_of(vae, frames, options.tile).to(dtype)
-            c, t, h, w = latent.shape
-            size = source.bucket
-            entry = Entry(
-                source.name,
-                source.caption,
-                size.frames,
-                size.height,
-                size.width,
-                source.fps,
-                (c, t, h, w),
-                len(embedding),
-            )
+            (c, t, h, w), size = latent.shape, source.bucket
+            shape = size.frames, size.height, size.width
+            entry = Entry(source.name, source.caption, *shape, source.fps, (c, t, h, w), len(embedding))
             shard = writer.add(entry, latent, embedding)
             left = duration((time.perf_counter() - began) / done * (len(mine) - done))
             if terminal:

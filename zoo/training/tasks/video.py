@@ -5,11 +5,9 @@ c channels, t frames, h w height and width.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +16,14 @@ from torch import Tensor, nn
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.training import UserError, user_error
-from zoo.training.config import option
+from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor, Inputs, Part, share
-from zoo.training.video_samples import Clips, Pixels, Sampling
+from zoo.training.sections import option
+from zoo.training.task import Inputs
 from zoo.video.clean_frames import noised_frames
 from zoo.video.diffusion import IDDPM, RectifiedFlow, seeded_noise, seeded_uniform
-from zoo.video.linear_denoiser import linear_denoiser_loss
 
 _VALIDATION = hash_seed("validation")
-_FLOOR_CLIPS, _FLOOR_SIZE = 12_000, 4096
-_FPS = 8.0  # where the data does not say
 _CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
 
 
@@ -77,10 +71,14 @@ class Objective:
 
 
 @dataclass
-class Eval:
+class Judged:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     clips: int = option(16, "validation samples, the same at every validation", least=1)
     levels: int = option(8, "fixed noise levels each is judged at", least=1)
+
+
+@dataclass
+class Eval(Judged):
     linear_floor: bool = option(
         False, "also fit the best linear denoiser to the data, for comparison (small clips only)"
     )
@@ -94,11 +92,11 @@ class Sample:
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
 
 
-class Task(Sampling):
-    """Diffusion on clips: `rank` of `size` holds a range of the frames of each."""
+class Task(task.Task):
+    """Diffusion on clips: a rank holds a range of the frames of each."""
 
-    def __init__(self, config: Any, rank: int = 0, size: int = 1):
-        super().__init__(config, rank, size)
+    def __init__(self, config: Any, *where: Any):
+        super().__init__(config, *where)
         self.levels, self.validation_samples = config.eval.levels, config.eval.clips
 
     @property
@@ -116,28 +114,11 @@ class Task(Sampling):
         return self.config.data.channels
 
     @property
-    def frames(self) -> int:
-        return self.clip[0]
-
-    @property
-    def height(self) -> int:
-        return self.clip[1]
-
-    @property
-    def width(self) -> int:
-        return self.clip[2]
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         """Of a frame."""
-        return self.channels, self.height, self.width
+        return self.channels, *self.clip[1:]
 
     def open(self) -> None:
-        flow, size = self.config.objective.name == "rectified_flow", prod(self.shape) * self.frames
-        if self.config.eval.linear_floor and not (flow and size <= _FLOOR_SIZE):
-            raise UserError(
-                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {_FLOOR_SIZE} values"
-            )
         data, seed = self.config.data, self.config.train.seed
         self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, prefix="data: "))
 
@@ -145,7 +126,8 @@ class Task(Sampling):
 
     def model(self) -> nn.Module:
         model = self.create()
-        inputs = _on_meta(model.example_inputs, 1, frames=1, height=self.height, width=self.width)
+        with torch.device("meta"):
+            inputs = model.example_inputs(1, frames=1, height=self.clip[1], width=self.clip[2])
         self.takes = inputs.keys()
         channels, classes, caption_channels = self.offers(inputs)
         if inputs["x"].shape[1] != channels:
@@ -170,9 +152,16 @@ class Task(Sampling):
             raise UserError(
                 f"sample.guidance={self.config.sample.guidance} needs a model that is told the class or a caption"
             )
-        self._check_clean_frames()
+        first, some = self.config.objective.first_frame, self.config.objective.random_frames
+        shares = f"objective.first_frame={first} and objective.random_frames={some}"
+        if first + some > 1:
+            raise UserError(f"{shares}: together at most 1")
+        if self.masked and "x_mask" not in self.takes:
+            raise UserError(
+                f"{shares} need a model that takes clean frames (stdit with version v2 or v3): set both to 0"
+            )
         self.patch = getattr(model.config, "patch", (1, 1, 1))
-        self.tokens = self._tokens(self.clip)
+        self.tokens = self.tokens_of(self.clip)
         return model
 
     def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
@@ -180,34 +169,16 @@ class Task(Sampling):
         data = self.config.data
         return data.channels, data.classes, data.caption_channels
 
-    def here(self, frames: int) -> range:
-        """The frames of a clip that this rank holds. A single one is not there to be divided: every rank has it."""
-        return share(frames, self.rank, self.size) if frames > 1 else range(frames)
-
-    @staticmethod
-    def _part(local: Tensor, dim: int, frames: int) -> Part | Tensor:
-        return Part(local, dim, frames) if frames > 1 else local
-
-    def _tokens(self, clip: tuple[int, int, int]) -> int:
+    def tokens_of(self, clip: tuple[int, int, int]) -> int:
+        """Of a clip (t h w)."""
         return prod(ceil(n / p) for n, p in zip(clip, self.patch))
-
-    def _check_clean_frames(self) -> None:
-        first, some = self.config.objective.first_frame, self.config.objective.random_frames
-        if first + some > 1:
-            raise UserError(f"objective.first_frame={first} and objective.random_frames={some}: together at most 1")
-        if self.masked and "x_mask" not in self.takes:
-            raise UserError(
-                f"objective.first_frame={first} and objective.random_frames={some} need a model that takes clean "
-                "frames (stdit with version v2 or v3): set both to 0"
-            )
 
     def objective(self, model: nn.Module) -> nn.Module:
         return {"rectified_flow": RectifiedFlow, "iddpm": IDDPM}[self.config.objective.name](model)
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
-        told = self._told(torch.zeros(b, dtype=torch.long), self.frames, self.height, self.width)
-        return self._example(b, self.clip) | told
+        return self._example(b, self.clip) | self.told(torch.zeros(b, dtype=torch.long), self.clip)
 
     def _example(self, batch: int, clip: tuple[int, int, int]) -> dict[str, Tensor]:
         """What the objective takes of `batch` clips beside what its model is told."""
@@ -222,7 +193,7 @@ class Task(Sampling):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        n, here = len(self.train), self.here(self.frames)
+        n, here = len(self.train), self.here(self.clip[0])
         chosen = self.drawn(step, micro, group, groups, n)
         ids = [epoch * n + index for epoch, index in chosen]
         clips = [self.train.clip(index, epoch, here) for epoch, index in chosen]
@@ -238,18 +209,18 @@ class Task(Sampling):
         (frames, *size), options = clip, self.config.objective
         seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
-            "noise": self._part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
+            "noise": self.part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
             "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids)),
         }
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
-            inputs["x_mask"] = self._part(mask[:, here.start : here.stop], 1, frames)
+            inputs["x_mask"] = self.part(mask[:, here.start : here.stop], 1, frames)
             inputs["weight"] = frames / mask.sum(1)  # a sample counts as much as any, however few frames are judged
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        levels, here = objective.validation_levels(self.config.eval.levels), self.here(self.frames)
-        chosen = self._validation_clips()[group::groups]
+        levels, here = objective.validation_levels(self.config.eval.levels), self.here(self.clip[0])
+        chosen = self.judged_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             batch = chosen[start : start + self.config.train.batch]
             ids = [epoch * len(self.validation) + index for index, epoch in batch]
@@ -263,10 +234,10 @@ class Task(Sampling):
         (frames, *size), here = clip, self.here(clip[0])
         for i in range(len(levels)):
             noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
-            drawn: Inputs = {"noise": self._part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
+            drawn: Inputs = {"noise": self.part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
             yield i, len(ids) if count is None else count, inputs | drawn
 
-    def _validation_clips(self) -> list[tuple[int, int]]:
+    def judged_clips(self) -> list[tuple[int, int]]:
         """The (index, epoch) of every validation clip; if there are too few samples, several clips of each."""
         n = len(self.validation)
         places = order(0, 0, n).tolist()
@@ -277,84 +248,20 @@ class Task(Sampling):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        return {"x": self._part(x, 2, self.frames), **self._told(labels, self.frames, self.height, self.width)}
+        return {"x": self.part(x, 2, self.clip[0]), **self.told(labels, self.clip)}
 
-    def _told(self, labels: Tensor, frames: int, height: int, width: int) -> dict[str, Tensor]:
+    def told(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
         """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
-        told = {"label": labels}
+        (frames, height, width), told = clip, {"label": labels}
         if "context" in self.takes:
             told["context"], told["context_mask"] = spell(labels)
             sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width}
-            for name, size in (sizes | {"fps": self.config.data.fps}).items():
+            for name, size in (sizes | {"fps": fps or self.config.data.fps}).items():
                 told[name] = torch.full((len(labels),), float(size), device=labels.device)
         return {name: value for name, value in told.items() if name in self.takes}
 
-    # ------------------------------------------------------------------------------------------------- what is shown
-
-    def codec(self, path: Path | None, device: torch.device) -> Pixels:
-        return Pixels(self.channels)
-
-    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
-        for name in ("prompt", "negative_prompt"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"--{name.replace('_', '-')}: the data of this run ({self.config.data.name}) has no captions"
-                    + ("; --label names classes" if self.num_classes is not None else "")
-                )
-        labels, classes = getattr(options, "label", None), self.num_classes
-        if labels and not all(0 <= label < (classes or 0) for label in labels):
-            known = "the model knows no classes" if classes is None else f"the classes are 0 to {classes - 1}"
-            raise ValueError(f"--label {' '.join(map(str, labels))}: {known}")
-        if options.guidance != 1 and classes is None:
-            raise ValueError(f"--guidance {options.guidance:g}: the model is told no class, so it takes no guidance")
-        fps = getattr(options, "fps", self.config.data.fps or _FPS)
-        labels = labels or [i % (classes or 1) for i in range(options.clips)]
-        frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), self.clip))
-        return self._clips(labels, (frames, height, width), fps), fps
-
-    def real(self, count: int) -> tuple[Clips, Tensor, float]:
-        places = order(0, 0, len(self.validation)).tolist()
-        chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
-        if classes := self.num_classes:  # one of each in turn
-            of = {i: self.validation.clip(i, 0, range(0))["label"] for i in places}
-            turns = {label: [i for i in places if of[i] == label] for label in range(classes)}
-            rounds = [(i % classes, i // classes) for i in range(count)]
-            chosen = [(turns[label][n % len(turns[label])], n // len(turns[label])) for label, n in rounds]
-        clips = [self.validation.clip(index, epoch) for index, epoch in chosen]
-        fps = self.config.data.fps or _FPS
-        told = self._clips([clip["label"] or 0 for clip in clips], self.clip, fps)
-        return told, torch.stack([clip["x"] for clip in clips]), fps
-
-    def _clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
-        """Clips of these classes, which are not used where the model is told none."""
-        told, none, classes = torch.tensor(labels), None, self.num_classes
-        if classes is not None:
-            none = self._told(torch.full_like(told, classes), *size) | self._rate(len(labels), fps)
-        titles = ["" if classes is None else str(label) for label in labels]
-        return Clips(size, {} if none is None else self._told(told, *size) | self._rate(len(labels), fps), none, titles)
-
-    def _rate(self, count: int, fps: float) -> dict[str, Tensor]:
-        return {"fps": torch.full((count,), float(fps))} if "fps" in self.takes else {}
-
     def describe(self) -> str:
-        return f"{self.frames} frames of {self.height} x {self.width}"
-
-    def floors(self, objective: Any) -> list[Floor]:
-        if not self.config.eval.linear_floor:
-            return []
-        return [Floor("linear_floor", "best linear denoiser on the same data", self.linear_floor(objective))]
-
-    def linear_floor(self, objective: Any) -> float:
-        """The validation loss of the best linear denoiser, fitted to training clips."""
-        fit = [(i % len(self.train), i // len(self.train)) for i in range(_FLOOR_CLIPS)]
-        train = [self.train.clip(index, epoch) for index, epoch in fit]
-        validation = [self.validation.clip(index, epoch) for index, epoch in self._validation_clips()]
-        x, y = (torch.stack([clip["x"] for clip in clips]) for clips in (train, validation))
-        levels = objective.validation_levels(self.config.eval.levels)
-        if self.num_classes is None:
-            return linear_denoiser_loss(x, y, levels).mean().item()
-        labels = (torch.tensor([clip["label"] for clip in clips]) for clips in (train, validation))
-        return linear_denoiser_loss(x, y, levels, *labels).mean().item()
+        return "{} frames of {} x {}".format(*self.clip)
 
 
 def _datasets(data: Any, seed: int) -> tuple[VideoDataset, VideoDataset]:
@@ -369,8 +276,3 @@ def _datasets(data: Any, seed: int) -> tuple[VideoDataset, VideoDataset]:
     options = {"frames": data.frames, "stride": data.stride, "fps": data.fps, "verify": data.verify}
     folder = video_folder.VideoFolder(data.path, height=data.height, width=data.width, seed=seed, **options)
     return folder.split(data.validation)
-
-
-def _on_meta(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch.device("meta"):
-        return build(*args, **kwargs)

@@ -1,13 +1,11 @@
 """The video task on latents: clips of several shapes with their captions, encoded before.
 
-Beside what zoo/training/video.py says: a step is of one bucket, clips of one shape, and captions come as embeddings.
+Beside what tasks/video.py says: a step is of one bucket, clips of one shape, and captions come as embeddings.
 Letters: b samples, c channels, t frames, h w height and width in latent cells.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import logging
-from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
-from zoo.data.latent_folder import LatentFolder, largest_first, padded
+from zoo.data.latent_folder import LatentFolder, largest_first
 from zoo.data.latents import Entry, Manifest, read_manifest
 from zoo.data.sampling import hash_seed, order
-from zoo.training import UserError, user_error, video
-from zoo.training.config import option
+from zoo.training import UserError, user_error
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor, Inputs
-from zoo.training.video import Objective
-from zoo.training.video_samples import Clips
-from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+from zoo.training.sections import option
+from zoo.training.task import Inputs
+from zoo.training.tasks import video
+from zoo.training.tasks.video import Judged as Eval
+from zoo.training.tasks.video import Objective
 
 __all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
 
@@ -51,22 +49,15 @@ DATA: dict[str, type] = {"latent_folder": Latents}
 
 
 @dataclass
-class Eval:
-    every: int = option(500, "steps between validations; 0 for none", least=0)
-    clips: int = option(16, "validation samples, the same at every validation", least=1)
-    levels: int = option(8, "fixed noise levels each is judged at", least=1)
-
-
-@dataclass
 class Sample(video.Sample):
     vae: str | None = option(None, "folder of the autoencoder that decodes them; null for where the manifest says")
 
 
 class Task(video.Task):
-    """Diffusion on latents in buckets, the largest first: `rank` of `size` reads its frames of each clip alone."""
+    """Diffusion on latents in buckets, the largest first: a rank reads its frames of each clip alone."""
 
-    def __init__(self, config: Any, rank: int = 0, size: int = 1):
-        super().__init__(config, rank, size)
+    def __init__(self, config: Any, *where: Any):
+        super().__init__(config, *where)
         self.wanted = [user_error(parse_bucket, text, prefix="data.buckets: ") for text in config.data.buckets]
 
     @cached_property
@@ -79,7 +70,7 @@ class Task(video.Task):
     def buckets(self) -> list[Bucket]:
         if not self.wanted and self.config.data.path is None:
             raise UserError("data.path is not set, so data.buckets has to say what the clips are: [16x32x32]")
-        return sorted(self.wanted, key=largest_first) if self.wanted else self._read().buckets
+        return sorted(self.wanted, key=largest_first) if self.wanted else self.read().buckets
 
     @cached_property
     def batches(self) -> list[int]:
@@ -94,15 +85,13 @@ class Task(video.Task):
     def channels(self) -> int:
         return self.manifest.channels if self.manifest else self.model_channels
 
-    def _read(self) -> LatentFolder:
+    def read(self) -> LatentFolder:
         return user_error(LatentFolder, self.config.data.path, self.wanted, prefix="data: ")
 
     def open(self) -> None:
-        if every := self.config.sample.every:
-            on_first_rank(lambda: self._try_decoder(every))
         share_held_out = self.config.data.validation
         self.train, self.validation = on_first_rank(
-            lambda: user_error(lambda: self._read().split(share_held_out), prefix="data: ")
+            lambda: user_error(lambda: self.read().split(share_held_out), prefix="data: ")
         )
         self.buckets = self.train.buckets
         shapes = ", ".join(f"{len(clips)} of {b}" for b, clips in zip(self.buckets, self.train.clips))
@@ -140,7 +129,7 @@ class Task(video.Task):
         return self._step(step, groups)[0]
 
     def batch_tokens(self, bucket: int = 0) -> int:
-        return self._tokens(self.buckets[bucket].shape) * self.batches[bucket]
+        return self.tokens_of(self.buckets[bucket].shape) * self.batches[bucket]
 
     def _step(self, step: int, groups: int) -> tuple[int, list[int], list[int]]:
         options, counts = self.config.train, [len(clips) for clips in self.train.clips]
@@ -159,7 +148,7 @@ class Task(video.Task):
         """A bucket at a time, for all groups at once. What the last batches of a bucket lack is made up by samples
         that count 0: every group takes as many turns, which sharded weights need."""
         levels = objective.validation_levels(self.config.eval.levels)
-        for bucket, chosen in enumerate(self._judged_clips()):
+        for bucket, chosen in enumerate(self._chosen()):
             size = self.batches[bucket]
             for first in range(0, len(chosen), size * groups):
                 mine = chosen[first + group * size : first + (group + 1) * size]
@@ -168,7 +157,7 @@ class Task(video.Task):
                 ids = _sample_ids(entries, epochs)
                 yield from self._judged(inputs, levels, ids, self.buckets[bucket].shape, len(mine))
 
-    def _judged_clips(self) -> list[list[tuple[Entry, int]]]:
+    def _chosen(self) -> list[list[tuple[Entry, int]]]:
         """The validation samples of each bucket as (clip, epoch), as often as it comes up among all held-out clips."""
         clips = [(bucket, entry) for bucket, entries in enumerate(self.validation.clips) for entry in entries]
         places = order(0, 0, len(clips)).tolist()
@@ -181,7 +170,7 @@ class Task(video.Task):
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
         x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        return {"x": self._part(x, 2, frames), **self.tell(folder, entries, drop)}
+        return {"x": self.part(x, 2, frames), **self.tell(folder, entries, drop)}
 
     def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
         """What the model takes beside these clips: their captions, the empty one where `drop`, and their sizes (b)."""
@@ -190,102 +179,14 @@ class Task(video.Task):
             captions = [folder.caption(None if dropped else entry) for entry, dropped in zip(entries, drop)]
             context, mask = zip(*captions)
             told |= {"context": torch.stack(context), "context_mask": torch.stack(mask)}
-        sizes = [_sizes(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
+        sizes = [sizes_told(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
         told |= {name: torch.tensor([size[name] for size in sizes]) for name in sizes[0]}
         return {name: value for name, value in told.items() if name in self.takes}
-
-    # ------------------------------------------------------------------------------------------------- what is shown
-
-    def arguments(self, parser: ArgumentParser) -> None:
-        super().arguments(parser)
-        parser.set_defaults(clips=1)
-        elsewhere = "if it is not where the manifest of the latents says"
-        parser.add_argument("--vae", type=Path, help=f"folder of the autoencoder, {elsewhere}")
-        parser.add_argument("--text", type=Path, help=f"folder of the text encoder, {elsewhere}")
-
-    def codec(self, path: Path | None, device: torch.device) -> Any:
-        codec = self._autoencoder(path, device, "--vae names its folder")
-        on_first_rank(lambda: user_error(self._check, codec, "vae"))
-        return codec
-
-    def _try_decoder(self, every: int) -> None:
-        """Now rather than hours later."""
-        advice = "sample.vae names its folder, and sample.every=0 samples nothing"
-        try:
-            self._check(self._autoencoder(None, "cpu", advice), "vae")
-        except CodecError as error:
-            raise UserError(f"sample.every={every}: {error}") from None
-
-    def _autoencoder(self, path: Path | None, device: torch.device | str, advice: str) -> Any:
-        assert self.manifest is not None
-        try:
-            return Autoencoder.load(path or self.config.sample.vae or self.manifest.vae_path, device)
-        except CodecError as error:
-            raise CodecError(f"{error}; {advice}") from None
-
-    def _check(self, encoder: Any, kind: str) -> None:
-        """A CodecError if this is another autoencoder ("vae") or text encoder ("text") than that of the latents."""
-        name, path, known = (getattr(self.manifest, f"{kind}{what}") for what in ("", "_path", "_hash"))
-        if encoder.fingerprint != known:
-            raise CodecError(
-                f"the {encoder.name} at {encoder.path} is another than the {name} (then at {path}) that encoded the "
-                f"training data: its fingerprint is {encoder.fingerprint[:12]}, not {known[:12]}"
-            )
-
-    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
-        assert self.manifest is not None
-        if options.prompt and "context" not in self.takes:
-            raise ValueError(f"--prompt: the model {self.config.model.name} takes no text")
-        captions = options.prompt or [""] * options.clips
-        if options.negative_prompt is not None and (options.guidance == 1 or not options.prompt):
-            raise ValueError("--negative-prompt is what guidance leads away from: it needs --prompt and --guidance")
-        folder = self._read()
-        trained = codec.pixel_shape(*folder.buckets[0].shape)
-        frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), trained))
-        size = codec.latent_shape(frames, height, width)[1:]
-        fps = getattr(options, "fps", Counter(entry.fps for entry in folder.clips[0]).most_common(1)[0][0])
-        told = {name: torch.full((len(captions),), value) for name, value in _sizes(frames, height, width, fps).items()}
-        told = {name: value for name, value in told.items() if name in self.takes}
-        none = None
-        if "context" in self.takes:
-            texts = [folder.latents.unconditional()] * (len(captions) + 1)
-            if options.prompt:
-                wanted = [*captions, options.negative_prompt or ""]
-                texts = on_first_rank(lambda: user_error(self._embed, options.text, wanted, device))
-            padded_texts = zip(*(padded(text, self.manifest.text_length) for text in texts))
-            text = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
-            if options.prompt:
-                none = told | {name: rows[-1:].expand_as(rows[:-1]) for name, rows in text.items()}
-            told |= {name: rows[:-1] for name, rows in text.items()}
-        return Clips(size, told, none, captions), fps
-
-    def _embed(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
-        """The embeddings [l, e] of captions, of the text encoder of the training data."""
-        assert self.manifest is not None
-        try:
-            encoder = TextEncoder.load(path or self.manifest.text_path, device, length=self.manifest.text_length)
-        except CodecError as error:
-            raise CodecError(f"{error}; --text names the folder of the text encoder") from None
-        self._check(encoder, "text")
-        return encoder.encode(captions)
-
-    def real(self, count: int) -> tuple[Clips, Tensor, float]:
-        held_out = next(clips for clips in self.validation.clips if clips)  # of the largest shape that has any
-        places = order(0, 0, len(held_out)).tolist()
-        entries = [held_out[places[i % len(places)]] for i in range(count)]
-        x = torch.stack([self.validation.latent(entry) for entry in entries])
-        told, texts = self.tell(self.validation, entries, [False] * count), "context" in self.takes
-        none = self.tell(self.validation, entries, [True] * count) if texts else None
-        titles = [entry.caption if texts else "" for entry in entries]
-        return Clips(entries[0].shape[1:], told, none, titles), x, entries[0].fps
 
     def describe(self) -> str:
         frames, height, width = self.clip
         largest = f"{frames} frames of {height} x {width} latent cells"
         return largest + (f", the largest of {len(self.buckets)} shapes" if len(self.buckets) > 1 else "")
-
-    def floors(self, objective: Any) -> list[Floor]:
-        return []
 
 
 def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
@@ -293,7 +194,7 @@ def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
     return [hash_seed("clip", entry.name, epoch) for entry, epoch in zip(entries, epochs)]
 
 
-def _sizes(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
+def sizes_told(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
     """What a model can be told of a clip beside its caption: frames and pixels, not latent cells."""
     rate = fps if frames > 1 else _IMAGE_FPS
     sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": rate}

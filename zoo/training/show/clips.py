@@ -1,0 +1,85 @@
+"""Clips to be drawn, and the pixels of their latents, which all ranks decode together.
+
+Letters: n clips, c channels, t frames, h w height and width in latent cells, y x in pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zoo.pictures import to_pixels
+from zoo.training.task import share
+
+
+@dataclass
+class Clips:
+    """Clips to be drawn, all of one size, and what the model is told of each: tensors with n rows."""
+
+    size: tuple[int, int, int]  # t h w
+    told: dict[str, Tensor]
+    none: dict[str, Tensor] | None  # the same of no class or the empty caption, if guidance is to lead away from it
+    titles: list[str]  # the class or the caption
+    held: Tensor | None = None  # (c, first frames, h, w) that all of them begin with
+
+
+class Pixels:
+    """What stands for the autoencoder where a model works on pixels."""
+
+    factor, causal = (1, 1, 1), False
+
+    def __init__(self, channels: int):
+        self.channels = channels
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        return self.channels, frames, height, width
+
+    def pixel_shape(self, t: int, h: int, w: int) -> tuple[int, int, int]:
+        return t, h, w
+
+    def encode(self, frames: Tensor) -> Tensor:
+        return frames if len(frames) == self.channels else frames.mean(0, keepdim=True)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        return latent
+
+
+def decode(latents: Tensor, codec: Any, group: dist.ProcessGroup | None = None) -> Tensor | None:
+    """The pixels (n c t y x), uint8, of latents (n c t h w) that every rank has: on rank 0, and None elsewhere.
+
+    The ranks share the work: single frames if the codec takes them one by one, else whole clips. Only pixels travel, to
+    rank 0 alone.
+    """
+    n, _, t, h, w = latents.shape
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    frames, height, width = codec.pixel_shape(t, h, w)
+    if codec.causal:
+        whole = torch.empty(n, 3, frames, height, width, dtype=torch.uint8) if rank == 0 else None
+        parts = [to_pixels(codec.decode(latents[i])) for i in share(n, rank, size)]
+        return _to_first(parts, whole, n, rank, size, group)
+    here = share(n * t, rank, size)
+    row = latents.transpose(0, 1).flatten(1, 2)[:, here.start : here.stop]
+    parts = list(to_pixels(codec.decode(row)).transpose(0, 1)) if len(here) else []
+    channels = 3 if not isinstance(codec, Pixels) else codec.channels
+    whole = torch.empty(n * t, channels, height, width, dtype=torch.uint8) if rank == 0 else None
+    whole = _to_first(parts, whole, n * t, rank, size, group)
+    return None if whole is None else whole.unflatten(0, (n, t)).transpose(1, 2)
+
+
+def _to_first(
+    parts: Sequence[Tensor], whole: Tensor | None, units: int, rank: int, size: int, group: dist.ProcessGroup | None
+) -> Tensor | None:
+    """`whole` (units ...) on rank 0, filled with the parts of all ranks, each of which has its `share` of the units."""
+    if whole is None:
+        if parts:
+            dist.send(torch.stack(list(parts)), group=group, group_dst=0)
+        return None
+    if parts:
+        whole[: len(parts)] = torch.stack(list(parts))
+    for other in range(1, size):
+        if theirs := share(units, other, size):
+            dist.recv(whole[theirs.start : theirs.stop], group=group, group_src=other)
+    return whole

@@ -1,0 +1,119 @@
+"""What is shown of a video model on latents, and what infer.py makes: captions are embedded, latents decoded."""
+
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.latent_folder import padded
+from zoo.data.sampling import order
+from zoo.training import UserError, user_error
+from zoo.training.ranks import on_first_rank
+from zoo.training.show import video
+from zoo.training.show.clips import Clips
+from zoo.training.show.video import size_asked
+from zoo.training.tasks.latents import Task, sizes_told
+from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+
+
+class Show(video.Show):
+    """Clips of the largest shape, with their captions."""
+
+    task: Task
+
+    def ready(self) -> None:
+        if self.config.sample.every:
+            on_first_rank(self._try_decoder)
+
+    def _try_decoder(self) -> None:
+        """Now rather than hours later."""
+        advice = "sample.vae names its folder, and sample.every=0 samples nothing"
+        try:
+            self.check(self._autoencoder(None, "cpu", advice), "vae")
+        except CodecError as error:
+            raise UserError(f"sample.every={self.config.sample.every}: {error}") from None
+
+    def codec(self, path: Path | None, device: torch.device) -> Any:
+        codec = self._autoencoder(path, device, "--vae names its folder")
+        on_first_rank(lambda: user_error(self.check, codec, "vae"))
+        return codec
+
+    def _autoencoder(self, path: Path | None, device: torch.device | str, advice: str) -> Any:
+        assert self.task.manifest is not None
+        try:
+            return Autoencoder.load(path or self.config.sample.vae or self.task.manifest.vae_path, device)
+        except CodecError as error:
+            raise CodecError(f"{error}; {advice}") from None
+
+    def check(self, encoder: Any, kind: str) -> None:
+        """A CodecError if this is another autoencoder ("vae") or text encoder ("text") than that of the latents."""
+        name, path, known = (getattr(self.task.manifest, f"{kind}{what}") for what in ("", "_path", "_hash"))
+        if encoder.fingerprint != known:
+            raise CodecError(
+                f"the {encoder.name} at {encoder.path} is another than the {name} (then at {path}) that encoded the "
+                f"training data: its fingerprint is {encoder.fingerprint[:12]}, not {known[:12]}"
+            )
+
+    def real(self, count: int) -> tuple[Clips, Tensor, float]:
+        held_out = next(clips for clips in self.task.validation.clips if clips)  # of the largest shape that has any
+        places = order(0, 0, len(held_out)).tolist()
+        entries = [held_out[places[i % len(places)]] for i in range(count)]
+        x = torch.stack([self.task.validation.latent(entry) for entry in entries])
+        told, texts = self.task.tell(self.task.validation, entries, [False] * count), "context" in self.task.takes
+        none = self.task.tell(self.task.validation, entries, [True] * count) if texts else None
+        titles = [entry.caption if texts else "" for entry in entries]
+        return Clips(entries[0].shape[1:], told, none, titles), x, entries[0].fps
+
+
+class Infer(video.Infer):
+    """Draws clips of captions."""
+
+    show: Show
+    task: Task
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        super().arguments(parser)
+        parser.set_defaults(clips=1)
+        elsewhere = "if it is not where the manifest of the latents says"
+        parser.add_argument("--vae", type=Path, help=f"folder of the autoencoder, {elsewhere}")
+        parser.add_argument("--text", type=Path, help=f"folder of the text encoder, {elsewhere}")
+
+    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
+        assert self.task.manifest is not None
+        if options.prompt and "context" not in self.task.takes:
+            raise ValueError(f"--prompt: the model {self.config.model.name} takes no text")
+        captions = options.prompt or [""] * options.clips
+        if options.negative_prompt is not None and (options.guidance == 1 or not options.prompt):
+            raise ValueError("--negative-prompt is what guidance leads away from: it needs --prompt and --guidance")
+        folder = self.task.read()
+        pixels = size_asked(options, codec.pixel_shape(*folder.buckets[0].shape))
+        size = codec.latent_shape(*pixels)[1:]
+        fps = getattr(options, "fps", Counter(entry.fps for entry in folder.clips[0]).most_common(1)[0][0])
+        sizes, none = sizes_told(*pixels, fps), None
+        told = {name: torch.full((len(captions),), sizes[name]) for name in sizes if name in self.task.takes}
+        if "context" in self.task.takes:
+            texts = [folder.latents.unconditional()] * (len(captions) + 1)
+            if options.prompt:
+                wanted = [*captions, options.negative_prompt or ""]
+                texts = on_first_rank(lambda: user_error(self._embed, options.text, wanted, device))
+            padded_texts = zip(*(padded(text, self.task.manifest.text_length) for text in texts))
+            text = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
+            if options.prompt:
+                none = told | {name: rows[-1:].expand_as(rows[:-1]) for name, rows in text.items()}
+            told |= {name: rows[:-1] for name, rows in text.items()}
+        return Clips(size, told, none, captions), fps
+
+    def _embed(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
+        """The embeddings [l, e] of captions, of the text encoder of the training data."""
+        known = self.task.manifest
+        assert known is not None
+        try:
+            encoder = TextEncoder.load(path or known.text_path, device, length=known.text_length)
+        except CodecError as error:
+            raise CodecError(f"{error}; --text names the folder of the text encoder") from None
+        self.show.check(encoder, "text")
+        return encoder.encode(captions)

@@ -1,0 +1,222 @@
+"""What is shown of a protein model: contacts of held-out proteins; and what infer.py predicts from files."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.data.protein.example import Example, draw
+from zoo.data.protein.given import find
+from zoo.data.protein.record import Protein
+from zoo.protein.distogram import CONTACT, contact_probability, distances, edges, expected_distance
+from zoo.protein.metrics import (
+    average,
+    contact_precision,
+    distance_lddt,
+    masked_accuracy,
+    mutual_information,
+    range_of_pairs,
+)
+from zoo.protein.objective import Frequencies
+from zoo.protein.picture import ContactMap, save_contact_maps, write_contacts
+from zoo.training import UserError, task, user_error
+from zoo.training.ranks import on_first_rank, say
+from zoo.training.task import Floor
+from zoo.training.tasks.protein import Task
+
+FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
+
+
+@dataclass
+class Predicted:
+    """A protein, and what a model makes of it."""
+
+    protein: Protein
+    contact: Tensor  # [r, r] probability
+    distance: Tensor  # [r, r] Å
+    accuracy: float | None = None  # of hidden letters, but for those of the first row: the sequence tells them
+    distogram: Tensor | None = None  # [r, r, 64] float16, the probability of every bin
+
+    def measure(self) -> dict[str, float]:
+        """Nothing if the structure is not known.
+
+        The distances are those of the contact atoms. lDDT-Cβ compares them with what they are of, lDDT-Cα with those
+        of Cα atoms, as the field reports it: perfect by the first is 0.68 by the second.
+        """
+        known = truth(self.protein)
+        found: dict[str, float | None] = {**contact_precision(self.contact, *known)}
+        for name, (position, seen) in (("Cβ", known[:2]), ("Cα", map(torch.from_numpy, self.protein.atoms("CA")))):
+            found[f"lDDT-{name}"] = distance_lddt(self.distance, position, seen)
+        found["masked accuracy"] = self.accuracy
+        return {name: value for name, value in found.items() if value is not None}
+
+    def contacts(self) -> int:
+        """How many pairs are in contact in truth, of those that are measured."""
+        position, seen, *places = truth(self.protein)
+        counted = torch.stack(list(range_of_pairs(*places).values())).any(0) & seen[:, None] & seen
+        return int((counted & (distances(position, position) < CONTACT)).sum())
+
+    def map(self, measured: Mapping[str, float]) -> ContactMap:
+        title = f"{self.protein.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in measured.items() if k.endswith("P@L/2"))
+        return ContactMap(title.removesuffix(": "), self.contact, *truth(self.protein))
+
+
+class Show(task.Show):
+    """Maps of contacts, predicted and true."""
+
+    task: Task
+
+    def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> list[Predicted]:
+        """What the model says of held-out proteins, some letters hidden as in validation."""
+        made, chosen = [], self.task.validation_examples(self.config.sample.proteins)
+        for i, example in enumerate(chosen):
+            drawn = example()
+            made.append(self.predict(model, drawn, device, recycles=self.config.objective.recycles))
+            on_step(i + 1, len(chosen))
+        return made
+
+    def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
+        given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
+        inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
+        with torch.no_grad():
+            found = model(**inputs, **options)
+        r, accuracy = len(example.protein), None
+        if example.chosen[1:].any():
+            letters, target, chosen = found.letters[0].cpu(), given["msa_target"], given["msa_weight"]
+            accuracy = masked_accuracy(letters[1:], target[1:], chosen[1:])
+        probability, distance = (x[0, :r, :r].cpu() for x in (found.probability, found.distance))
+        bins = None if found.distogram is None else found.distogram[0, :r, :r].cpu()
+        return Predicted(example.protein, probability, distance, accuracy, bins)
+
+    def write(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
+        measured = [predicted.measure() for predicted in samples]
+        richest = sorted(zip(samples, measured), key=lambda pair: -pair[0].contacts())[: self.config.sample.drawn]
+        save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
+        return {f"val_{name}": value for name, value in average(measured).items()}
+
+    def floors(self, objective: Any) -> list[Floor]:
+        if not self.config.eval.floors:
+            return []
+        seed, n = self.config.train.seed, len(self.task.train)
+        train = [self.task.draw(self.task.train, "train", seed, i // n, i % n) for i in range(FLOOR_EXAMPLES)]
+        validation = [example() for example in self.task.validation_examples(self.config.eval.proteins)]
+        shown, told = ([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
+        frequencies = Frequencies(shown)
+        terms = average([frequencies.losses(sample) for sample in told])
+        words = "frequencies of letters in a column, of distances by separation"
+        floors = [Floor("frequency_floor", words, sum(terms.values()))]
+        by_frequency, by_information = [], []
+        for example in self.task.validation_examples(self.config.sample.proteins):
+            protein = example().protein
+            known = truth(protein)
+            logits = frequencies.distogram(*known[2:])
+            guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
+            by_frequency.append(guess.measure())
+            if len(protein.msa) > 1:
+                by_information.append(contact_precision(mutual_information(torch.from_numpy(protein.msa)), *known))
+        for key, words, found in (
+            ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
+            ("frequency_floor", "frequencies of distances", average(by_frequency)),
+            ("apc_floor", "mutual information of the same rows", average(by_information)),
+        ):
+            floors += [Floor(f"{key} {name}", f"{words}, {name}", value) for name, value in found.items()]
+        if not by_information:
+            say("alignments of one row: mutual information is not defined, and hidden letters stand in the sequence")
+        return floors
+
+
+def truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Position [r, 3] and `seen` [r] of the contact atoms, residue_index [r], asym_id [r]."""
+    arrays = (*protein.contact_atoms(), protein.residue_index, protein.asym_id)
+    position, seen, residue_index, asym_id = (torch.from_numpy(array) for array in arrays)
+    return position, seen, residue_index, asym_id
+
+
+class Infer(task.Infer):
+    """Predicts proteins one by one, and writes a table, arrays and a map of each."""
+
+    show: Show
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        data = self.config.data
+        parser.add_argument("files", type=Path, nargs="+", help="structures, alignments, folders of both")
+        parser.add_argument(
+            "--complex", action="store_true", help="alignments without a structure are the chains of one complex"
+        )
+        parser.add_argument("--rows", type=int, default=data.rows, help="rows of the alignment")
+        if data.extra_rows:
+            parser.add_argument("--extra-rows", type=int, default=data.extra_rows, help="rows of the extra one")
+        parser.add_argument(
+            "--recycles", type=int, default=self.config.objective.recycles,
+            help="further passes, each from what the last one made; as many as in training, if not said",
+        )  # fmt: skip
+        parser.add_argument("--least", type=float, default=0.1, help="least probability of the contacts in the table")
+        parser.add_argument(
+            "--distogram", action="store_true",
+            help="store the probabilities of all bins of distance too: 128 r² bytes on every rank for r residues",
+        )  # fmt: skip
+        parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
+
+    def run(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        for name, least in (("rows", 1), ("extra_rows", 1), ("recycles", 0)):
+            if getattr(options, name, least) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+        given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
+        written, measured, skipped = [], [], []
+        for i, one in enumerate(given):
+            try:
+                protein = on_first_rank(partial(user_error, one.read))
+            except UserError as error:
+                if len(given) == 1:
+                    raise
+                skipped.append(str(error))
+                say(f"skipped {error}")
+                continue
+            rows = min(options.rows, len(protein.msa))
+            sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+            example = draw(protein, "inference", options.seed, **sizes, share=0)
+            asked = {"recycles": options.recycles, "distogram": options.distogram}
+            predicted = self.show.predict(model, example, device, **asked)
+            files, found = on_first_rank(partial(write, options.out, predicted, options.least))
+            written += files
+            measured.append(found)
+            chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
+            say(f"{protein.name}: {len(protein)} residues{chains}, {rows} of {len(protein.msa)} rows; {words(found)}")
+            on_step(i + 1, len(given))
+        if not written:
+            raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
+        if len(given) > 1:
+            mean = f"; mean {words(found)}" if (found := average(measured)) else ""
+            say(f"{len(measured)} of {len(given)} proteins predicted, {len(skipped)} skipped{mean}")
+        return written
+
+
+def words(measured: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in measured.items()) or "its structure is not known"
+
+
+def write(directory: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
+    """NAME.csv, NAME.npz and NAME.png; and what was measured."""
+    protein, measured = predicted.protein, predicted.measure()
+    directory.mkdir(parents=True, exist_ok=True)
+    table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
+    write_contacts(table, protein, predicted.contact, predicted.distance, least)
+    values = {
+        "contact": predicted.contact.numpy(), "distance": predicted.distance.numpy(),
+        "sequence": np.array(protein.sequence), "chain": np.array(protein.chains)[protein.asym_id],
+        "residue_index": protein.residue_index, "residue_id": np.array(protein.residue_ids),
+    }  # fmt: skip
+    if predicted.distogram is not None:
+        values |= {"distogram": predicted.distogram.numpy(), "edges": edges().numpy()}
+    with arrays.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **values)
+    save_contact_maps(picture, [predicted.map(measured)])
+    return [table, arrays, picture], measured

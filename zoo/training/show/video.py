@@ -1,0 +1,288 @@
+"""What is shown of a video model: clips drawn from noise, and the floor of a linear denoiser; and what infer.py draws.
+
+A training run, every now and then, draws clips of the classes or captions of real ones, and shows each under the real
+one; infer.py draws what it is asked for. Letters: n clips, c channels, t frames, h w height and width in latent cells
+(for pixels: pixels), b clips of a batch.
+"""
+
+import time
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.sampling import hash_seed, order
+from zoo.data.video_folder import read_frames
+from zoo.pictures import GREY, need_av, save_gif, save_mp4
+from zoo.training import UserError, task, user_error
+from zoo.training.ranks import on_first_rank
+from zoo.training.show.clips import Clips, Pixels, decode
+from zoo.training.task import Floor
+from zoo.training.tasks.video import Task
+from zoo.video.diffusion import ddim, euler, seeded_noise
+from zoo.video.linear_denoiser import linear_denoiser_loss
+
+SAMPLES = hash_seed("samples")
+FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # to fit a linear denoiser on, and values of one
+FPS = 8.0  # where the data does not say
+FORMATS = ("gif", "mp4")
+
+
+@dataclass
+class Pairs:
+    """Samples and the real clips beside them, (n c t y x) uint8, on rank 0; None elsewhere."""
+
+    real: Tensor | None
+    samples: Tensor | None
+    titles: list[str]
+    fps: float
+
+
+class Show(task.Show):
+    """Clips that the model draws, each under the real one of its class or caption."""
+
+    media = "gif"
+    task: Task
+
+    def codec(self, path: Path | None, device: torch.device) -> Any:
+        """What decodes the model's clips: `Pixels`, or the autoencoder at `path` (None: where the data says)."""
+        return Pixels(self.task.channels)
+
+    def ready(self) -> None:
+        flow, size = self.config.objective.name == "rectified_flow", prod(self.task.shape) * self.task.clip[0]
+        if self.config.eval.linear_floor and not (flow and size <= FLOOR_SIZE):
+            raise UserError(
+                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {FLOOR_SIZE} values"
+            )
+
+    def real(self, count: int) -> tuple[Clips, Tensor, float]:
+        """Validation clips of one size, always the same: what is told of them, they (n c t h w), frames a second."""
+        places = order(0, 0, len(self.task.validation)).tolist()
+        chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
+        if classes := self.task.num_classes:  # one of each in turn
+            of = {i: self.task.validation.clip(i, 0, range(0))["label"] for i in places}
+            turns = {label: [i for i in places if of[i] == label] for label in range(classes)}
+            rounds = [(i % classes, i // classes) for i in range(count)]
+            chosen = [(turns[label][n % len(turns[label])], n // len(turns[label])) for label, n in rounds]
+        clips = [self.task.validation.clip(index, epoch) for index, epoch in chosen]
+        fps = self.config.data.fps or FPS
+        told = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
+        return told, torch.stack([clip["x"] for clip in clips]), fps
+
+    def clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
+        """Clips of these classes, which are not used where the model is told none."""
+        told, none, classes = torch.tensor(labels), None, self.task.num_classes
+        if classes is not None:
+            none = self.task.told(torch.full_like(told, classes), size, fps)
+        titles = ["" if classes is None else str(label) for label in labels]
+        return Clips(size, {} if none is None else self.task.told(told, size, fps), none, titles)
+
+    def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
+        """Clips from fixed noise, of the classes or captions of real ones, and these."""
+        options = self.config.sample
+        clips, x, fps = user_error(self.real, options.clips)
+        made = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
+        codec = user_error(self.codec, None, device)
+        return Pairs(decode(x, codec), decode(made, codec), clips.titles, fps)
+
+    def write(self, samples: Pairs, path: Path) -> Mapping[str, float]:
+        assert samples.real is not None
+        assert samples.samples is not None
+        n, c, t, _, w = samples.real.shape
+        line = torch.full((n, c, t, 1, w), GREY, dtype=torch.uint8)
+        pairs = torch.cat([samples.real, line, samples.samples], dim=3)  # the sample under the real clip
+        titles = samples.titles if any(samples.titles) else None
+        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=titles)
+        return {}
+
+    def draw(
+        self,
+        model: Callable[..., Tensor],
+        clips: Clips,
+        seed: int,
+        steps: int,
+        guidance: float,
+        device: torch.device,
+        on_step: Callable[..., None],
+    ) -> Tensor:
+        """Latents (n c t h w) on the CPU, from noise that depends on `seed` and on a clip's place, a batch at a time.
+
+        Every rank has them whole. They are the same on any number of ranks but for rounding: a rank multiplies other
+        shares of the tokens by the same weights, and matrix products of another shape round otherwise.
+        """
+        sampler: Any = {"rectified_flow": euler, "iddpm": ddim}[self.config.objective.name]
+        frames, height, width = clips.size
+        n, made = len(clips.titles), []
+        batches = range(0, n, self.config.train.batch)
+        for done, start in enumerate(batches):
+            ids = range(start, min(start + self.config.train.batch, n))
+            noise = seeded_noise(seed, 0, ids, range(frames), (self.task.channels, height, width), device=device)
+            given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in clips.told.items()}
+            given["guidance"] = 1.0 if clips.none is None else guidance
+            if clips.none is not None:
+                given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.none.items()}
+            if clips.held is not None:
+                first = clips.held.shape[1]
+                given["clean"] = torch.zeros_like(noise)
+                given["clean"][:, :, :first] = clips.held.to(device)
+                given["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
+            count = lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps)  # noqa: E731
+            made.append(sampler(model, noise, steps, on_step=count, **given).cpu())
+        return torch.cat(made)
+
+    def floors(self, objective: Any) -> list[Floor]:
+        if not getattr(self.config.eval, "linear_floor", False):
+            return []
+        return [Floor("linear_floor", "best linear denoiser on the same data", self.linear_floor(objective))]
+
+    def linear_floor(self, objective: Any) -> float:
+        """The validation loss of the best linear denoiser, fitted to training clips."""
+        fit = [(i % len(self.task.train), i // len(self.task.train)) for i in range(FLOOR_CLIPS)]
+        train = [self.task.train.clip(index, epoch) for index, epoch in fit]
+        validation = [self.task.validation.clip(index, epoch) for index, epoch in self.task.judged_clips()]
+        x, y = (torch.stack([clip["x"] for clip in clips]) for clips in (train, validation))
+        levels = objective.validation_levels(self.config.eval.levels)
+        if self.task.num_classes is None:
+            return linear_denoiser_loss(x, y, levels).mean().item()
+        labels = (torch.tensor([clip["label"] for clip in clips]) for clips in (train, validation))
+        return linear_denoiser_loss(x, y, levels, *labels).mean().item()
+
+
+def columns(n: int) -> int | None:
+    """Of a grid of n whose rows are full, if there is one."""
+    return max((columns for columns in range(2, 9) if n % columns == 0), default=None)
+
+
+class Infer(task.Infer):
+    """Draws clips and writes movies."""
+
+    show: Show
+    task: Task
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        options, classes = self.config.sample, getattr(self.config.data, "classes", None)
+        if classes:
+            parser.add_argument(
+                "--label", type=int, nargs="+", help=f"one clip of each class given, 0 to {classes - 1}"
+            )
+        parser.add_argument("--prompt", nargs="+", help="one clip of each caption given", metavar="CAPTION")
+        parser.add_argument("--negative-prompt", help="what guidance leads away from", metavar="CAPTION")
+        parser.add_argument("--clips", type=int, default=options.clips, help="or this many clips")
+        trained = "default: that of the largest clips of training"
+        for name in ("frames", "height", "width"):
+            parser.add_argument(f"--{name}", type=int, default=SUPPRESS, help=f"of a clip, in pixels ({trained})")
+        parser.add_argument("--fps", type=float, default=SUPPRESS, help=f"frames a second ({trained})")
+        parser.add_argument("--first-frame", type=Path, help="an image or a video that every clip begins with")
+        parser.add_argument("--hold", type=int, help="only so many of its frames")
+        parser.add_argument("--steps", type=int, default=options.steps, help="sampling steps")
+        parser.add_argument("--guidance", type=float, default=options.guidance, help="classifier-free guidance")
+        parser.add_argument("--seed", type=int, default=0, help="another number gives other clips")
+        parser.add_argument("--format", default="gif", help="gif (all clips in one), mp4 (a file a clip) or gif,mp4")
+
+    def run(
+        self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
+    ) -> list[Path]:
+        formats, watch = options.format.split(","), Stopwatch()
+        if unknown := sorted(set(formats) - set(FORMATS)):
+            raise ValueError(f"--format {options.format}: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+        for name in ("clips", "frames", "height", "width", "hold", "steps"):
+            if (getattr(options, name, None) or 1) < 1 or getattr(options, name, None) == 0:
+                raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+        if getattr(options, "fps", 1) <= 0:
+            raise ValueError(f"--fps {options.fps}: must be above 0")
+        if options.first_frame and not self.task.masked:
+            raise ValueError(
+                "--first-frame: this model was trained without clean frames (objective.first_frame and "
+                "objective.random_frames were 0), so it cannot go on from one"
+            )
+        if "mp4" in formats:
+            need_av()
+        with watch("loading"):
+            codec = self.show.codec(getattr(options, "vae", None), device)
+        with watch("text"):
+            clips, fps = self.asked(options, codec, device)
+        if options.first_frame:
+            with watch("encoding"):
+                clips.held = on_first_rank(lambda: user_error(held_frames, options, clips.size, codec))
+        with watch("sampling"):
+            seed = hash_seed("inference", options.seed)
+            made = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
+        with watch("decoding"):
+            pixels = decode(made, codec)
+        with watch("writing"):
+            written = on_first_rank(lambda: user_error(write, options, formats, pixels, fps))
+        rounds = options.steps * -(-len(made) // self.config.train.batch)
+        watch.notes["sampling"] = f" ({watch.spent['sampling'] / rounds:.3g} s a step)"
+        self.account = f"{watch}; {len(made)} x {self.task.tokens_of(clips.size):,} tokens"
+        return written
+
+    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
+        """The clips that infer.py is asked for, and their frames a second. A ValueError names a wrong option."""
+        for name in ("prompt", "negative_prompt"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: the data of this run ({self.config.data.name}) has no captions"
+                    + ("; --label names classes" if self.task.num_classes is not None else "")
+                )
+        labels, classes = getattr(options, "label", None), self.task.num_classes
+        if labels and not all(0 <= label < (classes or 0) for label in labels):
+            known = "the model knows no classes" if classes is None else f"the classes are 0 to {classes - 1}"
+            raise ValueError(f"--label {' '.join(map(str, labels))}: {known}")
+        if options.guidance != 1 and classes is None:
+            raise ValueError(f"--guidance {options.guidance:g}: the model is told no class, so it takes no guidance")
+        fps = getattr(options, "fps", self.config.data.fps or FPS)
+        labels = labels or [i % (classes or 1) for i in range(options.clips)]
+        return self.show.clips(labels, size_asked(options, self.task.clip), fps), fps
+
+
+def size_asked(options: Namespace, trained: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Frames, height and width in pixels; those of training where nothing is said."""
+    frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), trained))
+    return frames, height, width
+
+
+def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> Tensor:
+    """The latent (c, first frames, h, w) of the file that the clips begin with."""
+    frames, height, width = codec.pixel_shape(*size)
+    x = read_frames(options.first_frame, height, width, most=options.hold)
+    shown = f"--first-frame {options.first_frame}"
+    if options.hold and x.shape[1] < options.hold:
+        raise ValueError(f"{shown} has {x.shape[1]} frames, fewer than --hold {options.hold}")
+    if x.shape[1] >= frames:
+        raise ValueError(f"{shown}: {x.shape[1]} of {frames} frames, which leaves none to make; --hold takes fewer")
+    user_error(codec.latent_shape, *x.shape[1:], prefix=f"{shown}: ")
+    return codec.encode(x)
+
+
+def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float) -> list[Path]:
+    written, stem = [], f"seed-{options.seed}"
+    if "gif" in formats:
+        written.append(options.out / f"{stem}.gif")
+        save_gif(written[-1], pixels, fps=fps, columns=columns(len(pixels)))
+    for i in range(len(pixels) if "mp4" in formats else 0):
+        written.append(options.out / (f"{stem}-{i}.mp4" if len(pixels) > 1 else f"{stem}.mp4"))
+        save_mp4(written[-1], pixels[i : i + 1], fps=fps)
+    return written
+
+
+class Stopwatch:
+    """How long the parts of a job took, by name."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.spent[name] = time.perf_counter() - began
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {spent:.2f} s{self.notes.get(name, '')}" for name, spent in self.spent.items())

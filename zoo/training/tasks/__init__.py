@@ -1,0 +1,1 @@
+"""What runs train on: data, batches, and the loss of the model on them."""

@@ -1,0 +1,229 @@
+"""The protein task: crops of proteins with their alignments, hidden letters and distances to be told.
+
+Every batch is a pure function of the step. Of the alignment a rank makes the rows it holds, of the pairs its rows i.
+Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.example import Example, draw
+from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.record import Protein
+from zoo.data.protein.synthetic import PottsFamilies
+from zoo.data.sampling import generator
+from zoo.protein.distogram import BINS
+from zoo.protein.objective import ProteinObjective
+from zoo.protein.prediction import Predictor
+from zoo.training import UserError, task, user_error
+from zoo.training.ranks import on_first_rank
+from zoo.training.sections import option
+from zoo.training.task import Inputs
+
+_FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
+
+
+@dataclass
+class Synthetic:
+    name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
+    residues: int = option(48, "residues of a family", least=8)
+    rows: int = option(32, "rows of its alignment that a sample has", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
+    families: int = option(512, "families for training", least=1)
+    depth: int = option(64, "rows drawn of each", least=1)
+    coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
+
+
+@dataclass
+class Embedded:
+    name: str = option(
+        "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
+    )
+    residues: int = option(128, "residues of a crop", least=8)
+    rows: int = option(1, "rows of the alignment; there is one", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
+    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+
+
+@dataclass
+class Folder:
+    name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
+    path: str | None = option(None, "the folder; required")
+    residues: int = option(256, "residues of a crop", least=8)
+    rows: int = option(128, "rows of the alignment that a sample has", least=1)
+    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
+    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+    validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
+
+
+DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}
+
+
+@dataclass
+class Objective:
+    name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
+    recycles: int = option(0, "most further passes, each from what the last one made; a step draws 0 to all", least=0)
+
+
+@dataclass
+class Eval:
+    every: int = option(500, "steps between validations; 0 for none", least=0)
+    proteins: int = option(16, "validation samples, the same at every validation", least=1)
+    floors: bool = option(False, "also report what needs no model: frequencies, and mutual information")
+
+
+@dataclass
+class Sample:
+    every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
+    proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
+    drawn: int = option(3, "of these in the picture: those with most contacts", least=1)
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def protein(self, index: int) -> Protein: ...
+
+
+class Task(task.Task):
+    """Proteins: a rank holds a range of the rows of each alignment and of the rows i of its pairs."""
+
+    def __init__(self, config: Any, *where: Any):
+        super().__init__(config, *where)
+        data = config.data
+        self.validation_samples = config.eval.proteins
+        self.tokens = data.rows * data.residues
+        self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
+
+    def open(self) -> None:
+        data, seed = self.config.data, self.config.train.seed
+        needed = max(self.config.eval.proteins, self.config.sample.proteins)
+        self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, needed, prefix="data: "))
+
+    # ------------------------------------------------------------------------------------------------ model, objective
+
+    def model(self) -> nn.Module:
+        model = self.create()
+        self.inputs = list(inspect.signature(model.forward).parameters)
+        if "msa" not in self.inputs:
+            raise UserError(f"model {self.config.model.name} is not one of proteins: it takes {', '.join(self.inputs)}")
+        if (bins := getattr(model.config, "bins", BINS)) != BINS:
+            raise UserError(
+                f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}"
+            )
+        wanted, rows = getattr(model.config, "extra_depth", 0), self.shape["extra"]
+        if wanted and not rows:
+            raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
+        if rows and not wanted:
+            raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
+        return model
+
+    def objective(self, model: nn.Module) -> nn.Module:
+        return ProteinObjective(model)
+
+    def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
+        b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
+        whole, seen = partial(torch.zeros, dtype=torch.long), partial(torch.ones, dtype=torch.bool)
+        inputs: dict[str, Any] = {
+            "msa": whole(b, s, r), "deletions": torch.zeros(b, s, r), "msa_mask": seen(b, s, r),
+            "msa_target": whole(b, s, r), "msa_weight": torch.ones(b, s, r), "bins": whole(b, r, r),
+            "pair_weight": torch.ones(b, r, r), "sequence": whole(b, r), "residue_index": whole(b, r),
+            "asym_id": whole(b, r), "mask": seen(b, r), "recycles": self.config.objective.recycles - bucket,
+        }  # fmt: skip
+        extra = {"extra_msa": whole(b, t, r), "extra_deletions": torch.zeros(b, t, r), "extra_mask": seen(b, t, r)}
+        return inputs | (extra if t else {})
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
+        seed, chosen = self.config.train.seed, self.drawn(step, micro, group, groups, len(self.train))
+        examples = [self.draw(self.train, "train", seed, epoch, index) for epoch, index in chosen]
+        return self._inputs(examples, self.recycles(step))
+
+    def bucket(self, step: int, groups: int) -> int:
+        return self.config.objective.recycles - self.recycles(step)
+
+    def recycles(self, step: int) -> int:
+        """How many recycled passes a training step has, the same for all groups so that none waits for another.
+
+        Uniform from 0 to all of them (AF2 supplement, 1.10), a pure function of the step. Every pass sees the same
+        rows and hidden letters, where AlphaFold draws them anew.
+        """
+        random = generator("recycles", self.config.train.seed, step)
+        return int(torch.randint(self.config.objective.recycles + 1, (), generator=random))
+
+    def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
+        chosen = self.validation_examples(self.config.eval.proteins)[group::groups]
+        for start in range(0, len(chosen), self.config.train.batch):
+            examples = [example() for example in chosen[start : start + self.config.train.batch]]
+            yield 0, len(examples), self._inputs(examples, self.config.objective.recycles)
+
+    def validation_examples(self, count: int) -> list[Callable[[], Example]]:
+        """The first `count`, spread over the validation set; if it has too few proteins, several crops of each."""
+        n = len(self.validation)
+
+        def example(i: int) -> Callable[[], Example]:
+            return lambda: self.draw(self.validation, "validation", 0, i // n, i % n)
+
+        return [example(i * n // count if count < n else i) for i in range(count)]
+
+    def draw(self, data: Dataset, split: str, seed: int, epoch: int, index: int) -> Example:
+        options = self.config.data
+        return draw(
+            data.protein(index), split, seed, epoch, index, **self.shape, share=options.masked,
+            spatial=getattr(options, "crop", "") == "spatial",
+        )  # fmt: skip
+
+    def _inputs(self, examples: Sequence[Example], recycles: int) -> Inputs:
+        """What this rank holds of a batch."""
+
+        def stacked(of: Callable[[Example], dict[str, Tensor]]) -> dict[str, Tensor]:
+            parts = [of(example) for example in examples]
+            return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+        def divided(what: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
+            length = self.shape[what]
+            found = stacked(lambda example: of(example, self.here(length)))
+            for name, sums in counted.items():
+                if name in found:
+                    found[name] /= sums[:, None, None]
+            return {name: self.part(x, 1, length) for name, x in found.items()}
+
+        # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
+        seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
+        counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2}
+        inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
+        inputs |= {**stacked(Example.single), "recycles": recycles}
+        return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
+
+    def predictor(self, model: nn.Module) -> nn.Module:
+        return Predictor(model)
+
+    def describe(self) -> str:
+        rows, extra, recycles = self.shape["rows"], self.shape["extra"], self.config.objective.recycles
+        words = f"{rows} + {extra} rows" if extra else f"{rows} row{'s' if rows > 1 else ''}"
+        passes = f", {recycles} recycled pass{'es' if recycles > 1 else ''} (a step draws 0 to {recycles})"
+        return f"{words} of {self.shape['residues']} residues{passes if recycles else ''}"
+
+
+def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
+    """The training and the validation set that `data` describes."""
+    if isinstance(data, Synthetic):
+        options: dict[str, Any] = {"residues": data.residues, "rows": data.depth, "coupling": data.coupling}
+        return (
+            PottsFamilies("train", families=data.families, seed=seed, **options),
+            PottsFamilies("validation", families=needed, seed=0, **options),
+        )
+    if isinstance(data, Embedded):
+        return EmbeddedProteins("train"), EmbeddedProteins("validation")
+    return ProteinFolder(data.path).split(data.validation)

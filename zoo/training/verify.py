@@ -1,0 +1,138 @@
+"""Reading a checkpoint without trusting it: every file is what the manifest says, and nothing in it can run code.
+
+DCP itself loads a shard with a flipped bit without a word, and unpickles what it finds.
+"""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be trusted; the message names the file."""
+
+
+def verify(path: Path) -> tuple[dict[str, Any], Metadata]:
+    """The state and the metadata of a checkpoint whose every file is what its manifest says.
+
+    Damaged, on all ranks, if one is not. The ranks share the reading.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem, state, metadata = None, {}, None
+    try:
+        files = read_json(path / "manifest.json")
+        for name in sorted(files)[rank::world]:
+            if Path(name).name != name or not (path / name).is_file():
+                raise Damaged(f"{path / name} is missing")
+            if (size := (path / name).stat().st_size) != files[name]["size"]:
+                raise Damaged(f"{path / name} has {size} bytes, the manifest says {files[name]['size']}")
+            if digest(path / name) != files[name]:
+                raise Damaged(f"{path / name} differs from the checksum in the manifest")
+        for name in ("state.json", ".metadata"):
+            if name not in files:
+                raise Damaged(f"{path / name} is not in the manifest")
+    except Damaged as error:
+        problem = str(error)
+    except (OSError, KeyError, TypeError) as error:
+        problem = f"{path / 'manifest.json'}: {error!r}"
+    raise_together(problem)
+    try:
+        state = read_json(path / "state.json")
+        if state.get("format") != FORMAT:
+            raise Damaged(f"{path / 'state.json'} has format {state.get('format')}, this program reads {FORMAT}")
+        metadata = read_metadata(path / ".metadata", allowed_files=set(files))
+    except Damaged as error:
+        problem = str(error)
+    raise_together(problem)
+    assert metadata is not None
+    return state, metadata
+
+
+_PLAIN = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+_ALLOWED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_PLAIN.split(), "_MEM_FORMAT_ENCODING")),
+    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds DCP's own data classes and nothing else, so that reading a file cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
+    """DCP's `.metadata`, checked: plain classes, tensors alone, inside the checkpoint's own files."""
+    try:
+        with path.open("rb") as file:
+            metadata = _PlainUnpickler(file).load()
+    except Exception as error:  # a broken pickle can raise anything
+        raise Damaged(f"{path}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise Damaged(f"{path} holds no checkpoint metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise Damaged(f"{path}: {name} is not a tensor")
+    for info in metadata.storage_data.values():
+        if info.relative_path not in allowed_files or info.transform_descriptors:
+            raise Damaged(f"{path} points at {info.relative_path}, which is not in the manifest")
+    return metadata
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader on metadata that is already read and checked."""
+
+    def __init__(self, path: Path, metadata: Metadata):
+        super().__init__(path)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.metadata.storage_meta is None:
+            self.metadata.storage_meta = StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise Damaged(f"{path}: expected an object")
+    return value
+
+
+def digest(path: Path) -> dict[str, Any]:
+    found, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+            size += len(block)
+    return {"size": size, "sha256": found.hexdigest()}
+
+
+def raise_together(problem: str | None) -> None:
+    """Raise Damaged on every rank if any rank has a problem."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if first := next((p for p in problems if p), None):
+        raise Damaged(first)
