@@ -1,10 +1,8 @@
 """What every video model of the zoo owes: counts, any lengths, stages that are what they say, weights that learn."""
 
-import ast
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -374,15 +372,3 @@ def test_weights_can_be_initialised_after_meta(name, overrides):
         assert param.isfinite().all(), key
         assert torch.equal(param, other), key
     assert model(**model.example_inputs()).abs().max() == 0
-
-
-def test_models_are_single_device_code():
-    home = Path(zoo.__file__).parent
-    programs = {home / "video" / "encode.py"}  # started by torchrun, as train.py is
-    models = {path for path in home.rglob("*.py") if home / "training" not in path.parents} - programs
-    for path in sorted(models):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [n for n in names if n.split(".")[0] == "dsp" or "distributed" in n], path

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zoo.contract import check
+
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
     "axial_image": "zoo.image.axial:AxialImage",
@@ -41,8 +43,8 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
     """Build a model on the default device (meta included), freshly initialised.
 
     ``size`` picks a row of the model's table of sizes (the first when None) and ``overrides`` replace single values
-    of its Config. The model has ``.config``, ``.stages`` (module pattern -> what the stage computes over) and
-    ``.example_inputs(batch=1, **lengths)`` (the forward's keyword arguments).
+    of its Config. What a model has is in ``zoo.contract``: ``.config``, ``.stages`` (module pattern -> what the stage
+    computes over), ``.example_inputs(batch=1, **lengths)`` (the forward's keyword arguments) and more.
 
     Raises ValueError for a name, a size or an override that does not exist or does not fit.
     """
@@ -59,7 +61,9 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
             wanted = getattr(hints[key], "__name__", None) or str(hints[key])
             wanted = str(hints[key]) if typing.get_args(hints[key]) else wanted
             raise ValueError(f"{name} takes {key}: {wanted}, not {value!r} ({type(value).__name__})")
-    return cls(module.Config(**{**module.SIZES[size], **overrides}))
+    model = cls(module.Config(**{**module.SIZES[size], **overrides}))
+    check(model)
+    return model
 
 
 def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any) -> nn.Module:

@@ -184,6 +184,7 @@ class AxialImage(nn.Module):
         super().__init__()
         self.config = config
         row, column = "(b [c]) h [w d]", "(b [c]) [h] w [d]"
+        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "image=b [c] h w -> b [c] h w k",
             "embed": "(b [c]) h w -> (b [c]) h w d",

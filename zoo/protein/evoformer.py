@@ -145,6 +145,7 @@ class Evoformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
+        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
             "extra_mask=b t r -> b s r v, b i j d, b r c",

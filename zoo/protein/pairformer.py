@@ -159,6 +159,7 @@ class Pairformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
+        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "msa=b s r, deletions=b s r, msa_mask=b s r -> b s r v, b i j d, b r c",
             **EMBEDDING,

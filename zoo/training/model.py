@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
 from dsp.stages import find_modules
+from zoo.contract import check
 from zoo.training import UserError, user_error
 from zoo.training.config import Config
 from zoo.training.task import Task
@@ -37,18 +38,18 @@ def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket:
         )  # fmt: skip
 
 
-def repeated_stages(model: Any) -> list[nn.Module]:
+def repeated_stages(model: nn.Module) -> list[nn.Module]:
     """The stages whose pattern has a `*`, which stands for one component of a path."""
-    return _matching(model, (pattern for pattern in model.stages if "*" in pattern))
+    return _matching(model, (pattern for pattern in check(model).stages if "*" in pattern))
 
 
-def recomputed_modules(model: Any) -> dict[str, list[nn.Module]]:
+def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
     """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less.
 
     A block is what the first `*` of a pattern stands for: one layer with all its stages, or a stage that is one.
     """
     stages = repeated_stages(model)
-    blocks = _matching(model, (pattern.partition("*")[0] + "*" for pattern in model.stages if "*" in pattern))
+    blocks = _matching(model, (pattern.partition("*")[0] + "*" for pattern in check(model).stages if "*" in pattern))
     return {"none": [], "stages": stages, "blocks": blocks, "both": list(dict.fromkeys([*blocks, *stages]))}
 
 

@@ -144,6 +144,7 @@ class AxialVideo(nn.Module):
         self.config = config
         dim, summed = config.hidden, config.order == "summed"
         attention = {f"blocks.*.{axis}": f"b {dims} [c]" + ", cond=b [e]" * (not summed) for axis, dims in AXES.items()}
+        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "x=b [i] t y x -> b [o] t y x",
             "embed": "b [i] t [y x] -> b t [s c]",

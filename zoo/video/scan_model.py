@@ -113,6 +113,7 @@ class ScanModel(nn.Module):
     def __init__(self, config: ScanConfig, block: Callable[[str, int], Block]):
         super().__init__()
         self.config = config
+        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "x=b [i] t h w -> b [o] t h w",
             "embed": "b [i] t [h w] -> b t [s c]",
