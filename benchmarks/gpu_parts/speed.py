@@ -21,7 +21,7 @@ from dsp.collectives import SwitchPlan
 from dsp.planner import chunk_sizes
 from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
 from gpu_parts.runner import told
-from zoo.training.stages import repeated_stages
+from zoo.training.model import repeated_stages
 
 KINDS = {
     "attention": re.compile(r"flash|fmha|attention|sdpa", re.I),

@@ -1,8 +1,10 @@
 """What the trainer does to a model of the zoo before the first step: plan, recompute, compile, weights."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ import dsp
 from dsp.stages import find_modules
 from zoo.contract import check
 from zoo.training import UserError, user_error
-from zoo.training.config import Config
 from zoo.training.task import Task
+
+if TYPE_CHECKING:  # reading one needs more than torch
+    from zoo.training.config import Config
 
 
 def compute_dtype(config: Config) -> torch.dtype:
