@@ -109,6 +109,12 @@ def test_what_does_not_fit_the_data_is_refused(tmp_path, overrides, message):
         task.open()
 
 
+def test_a_dry_run(trainer, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "image.yaml").write_text(CONFIG)
+    assert trainer.main([str(tmp_path / "image.yaml"), "dry_run=true", "parallel.sp=2"]) == 0
+    assert "in model.outer.*.row" in capsys.readouterr().out
+
+
 def test_other_models_are_refused(tmp_path):
     (tmp_path / "image.yaml").write_text("model: {name: latte, size: test}\ndata: {name: digit_images}\n")
     with pytest.raises(UserError, match="latte is not an autoregressive model of images"):

@@ -37,6 +37,7 @@ from zoo.protein.metrics import (
 )
 from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
+from zoo.training.model import recomputed_modules
 from zoo.training.show.protein import Predicted
 
 
@@ -298,7 +299,7 @@ def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
 def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     objective = build(model, **({"extra_depth": 0} if model == "evoformer" else {})).float()
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    for module in importlib.import_module("train").recomputed_modules(objective.model)[way]:
+    for module in recomputed_modules(objective.model)[way]:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     inputs = batch(residues=16, rows=8) | {"recycles": recycles}
     plan = dsp.plan(objective, kwargs=inputs, size=mesh.size())

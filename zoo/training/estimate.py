@@ -127,12 +127,14 @@ class Keeping:
 def saved_for_backward(task: Task, dtype: torch.dtype, *, twins: bool = True) -> dict[str, Activations]:
     """The activations of a whole forward for each value of train.checkpoint_activations; `twins`: stages alike run
     once."""
-    with FakeTensorMode():
-        torch.set_default_dtype(dtype)
-        try:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):  # some ways to draw weights look at them
             objective: Any = task.objective(task.model())
-        finally:
-            torch.set_default_dtype(torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        objective.to_empty(device="cpu")
         ways = recomputed_modules(objective.model)
         keeping = Keeping(objective, frozenset(itertools.chain(*ways.values())))
         if twins:
