@@ -1,11 +1,8 @@
 """Metrics, floors, pictures and the objective of proteins, each against loops or somebody else's implementation."""
 
-import importlib
 import math
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +34,7 @@ from zoo.protein.metrics import (
 )
 from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
-from zoo.training.model import recomputed_modules
+from zoo.training.model import recomputed_modules, repeated_stages
 from zoo.training.show.protein import Predicted
 
 
@@ -263,8 +260,7 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
     inputs = batch(residues=11, rows=7, extra=extra)
     dsp.parallelize(parallel, mesh, gather_output=False)
     if fsdp:  # as train.py does it
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        for stage in importlib.import_module("train").repeated_stages(parallel.model):
+        for stage in repeated_stages(parallel.model):
             stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
             fully_shard(stage, mesh=mesh)
         fully_shard(parallel.model, mesh=mesh)
@@ -298,7 +294,6 @@ def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
 
 def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     objective = build(model, **({"extra_depth": 0} if model == "evoformer" else {})).float()
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     for module in recomputed_modules(objective.model)[way]:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     inputs = batch(residues=16, rows=8) | {"recycles": recycles}

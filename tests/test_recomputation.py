@@ -1,10 +1,7 @@
 """train.checkpoint_activations: blocks and stages computed again in backward, with the bytes that a plan says."""
 
-import importlib
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
+from zoo.training.model import recomputed_modules
 
 WAYS = ("stages", "blocks", "both")
 
 
 def recomputed(model, way):
     """As the trainer does it, before a plan is made."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    modules = importlib.import_module("train").recomputed_modules(model)[way]
-    for module in modules:
+    for module in recomputed_modules(model)[way]:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     return model
 
