@@ -62,9 +62,7 @@ def first_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def load_model(
-    task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True
-) -> nn.Module:
+def load_model(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
     """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
     with torch.device("meta"):
         model = task.model()

@@ -43,8 +43,7 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
     """Build a model on the default device (meta included), freshly initialised.
 
     ``size`` picks a row of the model's table of sizes (the first when None) and ``overrides`` replace single values
-    of its Config. What a model has is in ``zoo.contract``: ``.config``, ``.stages`` (module pattern -> what the stage
-    computes over), ``.example_inputs(batch=1, **lengths)`` (the forward's keyword arguments) and more.
+    of its Config. The model has what ``zoo.contract`` says: ``.config``, ``.stages``, ``.example_inputs(batch=1)``, ...
 
     Raises ValueError for a name, a size or an override that does not exist or does not fit.
     """

@@ -35,14 +35,13 @@ def due(every: int, step: int, steps: int) -> bool:
 def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]]) -> Any:
     """Yield `make(*args)` for every args wanted, each made in a thread while the one before it is used."""
     with ThreadPoolExecutor(1) as pool:
-        pending: Future[Any] | None = None
+        pending: list[Future[Any]] = []
         for args in wanted:
-            following = pool.submit(make, *args)
-            if pending:
-                yield pending.result()
-            pending = following
-        if pending:
-            yield pending.result()
+            pending.append(pool.submit(make, *args))
+            if len(pending) > 1:
+                yield pending.pop(0).result()
+        for last in pending:
+            yield last.result()
 
 
 def adamw(model: nn.Module, options: Optim) -> torch.optim.Optimizer:
