@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import toys
+from slow import slow
 from test_parallel import as_tuple, averaged, same, scalar, step
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -88,8 +89,7 @@ def test_hooks_of_fsdp_between_stages_are_no_glue(ranks) -> None:
     ranks(inner_fsdp, 3)
 
 
-@pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize(("root_only", "ckpt"), [slow(False, False), (False, True), (True, False), slow(True, True)])
 def test_fsdp(ranks, root_only: bool, ckpt: bool) -> None:
     ranks(fsdp, 4, "Grid", root_only, ckpt)
     ranks(fsdp, 3, "Folded", root_only, ckpt)

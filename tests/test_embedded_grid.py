@@ -324,6 +324,7 @@ def test_stages_without_another_dim_are_errors() -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
+@pytest.mark.slow
 def test_training_gives_the_losses_of_one_process(run, whole_world) -> None:  # noqa: F811
     few = ("data.frames=2", "train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     grid = ("name=grid", "parallel={sp: 4, method: dsp_ulysses}", "train.checkpoint_activations=both")

@@ -79,7 +79,8 @@ def test_models(ranks, case: str, n: int, method: str) -> None:
             assert all(sent == planned for planned, sent in phase)
 
 
-@pytest.mark.parametrize("method", ["megatron_sp", slow("megatron_lm")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", MEGATRON)
 def test_bytes_where_lengths_divide(ranks, method: str) -> None:
     for phases in ranks(parity, 4, "transformer2d-stdit", method, 8, 8, 8):
         assert all(planned == sent for planned, sent in phases)

@@ -124,7 +124,8 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return sharded.largest / single.largest, sharded.total / single.total
 
 
-@pytest.mark.parametrize("case", [slow("evoformer"), "opm first", slow("pairformer")])
+@pytest.mark.slow
+@every_case
 def test_no_rank_holds_more_than_its_share(ranks: Any, case: str) -> None:
     for largest, total in ranks(held, 4, case):
         assert largest <= 1.1 / 4

@@ -143,7 +143,7 @@ def test_models_stay_on_the_device(case: str) -> None:
     assert {device for _, _, device in alone} == {CUDA}
 
 
-@pytest.mark.parametrize("case", ["latte-text", "st_mamba-2"])
+@pytest.mark.parametrize("case", ["latte-text", slow("st_mamba-2")])
 @pytest.mark.usefixtures("unanswered")
 def test_dtypes_under_autocast(case: str) -> None:
     assert run(case, 4, 1, True) == run(case, 1, 0, True)

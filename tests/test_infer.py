@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops
+from slow import slow
 from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,9 @@ def frames(path):
             yield gif.convert("L")
 
 
-@pytest.mark.parametrize("options", [["--label", 3, 7, "--frames", 7, "--steps", 3], ["--clips", 3, "--height", 8]])
+@pytest.mark.parametrize(
+    "options", [["--label", 3, 7, "--frames", 7, "--steps", 3], slow(["--clips", 3, "--height", 8])]
+)
 def test_samples_do_not_depend_on_the_ranks(run, tmp_path, whole_world, options, capsys):
     assert infer(run, *options, "--out", tmp_path / "one") == 0
     assert "weights of step 4" in capsys.readouterr().out

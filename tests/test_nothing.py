@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from test_parallel import averaged, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,7 +100,7 @@ def run(mesh: DeviceMesh) -> None:
     exact(Two(None).double(), (x, x[:, :0]), mesh, "two inputs")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [slow(2), 3])
 def test_exact(ranks, n: int) -> None:
     ranks(run, n)
 
