@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mutations import FAULTS
 from torch.distributed.device_mesh import DeviceMesh
 
 HOME = Path(__file__).resolve().parents[1]
@@ -171,6 +172,12 @@ def test_every_contract_has_a_test_in_the_short_suite() -> None:
     for line in table:
         for name, test in re.findall(r"`(test_\w+)::(test_\w+)`", line):
             assert re.search(rf"\n(?<!slow\n)def {test}\(", (HOME / f"tests/{name}.py").read_text()), f"{name}::{test}"
+
+
+def test_the_faults_stand_in_the_code() -> None:
+    """Each of tests/mutations.py once: whoever writes the line anew says anew what would be wrong with it."""
+    for fault in FAULTS:
+        assert (HOME / fault.file).read_text().count(fault.text) == 1, f"{fault.file}, {fault.name}: {fault.text}"
 
 
 def test_the_tree_is_the_tree() -> None:
