@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,6 +56,11 @@ from dsp.trace import ATTRIBUTE_OPS, METADATA, UNRUNNABLE, Recorder, in_place, m
 log = logging.getLogger("dsp")
 
 
+def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Copies are kept for later uses: made under no_grad, too, they lead back to what was made with a gradient."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() or any(t.grad_fn is not None for t in tensors))
+
+
 @dataclass(eq=False)
 class Home:
     """The tensor that a chain of views started from, and its copies in other layouts (None: whole)."""
@@ -83,7 +89,8 @@ def home_of(t: Sharded) -> Home:
         t = view[0]
     home = t.__dict__.get("_dsp_home")
     if home is None:
-        home = t._dsp_home = Home(plain(t), t.at.cut, t.at.shape)  # type: ignore[attr-defined]
+        with differentiable(t):
+            home = t._dsp_home = Home(plain(t), t.at.cut, t.at.shape)  # type: ignore[attr-defined]
     return home
 
 
@@ -170,12 +177,10 @@ class Run:
         for (t, _), source in zip(wanted, sources):
             if isinstance(source, Cut) and source not in (copies := home_of(t).copies):
                 if None in copies:
-                    copies[source] = self.axis.narrow(copies[None], source)
+                    self.narrow(home_of(t), source)
                 else:
-                    todo.setdefault((id(home_of(t)), source), (home_of(t), source))
-        parts = [Part(home.local, home.cut, cut, home.shape) for home, cut in todo.values()]
-        for (home, cut), local in zip(todo.values(), switch_all(parts, self.axis)):
-            home.copies[cut] = local
+                    todo.setdefault((id(home_of(t)), source), (home_of(t), home_of(t).cut))
+        self.switch(todo)
         return [self.view(t, cut, source) for (t, cut), source in zip(wanted, sources)]
 
     def source(self, t: Sharded, cut: Cut | None) -> Cut | Literal["whole", "view"]:
@@ -190,7 +195,8 @@ class Run:
             return home.cut
         views = views_of(t)
         if views:
-            candidates = [home.cut, *home.copies, *map(Cut, range(len(home.shape)))]
+            folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
+            candidates = chain([home.cut, *home.copies], map(Cut, range(len(home.shape))), folds)
             near = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
             if near is None:
                 return "view"
@@ -199,33 +205,41 @@ class Run:
             self.gather(home)
         return found
 
-    def gather(self, home: Home) -> Tensor:
+    def gather(self, home: Home, src: Cut | None = None) -> Tensor:
         if None not in home.copies:
-            home.copies[None] = gather_local(home.local, home.cut, home.shape, self.axis)
+            with differentiable(home.local):
+                src = src or home.cut
+                home.copies[None] = gather_local(home.copies[src], src, home.shape, self.axis)
         return home.copies[None]
+
+    def narrow(self, home: Home, dst: Cut) -> None:
+        with differentiable(home.local):
+            home.copies[dst] = self.axis.narrow(home.copies[None], dst)
+
+    def switch(self, todo: Mapping[tuple[int, Cut], tuple[Home, Cut]]) -> None:
+        """Copies in new cuts, each made of the one named: small ones share a call."""
+        parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
+        with differentiable(*(p.local for p in parts)):
+            made = switch_all(parts, self.axis)
+        for ((_, dst), (home, _)), local in zip(todo.items(), made):
+            home.copies[dst] = local
 
     def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
         """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
-
-        def switch() -> None:
-            parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
-            for ((_, dst), (home, _)), local in zip(todo.items(), switch_all(parts, self.axis)):
-                home.copies[dst] = local
-            todo.clear()
-
         for home, src, dst in [(home_of(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
             if src is not None and (id(home), src) in todo:
-                switch()
+                self.switch(todo)
+                todo.clear()
             if dst in home.copies or src not in home.copies:
                 continue
             if src is None and dst is not None:
-                home.copies[dst] = self.axis.narrow(home.copies[None], dst)
+                self.narrow(home, dst)
             elif dst is None and src is not None:
-                home.copies[None] = gather_local(home.copies[src], src, home.shape, self.axis)
+                self.gather(home, src)
             elif src is not None and dst is not None:
                 todo[id(home), dst] = home, src
-        switch()
+        self.switch(todo)
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
@@ -534,7 +548,7 @@ class Glue(TorchFunctionMode):
             if not any(s is not None for s in shells):
                 if step is not None and step.source is not None:
                     return self.source(step.source, what.name, args, kwargs, tensors)
-                if what.changing or not any(asked):
+                if what.changing or not (any(asked) or (step is not None and any(step.push))):
                     with self.writes(what, tensors, shells, tensors, shells) as views:
                         return views(func(*args, **kwargs))
             recipe = self.derive(func, what, index, step, asked, args, kwargs, tensors, shells)

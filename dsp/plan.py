@@ -82,7 +82,7 @@ class Script:
     stages: list[StageStep]
     glue: dict[int, GlueStep]
     random_glue: bool
-    copies: frozenset[int] = frozenset()  # glue that only looks like a view: it copies
+    copies: frozenset[int] = frozenset()  # glue that only looks like a view: it makes a value of its own
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
@@ -378,10 +378,12 @@ def make_plan(
             cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
             script.glue[event.index] = GlueStep(event.name, cuts, pushes, via=[via(s, i) for s in event.operands])
 
+    recomputing = {event.region for event in t.events if event.grad}
+
     def again(at: int, after: bool) -> bool:
         """Whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
         region = t.events[at].region if at >= 0 else None
-        if region is None:
+        if region is None or region not in recomputing:
             return False
         if region in t.saves:
             return t.saves[region] > at or (t.saves[region] == at and not after)
@@ -457,12 +459,15 @@ def make_plan(
                 if again(i, after):
                     sends["recompute"] = add_sent(sends["recompute"], around)
     # an input that asks for its gradient gets it whole: by an all-gather if it was split, else by an all-reduce
-    for size in t.whole_grads:
-        count("backward", "all_reduce", 2 * size * (n - 1) // n)
+    summed = list(t.whole_grads)
     for param, v in t.inputs.items():
         if t.grads[v] and t.values[v].home == (None,):
-            kind, times = ("gather", 1) if script.inputs[param] else ("all_reduce", 2)
-            count("backward", kind, times * t.values[v].nbytes * (n - 1) // n)
+            if script.inputs[param]:
+                count("backward", "gather", price(t.values[v], next(iter(used[v])), None, n)[0])
+            else:
+                summed.append(t.values[v].nbytes)
+    for size in summed:
+        count("backward", "all_reduce", -(-2 * size * (n - 1) // n))
     if n == 1:
         sends = {phase: {} for phase in sends}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}

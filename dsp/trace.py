@@ -13,7 +13,7 @@ import math
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -185,7 +185,7 @@ class Trace:
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
     whole_touched: int = 0  # bytes, likewise
-    copies: set[int] = field(default_factory=set)  # glue that looks like a view, but copies
+    copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
     names: list[str] = field(default_factory=list)  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
@@ -338,6 +338,26 @@ def memory(t: Tensor) -> StorageWeakRef:
             return StorageWeakRef((t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage())
 
 
+def node(t: Tensor) -> Any:
+    """Where autograd takes a gradient of this tensor; None if it takes none."""
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        if not t.requires_grad or t.grad_fn is not None:
+            return t.grad_fn
+        viewed = t.view_as(t).grad_fn  # a leaf's own node is behind it; views made under no_grad have none
+        return viewed and viewed.next_functions[0][0]
+
+
+def leading_to(ends: Iterable[Any]) -> set[Any]:
+    """All nodes of autograd that a gradient at some of them comes to."""
+    found, waiting = set[Any](), [n for n in ends if n is not None]
+    while waiting:
+        n = waiting.pop()
+        if n not in found:
+            found.add(n)
+            waiting += [n for n, _ in n.next_functions if n is not None]
+    return found
+
+
 def is_batch(key: str) -> bool:
     return key.rstrip("'") in BATCH_NAMES
 
@@ -353,7 +373,8 @@ class Ways:
     choices: list[Choice] = field(default_factory=list)
     cuts: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    view: bool = True
+    view: bool = True  # the same data in every layout
+    viewed: bool = False  # in some layout
     refusal: GlueError | None = None
 
 
@@ -365,7 +386,8 @@ class Recorder:
         self.n, self.root_sizes = n, dict(root_sizes)
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
         self.values: list[Value] = []
-        self.grads: list[bool] = []
+        self.nodes: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
+        self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
         self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
@@ -390,7 +412,7 @@ class Recorder:
         self.longest = max(self.longest, t.numel() * t.element_size())
         dims = tuple((k, sizes[k]) for k in cuts)
         self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
-        self.grads.append(t.requires_grad)
+        self.nodes.append({node(t)})
         self.cuts.append(dict(cuts))
         self.shapes.append(tuple(t.shape))
         self.whole.append(whole)
@@ -423,6 +445,10 @@ class Recorder:
                 continue
             del sym.spare[d]
             value, known, base = self.values[sym.value], self.cuts[sym.value], self.spare_cut(sym.value, d)
+            named = next((key for key, c in known.items() if c == base), None)
+            if named is not None:  # by another view of it
+                sym.cuts[named] = cut
+                continue
             key = f"dim{d}"
             while key in known:
                 key += "'"
@@ -447,6 +473,7 @@ class Recorder:
         tracked = tensor_args(args, kwargs)
         syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
+            self.used(tracked, syms)
             self.glue(index, name, args, kwargs, tracked, syms, out, written)
         elif name in SOURCES and tracked and isinstance(out, Tensor):
             self.source(index, name, args, kwargs, out)
@@ -522,9 +549,9 @@ class Recorder:
         if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = [c for c in found.choices if any(c.needs)]
-        if found.view and not self.is_view(outputs[0], tracked[0]):
+        found.view &= not found.viewed or self.is_view(outputs[0], tracked[0])
+        if found.viewed and not found.view:
             self.copies.add(index)
-            found.view = False
         if found.view and len(outputs) == 1 and len(values) == 1:
             sym = next(s for s in syms if s is not None)
             mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
@@ -549,6 +576,7 @@ class Recorder:
         self.add(
             Op(name, tuple(values), tuple(produced), tuple(choices)),
             Event("glue", index, name, operands=syms, grad=(outputs or tracked)[0].requires_grad, shared=shared),
+            outputs or tracked[:1],
         )
 
     def align(self, tracked: list[Tensor], syms: list[Sym | None]) -> None:
@@ -633,6 +661,7 @@ class Recorder:
                 found.view = False
                 continue
             found.view &= outcome.view
+            found.viewed |= outcome.view
             # the model's own name for the dim, if there is one; batch is batch whatever else it is called
             carry = [k for v, k in layout.items() if k is not None and alone(v, k) == outcome.cut]
             named = carry or [k for k in combo if k is not None]
@@ -664,8 +693,15 @@ class Recorder:
             name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
             found.cuts[name], found.sizes[name] = Cut(d), size
 
-    def add(self, op: Op, event: Event) -> None:
+    def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:
+        """If they were written in place, a gradient comes to them another way since."""
+        for t, s in zip(tensors, syms):
+            if s is not None:
+                self.nodes[s.value].add(node(t))
+
+    def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
         event.region = self.region()
+        self.made.append([self.nodes[v] for v in op.outputs] or [{node(t)} for t in outputs])
         self.ops.append(op)
         self.events.append(event)
 
@@ -751,7 +787,8 @@ class Recorder:
         event.memory, event.flops, event.touched, event.random = (work, saved), flops, touched, random
         event.grad = any(t.requires_grad for t in tensors)
         event.constants, event.sends = constants_in(output), inside
-        self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event)
+        self.used((b.tensor for b in bound), syms)
+        self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, tensors)
 
     # --- the model's own inputs and outputs ---
 
@@ -782,6 +819,7 @@ class Recorder:
         return index
 
     def root_outputs(self, output: Any, gather: bool) -> None:
+        self.ends = [node(t) for t in tensors_in(output)]
         for i, t in enumerate(tensors_in(output)):
             self.root_output(i, t, gather)
 
@@ -790,7 +828,15 @@ class Recorder:
         pairs = itertools.combinations(self.cuts[v].items(), 2)
         return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
 
+    def leave_out_dead_ends(self) -> None:
+        """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
+        self.reached = leading_to(self.ends)
+        for event, made in zip(self.events, self.made):
+            event.grad &= any(nodes & self.reached for nodes in made)
+        self.grads = [bool(nodes & self.reached) for nodes in self.nodes]
+
     def trace(self, resident: int = 0) -> Trace:
+        self.leave_out_dead_ends()
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
@@ -807,6 +853,7 @@ class Recorder:
         self.add(
             Op("output", (sym.value,), (), tuple(choices)),
             Event("output", position, "output", operands=[sym], grad=t.requires_grad),
+            [t],
         )
 
 
@@ -1031,7 +1078,7 @@ def trace(
     found.recompute, found.whole_flops, found.whole_touched = recompute, tracer.whole_flops, tracer.whole_touched
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
     for t in tensors_in((args, kwargs)):
-        if t.requires_grad and torch.is_grad_enabled() and id(t) not in declared:
+        if node(t) in tracer.reached and id(t) not in declared:
             found.whole_grads.append(t.numel() * t.element_size())
     return found
 

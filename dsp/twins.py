@@ -121,10 +121,10 @@ _Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]
 
 
 class _Made(torch.autograd.Function):
-    """New fake tensors that look computed: they have a grad_fn and are no leaves."""
+    """New fake tensors that look computed, of what the stage was given and of its weights (`anchor`)."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, metas: list[_Meta]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, metas: list[_Meta], anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]
         made = tuple(_made(meta) for meta in metas)
         ctx.mark_non_differentiable(*(t for t, meta in zip(made, metas) if not meta[4]))
         return made
@@ -146,7 +146,7 @@ class Recipe:
     def make(self, inputs: list[Tensor]) -> Any:
         """The output of a call with these inputs."""
         if any(meta[4] for meta in self.made):
-            fresh = _Made.apply(torch.empty(0, requires_grad=True), self.made)
+            fresh = _Made.apply(self.made, torch.empty(0, requires_grad=True), *inputs)
         else:
             fresh = tuple(_made(meta) for meta in self.made)
         return _filled(self.shape, inputs, fresh)
