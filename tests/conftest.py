@@ -44,19 +44,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported is not searched for garbage any more, here and in ranks, where that would copy it
     if any(RANKS & {*i.fixturenames} for i in session.items):
-        here, there = socket.socketpair()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the thread by which pytest-xdist reads
-            child = os.fork()
-        if not child:
-            here.close()
-            if session.config.option.capture != "no":  # -s shows what ranks print
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 1)
-                os.dup2(null, 2)
-            _serve(there)
-        there.close()
-        SERVER.append(here)
+        start_server(quiet=session.config.option.capture != "no")  # -s shows what ranks print
+
+
+def start_server(quiet: bool = False) -> None:
+    """From now on ranks are forked from a copy of this process as it is."""
+    here, there = socket.socketpair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the thread by which pytest-xdist reads
+        child = os.fork()
+    if not child:
+        here.close()
+        if quiet:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+        _serve(there)
+    there.close()
+    SERVER.append(here)
 
 
 def pytest_unconfigure() -> None:
