@@ -370,11 +370,17 @@ def compile_and_compare(mesh: DeviceMesh, backend: str, whole_block: bool) -> No
     same(grads, {n: p.grad for n, p in single.named_parameters()}, **rounding)
 
 
-BACKENDS = ["eager", *(["inductor"] if shutil.which("g++") else [])]  # inductor builds C++ on CPU
+# inductor builds C++ on CPU: half a minute of it where nothing is cached
+BACKENDS = ["eager", *([slow("inductor")] if shutil.which("g++") else [])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_forward_of_stages(ranks, backend: str) -> None:
+    if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        if not pick_vec_isa():
+            pytest.skip("for a CPU without vector units inductor writes C++ that does not compile")
     ranks(compiled, 2, backend, False)
 
 
