@@ -674,7 +674,8 @@ class Glue(TorchFunctionMode):
     ) -> Any:  # fmt: skip
         """Run an operation by its recipe."""
         run, outcome, wanted, push = self.run, recipe.outcome, recipe.wanted, recipe.push
-        run.copy_first(shells, recipe.via)
+        if any(recipe.via):
+            run.copy_first(shells, recipe.via)
         moved = iter(run.move_all([(s, c) for s, c in zip(shells, wanted) if s is not None and s.at.cut != c]))
         locals_: list[Tensor] = []
         for t, s, c in zip(tensors, shells, wanted):
