@@ -47,6 +47,7 @@ class Report:
     modes: list[str] = field(default_factory=list)
     sizes: list[str] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
+    advice: str = ""  # what runs whole on every rank, and what would help
     still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
 
     @property
@@ -77,6 +78,7 @@ class Report:
             sizes = " and ".join(f"with {size}" for size in self.sizes)
             lines.append(f"  runs: {', '.join(self.modes)}; {self.calls} each {sizes}".rstrip())
         lines += [f"  problem: {p}" for p in self.problems]
+        lines += [f"  whole: {self.advice}"] if self.advice else []
         return "\n".join(lines + [f"  not covered: {u}" for u in self.uncovered])
 
 
@@ -155,6 +157,7 @@ def _check(
                 if _agreed(problems, axis):
                     report.problems += [f"{p} ({mode.name}, {size}call {n + 1})" for p in problems]
                     return report
+    report.advice = parallel.forward.__self__.advice
     if not report.gradients:
         report.uncovered.append("gradients: nothing that the model returns has one")
     elif report.still:

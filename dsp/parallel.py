@@ -7,7 +7,8 @@ import inspect
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dsp.advice import remedy
 from dsp.agreement import Agreement, agree
 from dsp.calls import StageCalls, unpicklable
 from dsp.glue import KEPT, Run, active
@@ -92,6 +94,7 @@ class Runtime:
         self.gather_output = gather_output
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
         self.sizes: dict[Any, dict[str, int]] = {}  # of the root pattern's dims, likewise
+        self.advice = ""  # what runs whole, as it was said
         self.told: set[Any] = set()  # the signatures of which it was said that a run sent other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.stage_calls = StageCalls(axis, self.agreement)
@@ -201,6 +204,8 @@ class Runtime:
                     run.recorder.random_glue = True
                     plan = self.plans[key] = self.solve(run.recorder.trace())
                     plan.script.recorded = True
+                    if plan.advice and self.axis.rank == 0 and len(self.plans) == 1:
+                        log.warning(plan.advice)
                     return self.leave(run, output)
                 output = self.leave(run, output)
             if plan is not None:
@@ -246,24 +251,32 @@ class Runtime:
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         given = self.given(args, kwargs)
-        try:
-            t = trace(
-                self.model, self.stages, self.root, args, kwargs, self.axis.size,
+
+        def traced(stages: list[Stage]) -> Trace:
+            return trace(
+                self.model, stages, self.root, args, kwargs, self.axis.size,
                 gather_output=self.gather_output, given=given,
             )  # fmt: skip
+
+        try:
+            t = traced(self.stages)
         except (NotationError, GlueError):
             raise
         except Exception as error:
             # a forward that needs real data to find its way: this call chooses as it goes, the next ones by its record
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
-        return self.solve(t)
-
-    def solve(self, t: Trace) -> Plan:
-        plan = make_plan(t, {s.name: s for s in self.stages}, self.axis.size, None)
+        plan = self.solve(t)
         if plan.advice and self.axis.rank == 0 and not self.plans:
-            log.warning(plan.advice)
+            better = remedy(
+                self.model, self.stages, t, plan, lambda more: self.solve(traced([*self.stages, *more]), more)
+            )
+            self.advice = replace(plan, remedy=better).advice
+            log.warning(self.advice)
         return plan
+
+    def solve(self, t: Trace, more: Sequence[Stage] = ()) -> Plan:
+        return make_plan(t, {s.name: s for s in (*self.stages, *more)}, self.axis.size, None)
 
     def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Split the declared inputs; give every input whose gradient is asked its true one."""

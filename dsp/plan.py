@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsp.advice import remedy
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.ledger import Sending
@@ -20,7 +21,7 @@ from dsp.reads import traced
 from dsp.residual import Residual, residuals
 from dsp.rules import GlueError
 from dsp.stages import Sends, Sent, Stage, add_sent, find_stages
-from dsp.text import human
+from dsp.text import generic, human
 from dsp.trace import Trace
 
 
@@ -37,6 +38,7 @@ class StageRow:
     peak: int
     calls: int = 0  # collectives before this stage
     idle: int = 0  # ranks that have nothing of it
+    share: float = 1.0  # the largest tensor that a rank holds of it, over the longest that one process holds
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,25 @@ class Script:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Glue that every rank runs whole: an operation of one module's forward, how often, and what it costs.
+
+    bytes: of the largest tensor; part: of all that one process computes, in FLOPs.
+    """
+
+    name: str
+    module: str
+    bytes: int
+    part: float
+    calls: int = 1
+
+    def __str__(self) -> str:
+        again = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{again})"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model runs on `size` ranks; ``print(plan)`` is a table.
 
@@ -99,7 +120,9 @@ class Plan:
     forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
     gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
     on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. touched:
-    bytes that operations read and write in a step, likewise, where nothing is fused. sends: bytes and calls by phase
+    bytes that operations read and write in a step, likewise, where nothing is fused. share: the largest tensor that a
+    rank holds between the model's inputs and outputs, over the largest of one process: 1/N is the least. whole: the
+    glue that every rank runs whole though it is longer than 1.5/N of that. sends: bytes and calls by phase
     and kind of collective. `exact` is False when the search was cut. hardware: what the plan is for, if that was said;
     then `estimate` has the seconds of a step.
     """
@@ -113,6 +136,9 @@ class Plan:
     exact: bool
     script: Script = field(repr=False)
     sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # of a forward, outside of stages
+    share: float = 1.0
+    whole: list[Whole] = field(default_factory=list)
+    remedy: str = ""  # what would help there: a line of stages
     calls: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     flops_alone: int = 0
@@ -175,6 +201,18 @@ class Plan:
         """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
         if not self.chosen:
             return ""
+        return ". ".join(filter(None, (self._whole_stages, self._whole_glue)))
+
+    @property
+    def _whole_glue(self) -> str:
+        if not self.whole:
+            return ""
+        first, more = self.whole[:3], len(self.whole) - 3
+        names = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+        return f"every rank runs whole what is between stages: {names}" + (f". {self.remedy}" if self.remedy else "")
+
+    @property
+    def _whole_stages(self) -> str:
         calls = [r for r in self.stages if r.pattern]
         whole = [r for r in calls if r.layout is None]
         sent = sum(r.bytes for r in whole)
@@ -187,7 +225,7 @@ class Plan:
                 "a stage: q=b h [s d], k=b h [s d], v=b h [s d] -> b h [s d]"
             )
         if whole:
-            names = ", ".join(dict.fromkeys(_generic(r.name) for r in whole))
+            names = ", ".join(dict.fromkeys(generic(r.name) for r in whole))
             return (
                 f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank{cost}, no dim being left to "
                 f"shard: {names}"
@@ -227,6 +265,8 @@ class Plan:
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        if self.size > 1 and self.share * self.size > 1.5:
+            foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
             along = ", ".join(f"{k} along {' and '.join(d)}" if d else f"{k} whole" for k, d in self.inputs.items())
             foot.insert(0, f"inputs: {along}")
@@ -246,7 +286,7 @@ class Plan:
         found: dict[tuple[int, str], dict[str, None]] = {}
         for r in self.stages:
             if r.idle and r.layout is not None:
-                found.setdefault((r.idle, r.layout), {})[_generic(r.name)] = None
+                found.setdefault((r.idle, r.layout), {})[generic(r.name)] = None
         return [
             f"{idle} of {self.size} ranks have nothing to do in {', '.join(names)}: {along!r} is too short for them"
             for (idle, along), names in found.items()
@@ -280,15 +320,11 @@ def _choices(r: Residual) -> str:
     return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
 
 
-def _generic(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
 def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
     """Repeated groups of rows shown once, with how often; the peak shown is the group's last."""
 
     def key(r: StageRow) -> Any:
-        return (_generic(r.name), r.computes, r.layout, r.switch, r.bytes)
+        return (generic(r.name), r.computes, r.layout, r.switch, r.bytes)
 
     shown: list[tuple[StageRow, int]] = []
     i = 0
@@ -304,7 +340,7 @@ def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
         period, times = best
         last = rows[i + (times - 1) * period : i + times * period]
         for r in last:
-            name = _generic(r.name) if times > 1 else r.name
+            name = generic(r.name) if times > 1 else r.name
             shown.append((replace(r, name=name), times))
         i += period * times
     return shown
@@ -476,15 +512,21 @@ def make_plan(
     everything = [t.forwards(event) * event.flops for event in t.events]
     touched = [tuple(t.forwards(event) * part for part in event.touched) for event in t.events]
     shares = [_share(t, stages, i, solution.choices[i], n) for i in range(len(t.ops))]
+    held = [_held(t, i, c, share, n) for i, (c, share) in enumerate(zip(taken, shares))]
+    longest = max((whole for _, whole in held), default=1)
+    saved = list(accumulate((c.saved for c in taken), initial=t.resident))
+    peaks = [saved[i + 1] + event.memory[0] for i, event in enumerate(t.events) if event.kind == "whole"]
     return Plan(
-        n, *_rows(t, stages, solution, n, own_call), total, solution.peak, t.resident, solution.exact, script,
-        sendings=sendings if n > 1 else [], calls=calls,
-        flops=int(sum(f * share for f, share in zip(everything, shares))) + t.whole_flops,
-        flops_alone=sum(everything) + t.whole_flops,
-        flops_whole=sum(f for f, share in zip(everything, shares) if share == 1) + t.whole_flops,
-        touched=int(sum(_touched(t, stages, i, both, shares[i]) for i, both in enumerate(touched))) + t.whole_touched
+        n, *_rows(t, stages, solution, n, own_call, [own / longest for own, _ in held]), total,
+        max([solution.peak, *peaks]), t.resident, solution.exact, script,
+        sendings=sendings if n > 1 else [], share=max((own for own, _ in held), default=1) / longest,
+        whole=_whole(t, taken, held, everything, n), calls=calls,
+        flops=int(sum(f * share for f, share in zip(everything, shares))),
+        flops_alone=sum(everything),
+        flops_whole=sum(f for f, share in zip(everything, shares) if share == 1),
+        touched=int(sum(_touched(t, stages, i, both, shares[i]) for i, both in enumerate(touched)))
         + 2 * sum(total.values()),  # what is sent is copied once, to lie as it goes or comes
-        touched_alone=sum(map(sum, touched)) + t.whole_touched,
+        touched_alone=sum(map(sum, touched)),
         cut_weights=sum(inside.cut for stage in stages.values() for inside in stage.inside),
         sends=sends,
         hardware=hardware, problem=problem, inputs=inputs, staged=tuple(event.kind == "stage" for event in t.events),
@@ -497,6 +539,13 @@ def _solved(t: Trace, n: int, memory: int | None, batch: bool) -> tuple[Problem,
 
     def solved(admitted: Sequence[Sequence[int]]) -> tuple[Problem, Solution]:
         ops = [replace(op, choices=tuple(op.choices[c] for c in own)) for op, own in zip(t.ops, admitted)]
+        if memory is not None:
+            ops = [
+                replace(op, choices=tuple(replace(c, work=e.memory[0]) for c in op.choices))
+                if e.kind == "whole"
+                else op
+                for op, e in zip(ops, t.events)
+            ]
         problem = Problem(tuple(t.values), tuple(ops), n, memory, t.resident)
         solution = solve(problem)
         return problem, replace(solution, choices=tuple(own[c] for own, c in zip(admitted, solution.choices)))
@@ -568,6 +617,34 @@ def _share(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> flo
     return 1.0
 
 
+def _held(t: Trace, i: int, c: Choice, share: float, n: int) -> tuple[int, int]:
+    """Bytes of the largest tensor that a rank holds of an op, and of the largest that one process does."""
+    op, event = t.ops[i], t.events[i]
+    if event.kind == "output":  # what the caller asked for
+        return 0, 0
+    layouts = list(zip(op.inputs + op.outputs, c.needs + c.gives))
+    own = [t.values[v].local_bytes(k, n) for v, k in layouts]
+    whole = [t.values[v].nbytes for v, _ in layouts]
+    return max([*own, int(event.largest * share)]), max([*whole, event.largest])
+
+
+def _whole(
+    t: Trace, taken: Sequence[Choice], held: Sequence[tuple[int, int]], flops: Sequence[float], n: int
+) -> list[Whole]:
+    """The glue that runs whole, longer than 1.5/N of the longest: what takes most first."""
+    longest, total = max((whole for _, whole in held), default=1), max(sum(flops), 1)
+    found: dict[tuple[str, str], Whole] = {}
+    for event, c, (own, _), work in zip(t.events, taken, held, flops):
+        if event.kind in ("stage", "output", "source") or any(c.needs + c.gives) or own * n < 1.5 * longest or n == 1:
+            continue
+        if event.kind == "glue" and not event.largest:  # nothing is made: a view, or numbers that are read
+            continue
+        key = event.name, generic(event.module)
+        known = found.get(key, Whole(*key, 0, 0.0, 0))
+        found[key] = Whole(*key, max(known.bytes, own), known.part + work / total, known.calls + 1)
+    return sorted(found.values(), key=lambda w: (w.part, w.bytes), reverse=True)
+
+
 def _touched(t: Trace, stages: Mapping[str, Stage], i: int, touched: tuple[int, ...], share: float) -> float:
     """What the busiest rank reads and writes of an op: as it computes, but for what lies outside of cut weights."""
     event = t.events[i]
@@ -586,7 +663,12 @@ def _adjoint_bytes(value: Value, m: Move, n: int) -> int:
 
 
 def _rows(
-    t: Trace, stages: Mapping[str, Stage], solution: Solution, n: int, own_call: Mapping[Move, int]
+    t: Trace,
+    stages: Mapping[str, Stage],
+    solution: Solution,
+    n: int,
+    own_call: Mapping[Move, int],
+    share: Sequence[float],
 ) -> tuple[list[StageRow], list[Switch]]:
     rows, switches = [], []
     before: dict[int, list[Move]] = {}
@@ -615,10 +697,12 @@ def _rows(
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
             option = event.options[c]
             idle = chunk_sizes(option.size, n).count(0) if option.name is not None else 0
-            rows.append(StageRow(op.name, pattern.text, tuple(order), option.name, text, sent, peak, calls, idle))
+            rows.append(
+                StageRow(op.name, pattern.text, tuple(order), option.name, text, sent, peak, calls, idle, share[i])
+            )
         elif own or choice.bytes:
             along = next((k for k in choice.needs if k is not None), None)
-            rows.append(StageRow(f"({op.name})", "", (), along, text, sent, peak, calls))
+            rows.append(StageRow(f"({op.name})", "", (), along, text, sent, peak, calls, share=share[i]))
     return rows, switches
 
 
@@ -646,7 +730,7 @@ def plan(
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
-    return plan_stages(model, found, root, args, kwargs, size, memory, dtype, gather_output, hardware)
+    return plan_stages(model, found, root, args, kwargs, size, memory, dtype, gather_output, hardware, advise=True)
 
 
 def plan_stages(
@@ -663,13 +747,24 @@ def plan_stages(
     again_inside: bool = False,
     kept_inside: bool = False,
     batch: bool = True,
+    advise: bool = False,
 ) -> Plan:
-    """`plan` for stages that were found already; without `batch` nothing is sharded along it that need not be."""
+    """`plan` for stages that were found already; without `batch` nothing is sharded along it that need not be.
+    `advise`: where glue runs whole, look for what would help."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = traced(
         model, stages, root, args, kwargs or {}, size, gather_output=gather_output, dtype=dtype, recompute=again_inside
     )
-    return make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside, batch)
+    made = make_plan(t, {s.name: s for s in stages}, size, memory, hardware, again_inside, kept_inside, batch)
+    if not (advise and made.whole):
+        return made
+    rest = size, memory, dtype, gather_output, hardware, again_inside, kept_inside, batch
+    return replace(
+        made,
+        remedy=remedy(
+            model, stages, t, made, lambda more: plan_stages(model, [*stages, *more], root, args, kwargs, *rest)
+        ),
+    )
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -17,3 +18,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table's rows as lines, its cells to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+
+
+def generic(name: str) -> str:
+    """The name of a module without its numbers: modules that are alike have one."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

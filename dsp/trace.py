@@ -58,6 +58,7 @@ from dsp.stages import (
     Sends,
     Signature,
     Stage,
+    clean,
     constants_in,
     cut_for,
     fits_fold,
@@ -149,7 +150,7 @@ class Sym:
 class Event:
     """Where a planner op happens in a run: a stage call, a glue op, or the model's output."""
 
-    kind: str  # "stage", "glue", "source", "output"
+    kind: str  # "stage", "glue", "source", "output"; "whole": glue on tensors that no plan shards
     index: int  # the how-many-th stage call, glue op or output
     name: str
     options: list[Option] = field(default_factory=list)  # per choice, for a stage
@@ -164,6 +165,8 @@ class Event:
     touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
     random: bool = False
     sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
+    largest: int = 0  # bytes of the largest tensor it makes
+    module: str = ""  # the module whose forward it is in
     shared: bool = False  # a glue op that writes into memory of which there are views
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
 
@@ -183,11 +186,11 @@ class Trace:
     resident: int
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
-    whole_flops: int = 0  # of a step, in glue that every rank runs on whole tensors
-    whole_touched: int = 0  # bytes, likewise
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
     names: list[str] = field(default_factory=list)  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
+    sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
+    entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:
@@ -287,7 +290,7 @@ class Watch(TorchDispatchMode):
 
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = self.largest = self.flops = 0
         self.touched, self.inside = [0, 0], 0
         self.random = False
 
@@ -313,6 +316,7 @@ class Watch(TorchDispatchMode):
             if isinstance(t, Tensor):
                 size = t.numel() * t.element_size()
                 self.live += size
+                self.largest = max(self.largest, size)
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(t, self._freed, size, self.round)
         return out
@@ -545,6 +549,14 @@ class Recorder:
                 assert found.refusal is not None
                 raise found.refusal
             self.run_whole(found, syms, values, outputs)
+        elif (
+            outputs
+            and not (written or found.cuts or any(any(c.needs) for c in found.choices))
+            and self.n * max(t.numel() * t.element_size() for t in outputs) > self.longest
+        ):
+            # its operands are whole anyway: what it makes is split for nothing, if it is long
+            found.choices.clear()
+            self.run_whole(found, syms, values, outputs)
         size = max(t.numel() * t.element_size() for t in (*tracked, *outputs))
         if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
             # nothing longer than a share of the longest tensor runs whole where it need not
@@ -721,6 +733,7 @@ class Recorder:
         flops: int = 0,
         touched: tuple[int, int] = (0, 0),
         random: bool = True,
+        largest: int = 0,
         keeps_inputs: bool = False,
         sends: Mapping[str | None, Sends] | None = None,
     ) -> None:
@@ -785,6 +798,7 @@ class Recorder:
         ]
         event = Event("stage", index, stage.name, options=options, operands=syms, sizes=sizes)
         event.memory, event.flops, event.touched, event.random = (work, saved), flops, touched, random
+        event.largest = largest
         event.grad = any(t.requires_grad for t in tensors)
         event.constants, event.sends = constants_in(output), inside
         self.used((b.tensor for b in bound), syms)
@@ -840,7 +854,7 @@ class Recorder:
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves, copies=self.copies, names=self.names,
+            resident, saves=self.saves, copies=self.copies, names=self.names, sizes=self.root_sizes,
         )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:
@@ -864,10 +878,13 @@ class Tracer(Recorder, TorchFunctionMode):
         super().__init__(n, root_sizes)
         self.recompute, self.real = recompute, real
         self.now: dict[str, Any] = {}  # measured of the stage that runs
-        self.whole_flops = self.whole_touched = 0
         self.in_stage = False
         self.depth = 0
         self.watch = Watch()
+        self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
+        self.resident: set[int] = set()  # memory of parameters and buffers
+        self.inside = [""]  # the modules that run now
+        self.entered: dict[str, tuple[Any, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -884,21 +901,68 @@ class Tracer(Recorder, TorchFunctionMode):
         index = len(self.names)
         self.watch.restart()
         region, kept = self.region(), list[Tensor]()
-        with saving(kept) if region is not None else nullcontext():
+        with saving(kept):
             out = func(*args, **kwargs)
-        self.random_glue |= self.watch.random
-        flops, touched, known = self.watch.flops, sum(self.watch.touched), len(self.ops)
+        watch, known = self.watch, len(self.ops)
+        self.random_glue |= watch.random
+        flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
         self.record(index, name, args, kwargs, out, in_place(func))
         if region is not None and kept:  # an op that is no event comes after the one before
             self.saves[region] = known if len(self.events) > known else known - 0.5
-        if len(self.ops) > known:
-            self.events[-1].flops, self.events[-1].touched = flops, (touched, 0)
-        elif flops or touched:
+        saved = self.keep(kept) if region is None else 0
+        if len(self.ops) == known and (flops or touched):
             grad = any(t.requires_grad for t in tensors_in(out))
-            forwards = 1 + (2 + (checkpoint_frame() is not None)) * grad
-            self.whole_flops += flops * forwards
-            self.whole_touched += touched * forwards
+            self.add_whole(Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1]))
+            self.events[-1].flops += flops
+            self.events[-1].touched = (self.events[-1].touched[0] + touched, 0)
+            self.events[-1].largest = max(self.events[-1].largest, largest)
+        elif len(self.ops) > known:
+            event, op = self.events[-1], self.ops[-1]
+            event.flops, event.touched, event.largest, event.module = flops, (touched, 0), largest, self.inside[-1]
+            if saved:
+                parts = [replace(c, saved=int(saved * self.part(op, c))) for c in op.choices]
+                self.ops[-1] = replace(op, choices=tuple(parts))
         return out
+
+    def add_whole(self, event: Event) -> None:
+        """An operation on tensors that no plan shards: one op with those before it in the same module."""
+        last = self.events[-1] if self.events else None
+        if (
+            last is None
+            or any(getattr(last, what) != getattr(event, what) for what in ("kind", "module", "grad"))
+            or last.region != self.region()
+        ):
+            self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event)
+            return
+        work, saved = max(last.memory[0], event.memory[0]), last.memory[1] + event.memory[1]
+        if event.memory[0] > last.memory[0]:
+            last.name = event.name
+        last.memory = work, saved
+        self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=saved),))
+
+    def part(self, op: Op, choice: Choice) -> float:
+        """What one rank holds of what an op works on."""
+        for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
+            if key is not None:
+                return self.values[v].local_bytes(key, self.n) / max(self.values[v].nbytes, 1)
+        return 1.0
+
+    def keep(self, kept: list[Tensor]) -> int:
+        """Bytes that were not kept for backward before; parameters are there anyway."""
+        fresh = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
+        fresh = {k: storage for k, storage in fresh.items() if k not in self.kept and k not in self.resident}
+        self.kept |= fresh
+        return sum(storage.nbytes() for storage in fresh.values())
+
+    def enter_module(self, path: str, args: Any, kwargs: Any) -> None:
+        if not self.in_stage:
+            self.inside.append(path)
+            if not self.real:
+                self.entered.setdefault(path, (args, kwargs))
+
+    def leave_module(self) -> None:
+        if not self.in_stage:
+            self.inside.pop()
 
     def is_view(self, out: Tensor, x: Tensor) -> bool:
         return self.real or memory(out) == memory(x)  # a run that is recorded cannot tell
@@ -962,6 +1026,7 @@ class Tracer(Recorder, TorchFunctionMode):
         first = region is None or all(event.region != region for event in self.events)
         measured: dict[str, Any] = {
             "work": self.watch.peak,
+            "largest": self.watch.largest,
             "saved": sum(storage.nbytes() for storage in self.saved.values()),
             "flops": self.watch.flops,
             "touched": tuple(self.watch.touched),
@@ -1056,6 +1121,13 @@ def trace(
             if own is not None:  # else its stage is the twin of another
                 handles.append(own.register_forward_pre_hook(_inside(tracer, inside), with_kwargs=True))
                 handles.append(own.register_forward_hook(lambda m, a, out: tracer.leave_inside()))
+    tracer.resident = {t.untyped_storage()._cdata for t in fakes.values()}
+    own_paths = {id(memo[k]): path for path, m in model.named_modules() if (k := id(m)) in memo and k not in staged}
+    for module in [m for m in clone.modules() if own_paths.get(id(m))]:
+        handles.append(
+            module.register_forward_pre_hook(_module(tracer, clean(own_paths[id(module)])), with_kwargs=True)
+        )
+        handles.append(module.register_forward_hook(lambda m, a, out: tracer.leave_module()))
     before = [fingerprint(memo[id(group[0])], foreign) for group in groups]
     once([[memo[id(m)] for m in group] for group in groups], tracer.first, tracer.again)
     try:
@@ -1075,12 +1147,16 @@ def trace(
             gather_output=gather_output, dtype=dtype, given=given, recompute=recompute, twins=False,
         )  # fmt: skip
     found = tracer.trace(resident)
-    found.recompute, found.whole_flops, found.whole_touched = recompute, tracer.whole_flops, tracer.whole_touched
+    found.recompute, found.entered = recompute, tracer.entered
     declared = {id(b.tensor) for b in bound if b.pattern is not None}
     for t in tensors_in((args, kwargs)):
         if node(t) in tracer.reached and id(t) not in declared:
             found.whole_grads.append(t.numel() * t.element_size())
     return found
+
+
+def _module(tracer: Tracer, path: str) -> Any:
+    return lambda module, args, kwargs: tracer.enter_module(path, args, kwargs)
 
 
 def _inside(tracer: Tracer, inside: Inside) -> Any:

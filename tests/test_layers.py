@@ -11,7 +11,7 @@ HOME = Path(__file__).resolve().parents[1]
 LAYERS = """
 text private notation planner
 collectives layout sent sharded ops count agreement randomness
-rules stages slices twins trace reads residual ledger hardware plan choose
+rules stages slices twins trace reads residual ledger hardware advice plan choose
 glue calls parallel
 compare check
 dims search patterns discover

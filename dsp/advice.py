@@ -1,0 +1,231 @@
+"""What would help where glue runs whole: the question that `discover` asks, of single modules, at small sizes.
+
+The trace knows how each module between stages is called, and which dims of the model its tensors carry. A copy of it
+with random weights is called on slices (`dsp.slices`) of random tensors, as short as it takes them. The dims along
+which it is independent make a line of `stages`, and a plan with that line tells what it is worth.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.collectives import inexact
+from dsp.layout import Cut
+from dsp.notation import BATCH_NAMES, StagePattern, parse
+from dsp.private import pytree
+from dsp.slices import Probe
+from dsp.stages import Bound, Signature, Stage, find_stages
+from dsp.text import generic
+
+if TYPE_CHECKING:
+    from dsp.plan import Plan
+    from dsp.trace import Trace
+
+log = logging.getLogger("dsp")
+
+LIMIT = 1 << 23  # numbers of a module's weights, or of its inputs, with which it is tried
+SHORT = 6
+MODULES = 4  # that are looked at
+ANY = StagePattern("", (), (), False)
+Axes = list[list[str]]  # the names of the dims that each axis of a tensor folds, outermost first
+
+
+def remedy(
+    model: nn.Module, stages: Sequence[Stage], t: Trace, plan: Plan, replan: Callable[[list[Stage]], Plan]
+) -> str:
+    """A sentence on what would help where glue runs whole: lines of `stages`, if a plan is better for them."""
+    if not plan.whole:
+        return ""
+    lines: dict[str, str] = {}
+    over: list[str] = []
+    for key in list(dict.fromkeys(w.module for w in plan.whole if w.module))[:MODULES]:
+        try:
+            lines[key] = line(model, stages, t, next(path for path in t.entered if generic(path) == key))
+        except Dependent as reason:
+            over.append(f"{key} computes over {reason}")
+        except Exception as reason:
+            log.debug("no line for %s: %s: %s", key, type(reason).__name__, reason)
+    if lines:
+        try:
+            better = replan(find_stages(model, lines)[0])
+            if (better.flops_whole, sum(w.bytes for w in better.whole)) < (
+                plan.flops_whole, sum(w.bytes for w in plan.whole)
+            ):  # fmt: skip
+                text = ", ".join(f'"{key}": "{own}"' for key, own in lines.items())
+                return (
+                    f"Add to stages {text}: then the largest tensor of a rank is {better.share:.2f} of that of one "
+                    f"process instead of {plan.share:.2f}"
+                )
+        except Exception as reason:
+            log.debug("no plan with %s: %s: %s", lines, type(reason).__name__, reason)
+    if over:
+        return f"No stage would change that: {'; '.join(over)}"
+    if any(not w.module for w in plan.whole):
+        return "Make a submodule of what can be cut along some dim, and name it in stages"
+    return ""
+
+
+class Dependent(ValueError):
+    """Nothing but the batch is left to shard."""
+
+
+def line(model: nn.Module, stages: Sequence[Stage], t: Trace, path: str) -> str:
+    """The stage string of one module between stages."""
+    module = model.get_submodule(path)
+    inside = list(module.modules())
+    if any(stage.module in inside for stage in stages) or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
+        raise ValueError("stages, or hooks, are inside of it")
+    args, kwargs = t.entered[path]
+    names = Names(t)
+    bound = Signature(module, ANY, path).bind(args, kwargs)[1]
+    axes = [names.of(b.tensor) for b in bound]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        sizes, probe = tried(module, path, args, kwargs, bound, axes, names.sizes)
+        free: dict[str, list[Cut]] = {}
+        for name in dict.fromkeys(n for own in axes for axis in own for n in axis):
+            cuts = [place(own, name, sizes) for own in axes]
+            if sizes[name] > 1 and (outputs := probe.independent(cuts, sizes[name])) is not None:
+                free[name] = outputs
+    if not any(names.sizes[name] > 1 and name not in BATCH_NAMES for name in free):
+        raise Dependent("every dim of its tensors" + (" but the batch" if free else ""))
+    inputs = [shown(own, free) for own in axes]
+    made = [names.output(t.shape, {k: v[i] for k, v in free.items()}, sizes) for i, t in enumerate(probe.whole)]
+    same = all(
+        out.shape == probe.bound[0].tensor.shape and all(v[i] == place(axes[0], k, sizes) for k, v in free.items())
+        for i, out in enumerate(probe.whole)
+    )
+    alone = len(bound) == 1
+    text = ", ".join(own if alone else f"{b.param}={own}" for b, own in zip(bound, inputs))
+    text += "" if same else " -> " + ", ".join(shown(own, free) for own in made)
+    parse(text)
+    return text
+
+
+class Names:
+    """The names of dims: those of the root pattern, and letters for all others."""
+
+    def __init__(self, t: Trace) -> None:
+        self.trace, self.sizes = t, dict[str, int]()
+        self.batch = next((name for name in t.sizes if name in BATCH_NAMES), "b")
+        self.letters = (x for x in "xyzuvwpqrijkmndefgabchlost" if x not in t.sizes and x != self.batch)
+        self.keys: dict[str, str] = {}
+
+    def fresh(self, size: int) -> str:
+        name = next(self.letters)
+        self.sizes[name] = size
+        return name
+
+    def of(self, x: Tensor) -> Axes:
+        """The dims of each axis of a tensor as the trace knows them."""
+        sym = getattr(x, "_dsp_sym", None)
+        known = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
+        found: Axes = []
+        for d, extent in enumerate(x.shape):
+            axis, outer = list[str](), 1
+            cuts = [(c.outer, -known[k], k) for k, c in sym.cuts.items() if c.dim == d] if sym is not None else []
+            for at, _, key in sorted(cuts):
+                if at % outer == 0 and at >= outer and extent % (at * known[key]) == 0:
+                    axis += [self.gap(at // outer, found, axis)] if at > outer else []
+                    axis.append(self.named(key, known[key]))
+                    outer = at * known[key]
+            if d == 0 and (extent == 1 or (axis and self.trace.sizes.get(self.batch) == 1)):
+                axis.insert(0, self.batch)
+                self.sizes[self.batch] = 1
+            elif extent > outer:
+                axis.append(self.gap(extent // outer, found, axis))
+            found.append(axis)
+        return found
+
+    def gap(self, size: int, before: Axes, axis: list[str]) -> str:
+        """A dim that the trace does not follow: one of the model's that no rank can have a part of, or another."""
+        taken = {name for own in (*before, axis) for name in own}
+        alike = [name for name, known in self.trace.sizes.items() if known == size and name not in taken]
+        return self.named(alike[0], size) if len(alike) == 1 else self.fresh(size)
+
+    def named(self, key: str, size: int) -> str:
+        key = key.rstrip("'")
+        if self.trace.sizes.get(key) == size:
+            self.sizes[key] = size
+            return key
+        if key not in self.keys:
+            self.keys[key] = self.fresh(size)
+        return self.keys[key]
+
+    def output(self, shape: Sequence[int], free: dict[str, Cut], sizes: dict[str, int]) -> Axes:
+        """The dims of each axis of a result: those that are free lie where they were found, all others are new."""
+        found = []
+        for d, extent in enumerate(shape):
+            axis, outer = list[str](), 1
+            for cut, name in sorted((c, n) for n, c in free.items() if c.dim == d):
+                axis += [self.fresh(cut.outer // outer)] if cut.outer > outer else []
+                axis.append(name)
+                outer = cut.outer * sizes[name]
+            if extent > outer or not axis:
+                axis.append(self.fresh(extent // outer))
+            found.append(axis)
+        return found
+
+
+def shown(axes: Axes, free: dict[str, Any]) -> str:
+    texts = [[name if name in free else f"[{name}]" for name in axis] for axis in axes]
+    text = " ".join("1" if not axis else axis[0] if len(axis) == 1 else f"({' '.join(axis)})" for axis in texts)
+    return text.replace("] [", " ")
+
+
+def place(axes: Axes, name: str, sizes: dict[str, int]) -> Cut | None:
+    """Where a dim lies in a tensor."""
+    for d, axis in enumerate(axes):
+        if name in axis:
+            return Cut(d, math.prod(sizes[k] for k in axis[: axis.index(name)]))
+    return None
+
+
+def tried(
+    module: nn.Module, path: str, args: Any, kwargs: Any, bound: list[Bound], axes: list[Axes], full: dict[str, int]
+) -> tuple[dict[str, int], Probe]:
+    """A copy of a module, called on random tensors as short as it takes."""
+    if sum(p.numel() for p in (*module.parameters(), *module.buffers())) > LIMIT:
+        raise ValueError("it is too large to be tried")
+    clone = copy.deepcopy(module)._apply(_random)
+    signature = Signature(clone, ANY, path)
+    first: Exception | None = None
+    for sizes in shorter(full):
+        shapes = [[math.prod(sizes[name] for name in axis) for axis in own] for own in axes]
+        if sum(map(math.prod, shapes)) > LIMIT:
+            continue
+        made = {id(b.tensor): _random(b.tensor, shape) for b, shape in zip(bound, shapes)}
+        try:
+            a, k = pytree.tree_map_only(Tensor, lambda t, made=made: made[id(t)], (args, kwargs))
+            return sizes, Probe(clone, signature, a, k)
+        except Exception as reason:
+            first = first or reason
+    raise first or ValueError("its tensors are too long")
+
+
+def shorter(full: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes to try: all short, then with ever more dims as they are; a batch of one is two, to be cut."""
+    short = {name: 2 if size == 1 else min(size, SHORT) for name, size in full.items()}
+    apart = [name for name in full if short[name] != full[name]]
+    for many in range(len(apart) + 1):
+        for kept in itertools.combinations(apart, many):
+            yield {**short, **{name: full[name] for name in kept}}
+
+
+def _random(t: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Numbers of the same kind that hide nothing by being alike, in float64."""
+    own = t.shape if shape is None else shape
+    if inexact(t):
+        dtype = torch.complex128 if t.is_complex() else torch.float64
+        return torch.randn(*own, dtype=dtype) / max(1, math.prod(t.shape[1:]) if shape is None else 1) ** 0.5
+    if shape is None and not t.is_meta:
+        return t.detach().cpu().clone()
+    return torch.randint(0, 2, tuple(own)).to(t.dtype)

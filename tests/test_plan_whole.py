@@ -1,0 +1,183 @@
+"""What runs whole on every rank is said: which operation, what it costs, and the line of stages that would help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_plan_word import Heard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+
+
+class Patches(nn.Module):
+    """Wan's form: patches of each frame by a convolution, all tokens in one line, attention over them; and back."""
+
+    stages = {"": "x=b c t h w"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Conv3d(4, 16, (1, 2, 2), (1, 2, 2))
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.patch_embedding(x)
+        z = y.flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(F.layer_norm(z, (16,))).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, -1)
+        z = z + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return z
+
+
+class Pixels(nn.Module):
+    """A recurrence along time for every pixel by itself."""
+
+    stages = {"": "x=b t c h w"}
+
+    def __init__(self, kind: type[nn.Module] = nn.GRU) -> None:
+        super().__init__()
+        self.rnn = kind(3, 8, batch_first=True)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, _, h, w = x.shape
+        y = self.rnn(x.permute(0, 3, 4, 1, 2).flatten(0, 2))[0]
+        return y.unflatten(0, (b, h, w)).permute(0, 3, 4, 1, 2).relu()
+
+
+class Graph(nn.Module):
+    """A convolution on a graph: neighbours are gathered by index, and added where they go."""
+
+    stages = {"": "x=n c"}
+
+    class Conv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            sent = self.lin(x)[edges[0]]
+            return torch.zeros_like(x).index_add(0, edges[1], sent)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = self.Conv()
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.conv(x, edges).relu()
+
+
+class Wave(nn.Module):
+    """A waveform, cut into frames by a convolution with a stride."""
+
+    stages = {"": "x=b c l"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Conv1d(1, 16, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).relu()
+
+
+class Decoder(nn.Module):
+    """Causal convolutions over frames, rows and columns, as in the decoder of a video's latents."""
+
+    stages = {"": "x=b c t h w"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv3d(4, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(F.pad(x, (1, 1, 1, 1, 2, 0), mode="replicate"))
+        return F.silu(F.interpolate(y, scale_factor=2.0))
+
+
+def planned(kind: Any, inputs: tuple[Tensor, ...]) -> Any:
+    torch.manual_seed(0)
+    return dsp.plan(kind(), inputs, size=3)
+
+
+CASES = {
+    "patches": (Patches, (torch.randn(1, 4, 5, 6, 8),)),
+    "pixels": (Pixels, (torch.randn(1, 6, 3, 4, 5),)),
+    "graph": (Graph, (torch.randn(12, 6), torch.randint(0, 12, (2, 30)))),
+    "wave": (Wave, (torch.randn(1, 1, 64),)),
+    "decoder": (Decoder, (torch.randn(1, 4, 4, 6, 6),)),
+}
+
+
+def test_patches_are_split_for_nothing_where_the_embedding_runs_whole() -> None:
+    """Wan's form: a convolution on inputs that are whole anyway leaves its result to be sharded."""
+    plan = planned(*CASES["patches"])
+    assert plan.share == 0.5  # its own input and output are of one length
+    assert plan.bytes["forward"] > 0
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_recurrence_of_pixels_needs_a_line(kind: type[nn.Module]) -> None:
+    model, (x,) = Pixels(kind), CASES["pixels"][1]
+    plan = dsp.plan(model, (x,), size=3)
+    assert [(w.name, w.module) for w in plan.whole] == [(kind.__name__.lower(), "rnn")]
+    assert plan.share == 1
+    hidden = ", [z] (b h w) [u], [v] (b h w) [p]" if kind is nn.LSTM else ", [z] (b h w) [u]"
+    line = "(b h w) [t c] -> (b h w) [x y]" + hidden
+    assert f'Add to stages "rnn": "{line}": then the largest tensor of a rank is 0.40' in plan.advice
+    assert plan.advice in str(plan)
+    better = dsp.plan(model, x, size=3, stages={**Pixels.stages, "rnn": line})
+    assert (better.share, better.whole, better.advice) == (0.4, [], "")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("graph", "index_add() in conv (720 B). No stage would change that: conv computes over every dim"),
+        ("wave", "conv1d() in encoder (960 B, 100% of all FLOPs). No stage would change that: encoder computes over"),
+        ("decoder", "interpolate() (36.0 KiB). Make a submodule of what can be cut along some dim"),
+    ],
+)
+def test_what_no_line_helps_is_said_too(case: str, said: str) -> None:
+    plan = planned(*CASES[case])
+    assert plan.share == 1
+    assert f"every rank runs whole what is between stages: {said}" in plan.advice
+
+
+def told(mesh: DeviceMesh, x: Tensor) -> tuple[list[str], str]:
+    torch.manual_seed(0)
+    model = Pixels()
+    with Heard() as heard, torch.no_grad():
+        report = dsp.check(model, (x,), mesh=mesh, thorough=False)
+        parallel = dsp.parallelize(model, mesh)
+        for _ in range(2):
+            parallel(x)
+    return heard.texts, str(report)
+
+
+def test_a_run_and_a_check_say_it_once(ranks) -> None:
+    (texts, report), (others, _) = ranks(told, 2, CASES["pixels"][1][0])
+    assert len(texts) == 2  # the model that is checked, and this one
+    assert all('Add to stages "rnn"' in text for text in texts)
+    assert report.count("every rank runs whole") == 1
+    assert others == []
+
+
+class Deep(nn.Module):
+    """Glue alone, that keeps what it multiplies and takes exponents of."""
+
+    stages = {"": "x=b s c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (x * 2).exp()
+        return x
+
+
+def test_the_peak_counts_what_glue_keeps() -> None:
+    x = torch.randn(1, 6, 8, requires_grad=True)
+    kept, own = dsp.plan(Deep(), (x,), size=2), x.numel() * 4 // 2
+    assert kept.peak >= 4 * own  # each exp its result
+    with torch.no_grad():
+        assert dsp.plan(Deep(), (x,), size=2).peak <= 3 * own
