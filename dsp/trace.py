@@ -912,7 +912,8 @@ class Tracer(Recorder, TorchFunctionMode):
         saved = self.keep(kept) if region is None else 0
         if len(self.ops) == known and (flops or touched):
             grad = any(t.requires_grad for t in tensors_in(out))
-            self.add_whole(Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1]))
+            event = Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1])
+            self.add_whole(event, tensors_in(out))
             self.events[-1].flops += flops
             self.events[-1].touched = (self.events[-1].touched[0] + touched, 0)
             self.events[-1].largest = max(self.events[-1].largest, largest)
@@ -924,7 +925,7 @@ class Tracer(Recorder, TorchFunctionMode):
                 self.ops[-1] = replace(op, choices=tuple(parts))
         return out
 
-    def add_whole(self, event: Event) -> None:
+    def add_whole(self, event: Event, outputs: Sequence[Tensor]) -> None:
         """An operation on tensors that no plan shards: one op with those before it in the same module."""
         last = self.events[-1] if self.events else None
         if (
@@ -932,8 +933,9 @@ class Tracer(Recorder, TorchFunctionMode):
             or any(getattr(last, what) != getattr(event, what) for what in ("kind", "module", "grad"))
             or last.region != self.region()
         ):
-            self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event)
+            self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event, outputs)
             return
+        self.made[-1] += [{node(t)} for t in outputs]
         work, saved = max(last.memory[0], event.memory[0]), last.memory[1] + event.memory[1]
         if event.memory[0] > last.memory[0]:
             last.name = event.name
