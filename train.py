@@ -82,7 +82,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
     user_error(dsp.embedded.parallelize, objective, mesh["sp"], config.parallel.method, gather_output=False)
-    cut: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor)}  # over sp, in sampling, too
+    cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # over sp, in sampling, too
     user_error(dsp.embedded.parallelize, predictor, mesh["sp"], config.parallel.method if cut else "dsp")
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those

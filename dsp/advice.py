@@ -204,7 +204,7 @@ def tried(
             continue
         made = {id(b.tensor): _random(b.tensor, shape) for b, shape in zip(bound, shapes)}
         try:
-            a, k = pytree.tree_map_only(Tensor, lambda t, made=made: made[id(t)], (args, kwargs))
+            a, k = pytree.tree_map(lambda t, made=made: made.get(id(t), t), (args, kwargs))  # type: ignore[misc]
             return sizes, Probe(clone, signature, a, k)
         except Exception as reason:
             first = first or reason

@@ -157,7 +157,7 @@ def _check(
                 if _agreed(problems, axis):
                     report.problems += [f"{p} ({mode.name}, {size}call {n + 1})" for p in problems]
                     return report
-    report.advice = parallel.forward.__self__.advice
+    report.advice = parallel.forward.__self__.advice  # type: ignore[attr-defined]
     if not report.gradients:
         report.uncovered.append("gradients: nothing that the model returns has one")
     elif report.still:

@@ -567,7 +567,7 @@ class Glue(TorchFunctionMode):
                 args[i] = self.run.axis.narrow(args[i], cut)
         own = _sharded(args, kwargs)
         for t in own:  # as `bare` does
-            t.__class__ = Tensor
+            t.__class__ = Tensor  # type: ignore[assignment]
         try:
             out = quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest)
         finally:
@@ -591,7 +591,7 @@ class Glue(TorchFunctionMode):
                 t._dsp_view = first, func, recipe.frame
         if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
             for t in made:
-                if recipe.view or memory(t) == memory(first):
+                if recipe.view or memory(t) == memory(args[0]):
                     t._dsp_lent = lent
         return out
 

@@ -383,7 +383,7 @@ class _Aside:
 
 def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
-        new.__class__, new.at = type(old), old.at
+        new.__class__, new.at = type(old), old.at  # type: ignore[assignment,attr-defined]
     return new
 
 

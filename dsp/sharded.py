@@ -92,7 +92,7 @@ def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
     """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
     kinds = {id(t): (t, type(t)) for t in tensors}
     for t, kind in kinds.values():
-        t.__class__ = kind.part
+        t.__class__ = kind.part  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def carry(local: Tensor, at: At) -> Sharded:
         if type(local) is Tensor or isinstance(local, nn.Parameter):
             t = local.as_subclass(Sharded)
         else:
-            t = local.view_as(local)
+            t = local.view_as(local)  # type: ignore[assignment]
             t.__class__ = sharded_type(type(t))  # type: ignore[arg-type]
     t.at = at
     return t
