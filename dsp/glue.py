@@ -284,7 +284,8 @@ class Run:
             return self.axis.narrow(self.view(t, None, "whole"), cut)
         at = None if source == "whole" else source
         local = self.gather(home) if at is None else home.copies[at]
-        for func, frame in views_of(t):
+        views = views_of(t)
+        for func, frame in views:
             x = Operand(frame.args[0].shape, at)
             again = replace(frame, args=(x, *frame.args[1:]))
             outcome = RULES[frame.name](again) if at is not None else Outcome(None)
@@ -292,7 +293,8 @@ class Run:
             call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
             local = (outcome.func or func)(*without_operands(call_args, {id(x): local}), **call_kwargs)
             at = outcome.cut
-        return local
+        # a view that was made without gradient has none now either
+        return local.detach() if views and t.grad_fn is None else local
 
     def push_all(self, parts: Sequence[Part]) -> list[Part]:
         """What an operation or stage made, switched to where the plan wants it."""
@@ -509,6 +511,8 @@ class Glue(TorchFunctionMode):
             names = run.script.names
             if index >= len(names) or names[index] != what.name:
                 run.strayed = ("glue", index, what.name), names[index] if index < len(names) else None
+        if run.script is not None and index in run.script.same and not run.strayed and isinstance(args[0], Sharded):
+            return args[0]  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             run.observe("record", index, what.name, args, kwargs, out, what.changing)

@@ -85,6 +85,7 @@ class Script:
     glue: dict[int, GlueStep]
     random_glue: bool
     copies: frozenset[int] = frozenset()  # glue that only looks like a view: it makes a value of its own
+    same: frozenset[int] = frozenset()  # glue that returns its first argument as it is, such as contiguous
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
@@ -387,7 +388,7 @@ def make_plan(
             if push.get(m.value, "") != m.dst
         ]
 
-    script = Script({}, [], {}, t.random_glue, frozenset(t.copies), tuple(t.names))
+    script = Script({}, [], {}, t.random_glue, frozenset(t.copies), frozenset(t.same), tuple(t.names))
     inputs: dict[str, tuple[str, ...]] = {}
     for param, v in t.inputs.items():
         layouts = used.get(v, set())

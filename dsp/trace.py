@@ -187,6 +187,7 @@ class Trace:
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
+    same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
     names: list[str] = field(default_factory=list)  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
@@ -370,6 +371,10 @@ def is_batch(key: str) -> bool:
 PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_product_attention"})
 
 
+# they return their argument where there is nothing to do
+SAME = frozenset("contiguous flatten ravel to type type_as float double half bfloat16 real conj resolve_conj".split())
+
+
 @dataclass
 class Ways:
     """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
@@ -407,6 +412,7 @@ class Recorder:
         self.frames: list[Any] = []
         self.saves: dict[int, float] = {}
         self.copies: set[int] = set()
+        self.same: set[int] = set()
         self.names: list[str] = []  # of all glue operations
 
     # --- values ---
@@ -478,6 +484,9 @@ class Recorder:
         syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
             self.used(tracked, syms)
+            if name in SAME and args and out is args[0]:
+                self.same.add(index)
+                return
             self.glue(index, name, args, kwargs, tracked, syms, out, written)
         elif name in SOURCES and tracked and isinstance(out, Tensor):
             self.source(index, name, args, kwargs, out)
@@ -854,7 +863,7 @@ class Recorder:
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves, copies=self.copies, names=self.names, sizes=self.root_sizes,
+            resident, saves=self.saves, copies=self.copies, same=self.same, names=self.names, sizes=self.root_sizes,
         )  # fmt: skip
 
     def root_output(self, position: int, t: Tensor, gather: bool) -> None:

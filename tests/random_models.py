@@ -150,6 +150,9 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         problems += [f"no_grad: {p}" for p in differences(found, Step(expect.outputs, {}))]
     if check:
         report = dsp.check(single, kwargs=inputs, mesh=mesh)
+        refused = [p for p in report.problems if "raised GlueError" in p]  # at another size
+        if refused and not problems:
+            return replace(verdict, kind="refused", reason=refused[0])
         problems += [f"check says: {p}" for p in report.problems]
     if problems:
         return replace(verdict, kind="BYTES" if problems[0].startswith("bytes") else "WRONG", reason=problems[0])

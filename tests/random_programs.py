@@ -199,6 +199,10 @@ class Var:
     def ndim(self) -> int:
         return len(self.axes)
 
+    def but(self, d: int, *new: Axis) -> list[Axis]:
+        """Its axes with others in the place of one, or none."""
+        return [*self.axes[:d], *new, *self.axes[d + 1 :]]
+
 
 class Dead(Exception):
     """This statement cannot be made of what there is."""
@@ -339,33 +343,37 @@ class Writer:
             exec(line, self.env)
         self.lines.append(line)
 
-    def let(self, expression: str, axes: Sequence[Axis] | None, kind: str = "f", own: bool = False) -> Var:
-        """x7 = expression, whose axes are these (None: whatever comes out)."""
-        name = self.new()
-        line = f"{name} = {expression}"
-        with torch.set_grad_enabled(self.grad):
-            exec(line, self.env)
+    def let(self, expression: str, axes: Sequence[Axis], kind: str = "f", own: bool = False) -> Var:
+        """x7 = expression, whose axes are these."""
+        name = self.aside(expression)
         value = self.env[name]
         if value.numel() > 6000:
             raise Dead
-        if axes is None:
-            axes = [self.fresh(n) for n in value.shape]
         if [self.size(a) for a in axes] != list(value.shape):
-            raise AssertionError(f"{line}: {tuple(value.shape)} is not {list(axes)}")
-        self.lines.append(line)
-        var = Var(name, list(axes), kind, self.depth, own)
-        self.vars.append(var)
-        return var
+            raise AssertionError(f"{expression}: {tuple(value.shape)} is not {list(axes)}")
+        self.vars.append(Var(name, list(axes), kind, self.depth, own))
+        return self.vars[-1]
 
-    def add_param(self, axes: Sequence[Axis]) -> str:
+    def aside(self, expression: str) -> str:
+        """The same, of no use to other statements."""
+        name = self.new()
+        self.run(f"{name} = {expression}")
+        return name
+
+    def several(self, expression: str, *axes: Sequence[Axis], own: bool = False) -> list[Var]:
+        """x7, x8 = expression"""
+        made = [Var(self.new(), list(a), depth=self.depth, own=own) for a in axes]
+        self.run(f"{', '.join(v.name for v in made)} = {expression}")
+        self.vars += made
+        return made
+
+    def param(self, *axes: Axis) -> str:
         name = f"p{len([k for k in self.modules if k[0] == 'p'])}"
         return self.register(name, f"param({self.shaped(axes)})")
 
     def register(self, name: str, text: str) -> str:
-        exec(f"{name} = {text}", self.env)
-        value = self.env.pop(name)
-        self.modules[name] = value
-        setattr(self.self, name, value.double() if isinstance(value, nn.Module) else value)
+        self.modules[name] = value = eval(text, self.env)
+        setattr(self.self, name, value)
         self.header.append(f"{name} = {text}")
         return f"self.{name}"
 

@@ -127,6 +127,27 @@ def forward(self, x: (b, t, s, c)):
     x9 = x5.unflatten(-1, (2, 1)).transpose(-2, -3)
     return (F.scaled_dot_product_attention(x9, x9, x9, self.p1), x5)
 """,
+    "an operation that returns what it was given": """
+b, t, h, w, c = 1, 6, 2, 2, 8
+stages = {"": "x=b t h w c", "s1": "b t h w [c]", "s2": "b t [h] w [c]", "s3": "[h] b n0 [t] -> [h] b n0 [t], b n0 [t]"}
+s1 = Conv(4)
+s2 = Table(2, 4)
+s3 = Pool(0)
+def forward(self, x: (b, t, h, w, c)):
+    x1 = rearrange(self.s1(x), "a0 a1 a2 a3 a4 -> a2 a0 (a3 a4) a1")
+    x2 = self.s2(x.contiguous() * 1.1)
+    return self.s3(x1)[1], F.pad(x, (0, 0, 1, 1)), x2
+""",
+    "a view that was made without gradient, of what has one": """
+b, t, s, c = 2, 4, 5, 4
+stages = {"": "x=b t s c", "s0": "b [t] s [c]"}
+s0 = Attend(1)
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    with torch.no_grad():
+        x2 = x1.flatten(1, 2)
+    return x2, x1.square()
+""",
     "a view that is made without gradient": """
 b, t, s, c = 2, 4, 4, 4
 stages = {"": "y=b t s c", "s0": "b [t] s [c]", "s1": "s b [t] [c]"}
