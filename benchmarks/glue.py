@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dsp
 from dsp.layout import Axis, Cut
-from dsp.ops import gather_local, switch_local
+from dsp.moves import gather_local, switch_local
 
 STAGES = {
     "": "hidden_states=b c t h w -> b c t h w",

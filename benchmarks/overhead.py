@@ -33,9 +33,9 @@ from torch.utils import _pytree as pytree
 
 import dsp
 import zoo
-from dsp.parallel import describe
-from dsp.plan import make_plan, stages_of
-from dsp.trace import trace
+from dsp.plan.make import make_plan, stages_of
+from dsp.plan.tracer import trace
+from dsp.run.inputs import describe
 
 FEW, MANY = 10, 60
 SHAPE = (1, 4, 6, 8)  # b t s c

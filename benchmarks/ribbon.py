@@ -22,7 +22,7 @@ from rivals import METHODS
 import dsp
 import dsp.embedded
 import zoo
-from dsp.plan import StageRow
+from dsp.plan.table import StageRow
 
 RANKS, LAYERS = 8, 2
 LENGTHS = {"frames": 64, "height": 128, "width": 128}

@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dsp
-from dsp.layout import Axis, Cut, connected_local, covered_exit
+from dsp.gradients import connected_local, covered_exit
+from dsp.layout import Axis, Cut
 from dsp.planner import chunk_sizes
 
 T_DIM, S_DIM = 1, 2

@@ -2,15 +2,14 @@
 
 from dsp import embedded
 from dsp.check import Report, check
-from dsp.choose import Sizing, choose
 from dsp.count import count_comm
 from dsp.discover import discover
 from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-from dsp.parallel import parallelize
-from dsp.plan import Plan, plan
+from dsp.plan import Plan, Sizing, choose, plan
 from dsp.rules import GlueError
+from dsp.run import parallelize
 
 __all__ = [
     "LINKS",

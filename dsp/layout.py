@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from dsp.planner import chunk_sizes
-from dsp.private import DTensorSpec, TensorMeta, _StridedShard, backward_pass, dtensor, opened
+from dsp.gradients import GuardedWrap, HandedOver, Wrap, global_stride
+from dsp.private import DTensorSpec, TensorMeta, _StridedShard
 
 
 class Cut(NamedTuple):
@@ -123,7 +123,7 @@ class Axis:
         if tuple(local.shape) != expected:
             raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
         with torch._C.DisableTorchFunction():
-            return (_HandedOver if hand_over else _GuardedWrap if guard else _Wrap).apply(local, spec)
+            return (HandedOver if hand_over else GuardedWrap if guard else Wrap).apply(local, spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,18 +134,6 @@ class At:
     shape: torch.Size
     cut: Cut
     local: tuple[int, ...]
-
-
-def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides for the global `shape` in the memory order of `local`."""
-    stride_of = local.stride()
-    order = sorted(range(len(shape)), key=lambda d: (-stride_of[d], d)) if local.numel() else range(len(shape))
-    stride = [1] * len(shape)
-    step = 1
-    for d in reversed(list(order)):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    return tuple(stride)
 
 
 def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
@@ -173,104 +161,6 @@ def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
     if coarse == fine or fine.outer % coarse.outer:
         return False
     return fold_fits(fine.outer // coarse.outer, shape[one.dim] // fine.outer, n)
-
-
-class _Wrap(torch.autograd.Function):
-    """local tensor -> DTensor shell; the gradient that comes back is this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:  # type: ignore[override]
-        ctx.placements, ctx.size = spec.placements, spec.mesh.size()
-        return dtensor(local.view_as(local), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        if isinstance(grad, DTensor):
-            if grad.placements != ctx.placements:
-                _refuse(f"its gradient arrived as {grad.placements} where the tensor is {ctx.placements}")
-            grad, _ = opened(grad)
-        return grad, None
-
-
-class _Unwrap(torch.autograd.Function):
-    """DTensor -> this rank's part, and back for its gradient.
-
-    For `to_local` the strides of uneven shards are those of no whole tensor, and torch 2.11 gathers such a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:  # type: ignore[override]
-        local, ctx.spec = opened(x)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        spec, stride = ctx.spec, global_stride(grad, ctx.spec.shape)
-        if stride != spec.stride:
-            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, stride, grad.dtype))
-        return dtensor(grad, spec)
-
-
-class _GuardedWrap(_Wrap):
-    """The same for a tensor handed to the caller: only gradients that came through a dsp exit may pass."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        if not ExitGuard.covered():
-            _refuse("none of dsp.mean and dsp.gather stands between it and the loss")
-        return _Wrap.backward(ctx, grad)
-
-
-class _HandedOver(_Wrap):
-    """The same for a tensor whose gradient somebody else brings: that of a single process."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        local, _ = _Wrap.backward(ctx, grad)
-        ExitGuard.note(local)
-        # here gradients are of the sum of N ranks' scalars, of which the objective is the mean
-        return local * ctx.size, None
-
-
-def _refuse(reason: str) -> None:
-    raise RuntimeError(
-        f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss "
-        "with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it; if a pipeline "
-        "brings its gradient from the next part of the model, give it dsp.hand_over(x)"
-    )
-
-
-class ExitGuard:
-    """Which backward passes came through `dsp.mean` or `dsp.gather`.
-
-    The objective of a parallel run is the mean over ranks of each rank's scalar. Only these exits hand every rank's
-    gradient to the others; any other one would silently scale or lose gradients.
-    """
-
-    _recent: list[int] = []
-
-    @classmethod
-    def note(cls, grad: Tensor) -> None:
-        task = backward_pass()
-        if task not in cls._recent:
-            cls._recent[:] = [*cls._recent[-63:], task]
-
-    @classmethod
-    def covered(cls) -> bool:
-        return backward_pass() in cls._recent
-
-
-def covered_exit(x: Tensor) -> Tensor:
-    """The same tensor, which lets backward passes that come through it reach sharded tensors."""
-    if x.requires_grad:
-        x.register_hook(ExitGuard.note)
-    return x
-
-
-def connected_local(x: DTensor) -> Tensor:
-    """This rank's part of a DTensor, connected to it by autograd."""
-    with torch._C.DisableTorchFunction():
-        return _Unwrap.apply(x)  # type: ignore[no-any-return]
 
 
 def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
@@ -319,17 +209,3 @@ def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, li
 
 def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
-
-
-__all__ = [
-    "Axis",
-    "Cut",
-    "ExitGuard",
-    "chunk",
-    "chunk_sizes",
-    "connected_local",
-    "covered_exit",
-    "cut_of",
-    "factor",
-    "sp_view",
-]

@@ -7,18 +7,16 @@ gradient; nothing else has to be scaled.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dsp import collectives
-from dsp.layout import Axis, Cut, connected_local, covered_exit, factor, sp_view
-from dsp.planner import fuses
+from dsp.gradients import connected_local, covered_exit
+from dsp.layout import Axis, Cut, factor, sp_view
+from dsp.moves import SplitInput, gather_local, localize, mean_local, sums, switch_local
 from dsp.sharded import as_dtensor
 
 
@@ -68,7 +66,7 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
         return SwitchHandle(lambda: x)
     fine, (src, dst) = factor(shape, (cut, target))
     local = connected_local(x)
-    pending = collectives.PendingSwitch(local.reshape(_localize(fine, src, sp)), src, dst, fine[src], sp.group)
+    pending = collectives.PendingSwitch(local.reshape(localize(fine, src, sp)), src, dst, fine[src], sp.group)
     return SwitchHandle(lambda: _rewrap(pending.wait().reshape(sp.local_shape(shape, target)), x, sp, index, target))
 
 
@@ -124,7 +122,7 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     if not isinstance(x, DTensor):
         if isinstance(weight, DTensor):
             raise TypeError("dsp.mean: the weight is sharded but x is not; gather the weight or shard x like it")
-        total, norm = _sums(x, weight)
+        total, norm = sums(x, weight)
         return total / (norm if norm is not None else x.numel())
     sp, _, cut, _ = sp_view(x, None, "mean")
     w: Tensor | None = None
@@ -140,114 +138,6 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
         if cut.dim >= lead and w.shape[cut.dim - lead] == x.shape[cut.dim] != 1:
             w = sp.narrow(w, Cut(cut.dim - lead, cut.outer))
     return covered_exit(mean_local(connected_local(x), w, x.numel(), sp))
-
-
-# --- the same on local tensors, for the runtime -----------------------------------------------------------------------
-
-
-def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:
-    total, norm = _sums(local, weight)
-    if norm is None:
-        return torch.ops.dsp.all_reduce(total, sp.group) / count
-    both = torch.ops.dsp.all_reduce(torch.stack([total, norm]), sp.group)
-    return both[0] / both[1]
-
-
-def _sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    wide = collectives.summed_in(x.dtype) if collectives.inexact(x) else torch.float32
-    if weight is None:
-        return x.sum(dtype=wide), None
-    w = weight.to(wide).expand(x.shape)
-    return (x.to(wide) * w).sum(), w.sum()
-
-
-def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
-    """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
-    if src.outer == dst.outer == 1 and src.dim != dst.dim:
-        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
-    fine, (i, j) = factor(shape, (src, dst))
-    out = torch.ops.dsp.switch(x.reshape(_localize(fine, i, sp)), i, j, fine[i], sp.group)
-    return out.reshape(sp.local_shape(shape, dst))
-
-
-class Part(NamedTuple):
-    """This rank's part of a tensor of global `shape`, cut at `src`, that is wanted cut at `dst`."""
-
-    local: Tensor
-    src: Cut
-    dst: Cut
-    shape: tuple[int, ...]
-
-
-def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
-    """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
-    if len(parts) == 1:
-        return [switch_local(*parts[0], sp)]
-    found: dict[int, Tensor] = {}
-    small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
-    if len(small) > 1:
-        opened = [factor(parts[i].shape, (parts[i].src, parts[i].dst)) for i in small]
-        moved = torch.ops.dsp.switch_many(
-            [parts[i].local.reshape(_localize(fine, at[0], sp)) for i, (fine, at) in zip(small, opened)],
-            [at[0] for _, at in opened],
-            [at[1] for _, at in opened],
-            [fine[at[0]] for fine, at in opened],
-            sp.group,
-        )
-        for i, t in zip(small, moved):
-            found[i] = t.reshape(sp.local_shape(parts[i].shape, parts[i].dst))
-    return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
-
-
-def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
-    if cut.outer == 1:
-        return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group)
-    fine, (i,) = factor(shape, (cut,))
-    out = torch.ops.dsp.gather(x.reshape(_localize(fine, i, sp)), i, fine[i], sp.group)
-    return out.reshape(tuple(shape))
-
-
-def _localize(fine: list[int], dim: int, sp: Axis) -> tuple[int, ...]:
-    return sp.local_shape(fine, Cut(dim))
-
-
-class SplitInput(torch.autograd.Function):
-    """This rank's part of a model input; the gradient it returns is whole and true on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
-        ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
-        return sp.narrow(x, cut).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
-
-
-class WholeInput(torch.autograd.Function):
-    """A model input that every rank uses whole; the gradient it returns is the true one on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
-        ctx.sp = sp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return torch.ops.dsp.all_reduce(grad, ctx.sp.group) / ctx.sp.size, None
-
-
-class ScaleGradient(torch.autograd.Function):
-    """Identity; the gradient is divided by N: the true gradient of an input that arrived sharded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:  # type: ignore[override]
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad / ctx.size, None
 
 
 def _dim(dim: int, ndim: int, what: str) -> int:
@@ -273,7 +163,7 @@ def _rewrap(local: Tensor, like: DTensor, sp: Axis, index: int, cut: Cut | None)
 
     placements = list(like.placements)
     placements[index] = cut.placement() if cut else Replicate()
-    from dsp.layout import global_stride
+    from dsp.gradients import global_stride
 
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=global_stride(local, like.shape)

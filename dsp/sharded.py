@@ -1,7 +1,7 @@
 """What glue holds of a sharded tensor: this rank's part itself, as a thin subclass that knows its global shape.
 
 Between the stages of a forward a model sees `Sharded` tensors. Their shape is the global one; what is done with them is
-done to the local data, by the rules of `dsp.rules` (see `dsp.glue`). To other code one reads as the DTensor that it
+done to the local data, by the rules of `dsp.rules` (see `dsp.run.glue`). To other code one reads as the DTensor that it
 stands for: `placements`, `device_mesh`, `to_local`, `full_tensor`, `redistribute`, and any operation outside a forward.
 """
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dsp.layout import At, global_stride
+from dsp.gradients import global_stride
+from dsp.layout import At
 from dsp.private import OpOverload, backward_pass, pytree
+from dsp.tensors import NO
 
-NO = torch._C.DisableTorchFunctionSubclass
 ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
 
 

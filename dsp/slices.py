@@ -19,7 +19,9 @@ from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.private import TorchDispatchMode, pytree
-from dsp.stages import Call, Signature, constants_in, cut_for, tensors_in
+from dsp.signature import Call, Signature
+from dsp.stages import cut_for
+from dsp.tensors import constants_in, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
 

@@ -1,148 +1,20 @@
-"""Stages of a model: patterns matched to submodules, and one call's tensors bound to a pattern."""
+"""Stages of a model: patterns matched to submodules, and the dims that a call may be sharded along."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import difflib
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dsp.layout import Axis, Cut, chunk_sizes, fold_fits
-from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, parse, solve_sizes
-from dsp.private import _BatchNorm, pytree
-from dsp.sharded import Sharded
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
-
-    param: str
-    slot: int | str  # its place in args or kwargs
-    tensor: Tensor
-    pattern: TensorPattern | None
-
-
-class Call:
-    """The arguments of one call, to be replaced one by one."""
-
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.args, self.kwargs = list(args), dict(kwargs)
-
-    def replace(self, bound: Bound, tensor: Any) -> None:
-        if isinstance(bound.slot, int):
-            self.args[bound.slot] = tensor
-        else:
-            self.kwargs[bound.slot] = tensor
-
-
-class Signature:
-    """Binds the tensors of a call to a pattern by the parameter names of the module's own forward."""
-
-    def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
-        self.where, self.pattern = where, pattern
-        while "_orig_mod" in module._modules:
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        self.module = module
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.names = {p.name: i for i, p in enumerate(parameters)}
-        self.defaults = {p.name: p.default for p in parameters}
-        self.open_args = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-        self.open_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        for p in pattern.inputs:
-            if p.param and p.param not in self.names and not self.open_kwargs and self.attribute(p) is None:
-                close = difflib.get_close_matches(p.param, list(self.names), 1)
-                raise NotationError(
-                    f"{where}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
-                    f"{', '.join(self.names)}" + (f". Did you mean {close[0]!r}?" if close else "")
-                )
-        self.named = {p.param: p for p in pattern.inputs if p.param}
-        self.bare = [p for p in pattern.inputs if not p.param]
-
-    def attribute(self, p: TensorPattern) -> int | None:
-        """The size of a dim that the model, or its config, has as an attribute: 'num_frames=t'."""
-        owners = (self.module, getattr(self.module, "config", None)) if self.pattern.root and len(p.axes) == 1 else ()
-        found = (getattr(owner, p.param or "", None) for owner in owners)
-        return next((value for value in found if type(value) is int), None)
-
-    def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """The int arguments of one call, those left at their default included."""
-        given = {**self.defaults, **dict(zip(self.positional, args)), **kwargs}
-        return {name: value for name, value in given.items() if type(value) is int}
-
-    def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes of dims that the pattern states other than by tensors."""
-        found, integers = dict(self.pattern.sizes), self.integers(args, kwargs)
-        for p in self.named.values():
-            value = integers.get(p.param or "", self.attribute(p) if p.param not in self.names else None)
-            if value is not None and len(p.names) == 1:
-                found[p.names[0]] = value
-        return found
-
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Bound]]:
-        """The tensors of one call, in the order of the signature."""
-        slots: list[tuple[str, int | str, Any]] = [
-            (self.positional[i] if i < len(self.positional) else f"{self.open_args}[{i - len(self.positional)}]", i, v)
-            for i, v in enumerate(args)
-        ]
-        last = len(self.names)
-        slots += [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
-        bare = iter(self.bare)
-        bound: list[Bound] = []
-        for param, slot, value in slots:
-            if isinstance(value, Tensor):
-                pattern = self.named[param] if param in self.named else next(bare, None)
-                bound.append(Bound(param, slot, value, pattern))
-            elif value is None:
-                continue
-            elif param in self.named:
-                if self.pattern.root and type(value) is int and len(self.named[param].names) == 1:
-                    continue  # the size of a dim
-                raise NotationError(
-                    f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
-                )
-            elif isinstance(value, (list, tuple, dict)) and any(
-                isinstance(t, (DTensor, Sharded)) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
-            ):
-                raise NotationError(
-                    f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
-                    "can name it; pass it as an argument of its own"
-                )
-        if self.bare and not any(b.pattern is self.bare[0] for b in bound):
-            raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
-        return Call(args, kwargs), bound
-
-
-def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:
-    """The dim sizes that the root pattern fixes for one call."""
-    if root is None:
-        return {}
-    signature = Signature(model, root, "the model")
-    _, bound = signature.bind(args, kwargs)
-    tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
-    stated = signature.numbers(args, kwargs)
-    try:
-        sizes = solve_sizes(tensors, stated, where="the model")
-    except Ambiguous as error:
-        # (b t) of 32, and one int argument that can be the length of t: num_frames=16
-        integers = {k: v for k, v in signature.integers(args, kwargs).items() if v > 1 and error.size % v == 0}
-        dims = [dim for dim in error.unknown if dim not in BATCH_NAMES]
-        if len(dims) != 1 or len(error.unknown) != 2 or len(set(integers.values())) != 1:
-            candidates = ", ".join(f"{k}={v}" for k, v in integers.items())
-            raise NotationError(f"{error}" + (f". Its int arguments: {candidates}" if candidates else "")) from None
-        stated = {**stated, dims[0]: next(iter(integers.values()))}
-        sizes = solve_sizes(tensors, stated, where="the model")
-    for dim, size in stated.items():
-        if sizes.setdefault(dim, size) != size:
-            raise NotationError(f"the model: {dim!r} is stated to be {size} in '{root.text}', but it is {sizes[dim]}")
-    return sizes
+from dsp.inside import Around, Inside
+from dsp.layout import Cut, fold_fits
+from dsp.notation import BATCH_NAMES, NotationError, TensorPattern, parse, solve_sizes
+from dsp.planner import chunk_sizes
+from dsp.private import _BatchNorm
+from dsp.signature import Bound, Signature
 
 
 @dataclass(frozen=True)
@@ -157,101 +29,6 @@ class Option:
     def share(self, n: int) -> float:
         """What the busiest of n ranks has of the work: 7 frames on 4 ranks give it 2/7."""
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
-
-
-Sent = dict[str, tuple[int, int]]  # by kind of collective: bytes of the busiest rank, and calls
-
-
-def add_sent(*sents: Mapping[str, tuple[int, int]]) -> Sent:
-    total: Sent = {}
-    for kind, (nbytes, calls) in (item for sent in sents for item in sent.items()):
-        before = total.get(kind, (0, 0))
-        total[kind] = before[0] + nbytes, before[1] + calls
-    return total
-
-
-@dataclass(frozen=True)
-class Sends:
-    """Communication inside a stage call, by phase of a step; the kinds are those of `dsp.count_comm`."""
-
-    forward: Sent = field(default_factory=dict)
-    backward: Sent = field(default_factory=dict)
-    recompute: Sent = field(default_factory=dict)  # if activation checkpointing runs the stage again
-    before: Sent = field(default_factory=dict)  # of forward, where it is outside of what runs again: before the stage,
-    after: Sent = field(default_factory=dict)  # and after it
-
-    def __add__(self, other: Sends) -> Sends:
-        return Sends(*(add_sent(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(Sends)))
-
-
-class Inside(Protocol):
-    """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is for the table of the plan."""
-
-    module: nn.Module
-    label: str
-
-    @property
-    def cut(self) -> int:
-        """How many numbers its weights have that are cut over ranks."""
-
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
-        """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim.
-
-        sizes: of the stage's dims.
-        """
-
-
-class Peers(NamedTuple):
-    """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""
-
-    ranks: tuple[int, ...]
-    parts: tuple[int, ...]
-
-    @classmethod
-    def all(cls, size: int, n: int) -> Peers:
-        """n ranks, each with its `torch.chunk` of `size`."""
-        return cls(tuple(range(n)), chunk_sizes(size, n))
-
-
-class Place(NamedTuple):
-    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
-
-    axis: Axis
-    dim: str | None
-    peers: Peers
-
-    @property
-    def size(self) -> int:
-        return sum(self.peers.parts)
-
-    @property
-    def own(self) -> int:
-        """0: the stage sees one dummy row."""
-        return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
-
-
-class Received(NamedTuple):
-    """A tensor on its way into a stage: this rank's part, cut at `cut` (None: whole), of one of global `shape`."""
-
-    local: Tensor
-    cut: Cut | None
-    pattern: TensorPattern | None
-    shape: tuple[int, ...]
-
-
-class Around(Protocol):
-    """What a method does between a stage's layout for others and the one that it runs on (`dsp.embedded`)."""
-
-    def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
-        """Where the stage runs, and what it is given there, without dummy rows."""
-
-    def leave(
-        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """What it made there, with a dummy row where there is nothing else, in the layout that others see."""
-
-    def share(self, sizes: Mapping[str, int], n: int) -> float:
-        """What the busiest of n ranks has of the work."""
 
 
 class Stage:
@@ -417,47 +194,3 @@ def _unmatched(pattern: str, names: list[str], model: str) -> str:
         f"stage pattern {pattern!r} matches no submodule of {model}; '*' stands for one component of a path. "
         f"Some that exist: {', '.join(close)}"
     )
-
-
-def _plain_dataclass(value: Any) -> bool:
-    """A dataclass that pytree takes for a leaf."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a forward's output, in order: in lists, tuples, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif _plain_dataclass(leaf):
-            found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-    return found
-
-
-def constants_in(value: Any) -> list[Any]:
-    """The numbers among a forward's output: sizes, say."""
-    if isinstance(value, Tensor):
-        return []
-    if _plain_dataclass(value):
-        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float, tuple))]
-
-
-def map_tensors(value: Any, new: Iterable[Any]) -> Any:
-    """The same output with its tensors replaced in order."""
-    it = iter(new)
-
-    def replaced(v: Any) -> Any:
-        if isinstance(v, Tensor):
-            return next(it)
-        if _plain_dataclass(v):
-            clone = copy.copy(v)
-            for f in dataclasses.fields(v):
-                object.__setattr__(clone, f.name, pytree.tree_map(replaced, getattr(v, f.name)))
-            return clone
-        return v
-
-    return pytree.tree_map(replaced, value)

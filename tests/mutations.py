@@ -34,14 +34,14 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "the gradient of an input is not divided by N",
-        "dsp/ops.py",
+        "dsp/moves.py",
         "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
         "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp), None, None",
         "test_ops",
     ),
     Fault(
         "a mean over unequal parts is a mean of means",
-        "dsp/ops.py",
+        "dsp/moves.py",
         "return torch.ops.dsp.all_reduce(total, sp.group) / count",
         "return torch.ops.dsp.all_reduce(total / max(local.numel(), 1), sp.group) / sp.size",
         "test_ops",
@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "any road out of a sharded tensor is let through",
-        "dsp/layout.py",
+        "dsp/gradients.py",
         "return backward_pass() in cls._recent",
         "return True",
         "test_ops test_composition",
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "check lets a gradient pass that is half of the true one",
-        "dsp/compare.py",
+        "dsp/check/compare.py",
         "found.gradients[name] = off\n        if not off <= 10 * tolerance:",
         "found.gradients[name] = off\n        if not off <= 1:",
         "test_check",

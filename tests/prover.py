@@ -31,8 +31,8 @@ from dsp.rules import (
     with_operands,
     without_operands,
 )
-from dsp.stages import tensors_in
-from dsp.trace import in_place, op_name
+from dsp.rules.functions import in_place, op_name
+from dsp.tensors import tensors_in
 
 Layout = Cut | None
 

@@ -204,7 +204,7 @@ class Partly(nn.Module):
 
 
 def finds_what_comes_late(mesh: DeviceMesh) -> None:
-    from dsp.glue import Run
+    from dsp.run.forward import Run
 
     torch.manual_seed(0)
     x = torch.randn(1, 7, 5, 4)
@@ -231,7 +231,7 @@ def test_what_one_call_does_not_show_is_found(ranks) -> None:
 
 def alone_wrong(mesh: DeviceMesh) -> list[str]:
     """Only one rank sees that something is wrong; none waits for it, and all say the same."""
-    check = sys.modules["dsp.check"]  # the function has its name
+    check = sys.modules["dsp.check.check"]  # the function has its name
     own = check.compare
 
     def compare(*args: Any, **kwargs: Any) -> Any:

@@ -30,13 +30,13 @@ import dsp
 import dsp.embedded
 import zoo
 from dsp import collectives
-from dsp.agreement import SLOTS, Agreement
 from dsp.embedded import blocks
-from dsp.glue import forked
 from dsp.layout import Axis, chunk
+from dsp.plan.watch import Watch
 from dsp.planner import chunk_sizes
-from dsp.stages import tensors_in
-from dsp.trace import Watch
+from dsp.randomness import forked
+from dsp.run.agreement import SLOTS, Agreement
+from dsp.tensors import tensors_in
 
 CUDA = torch.device("cuda", 0)
 
@@ -77,7 +77,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "to_host", lambda self, work, everyone: (work.wait, everyone))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Agreement, "finish", lambda self: setattr(self, "pending", None))
-    monkeypatch.setattr("dsp.agreement.alike", lambda everyone: True)
+    monkeypatch.setattr("dsp.run.agreement.alike", lambda everyone: True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import Along, C
 
 import dsp
-from dsp.stages import tensors_in
+from dsp.tensors import tensors_in
 
 STAGES = {"": "x=b t s c", "blocks.*.space": "b t [s c]", "blocks.*.time": "b [t] s [c]"}
 

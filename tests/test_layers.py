@@ -7,27 +7,45 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[1]
+HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
-text private notation planner
-collectives layout sent sharded ops count agreement randomness
-rules stages slices twins trace reads residual ledger hardware advice plan choose
-glue calls parallel
-compare check
-dims search patterns discover
-embedded
+text private notation planner hardware
+tensors collectives sent count gradients layout sharded moves ops randomness
+inside signature stages slices
+rules plan run check discover embedded
 """.split()
-FILES = sorted((HOME / "dsp").rglob("*.py"))
+ROOMS = {
+    "planner": "problem facts elimination sweep",
+    "rules": "call elementwise along joins products shape sources functions",
+    "plan": "script events skeleton watch recorder twins tracer reads residual solve table cost advice make choose",
+    "run": "recipes homes forward glue ledger agreement calls hooks inputs parallel",
+    "check": "report compare check",
+    "discover": "dims nodes search patterns discover",
+    "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
+}
+FILES = sorted(HOME.rglob("*.py"))
+
+
+def place(parts: tuple[str, ...]) -> tuple[int, int]:
+    """Of a layer, and of a file in its room; a room's own `__init__` comes last in it, the library's last of all."""
+    layer, *file = parts
+    if layer == "__init__":
+        return len(LAYERS), 0
+    order = ROOMS.get(layer, "").split()
+    return LAYERS.index(layer), order.index(file[0]) if file and file[0] != "__init__" else len(order)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(HOME).as_posix())
 def test_a_file_imports_from_layers_before_its_own(file: Path) -> None:
-    own = file.relative_to(HOME / "dsp").with_suffix("").parts[0]
+    own = place(file.relative_to(HOME).with_suffix("").parts)
     tree = ast.parse(file.read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dsp."):
-            layer, names = node.module.split(".")[1], [a.name for a in node.names]
-            assert own == "__init__" or LAYERS.index(layer) <= LAYERS.index(own), f"{own} imports {layer}"
-            if layer != "private":  # which is there to name what is torch's own
-                assert not [name for name in names if name.startswith("_")], f"private names of {layer}: {names}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsp":
+            names = [a.name for a in node.names]
+            for name in names:
+                parts = (*str(node.module).split(".")[1:], name)
+                is_file = name in (LAYERS if len(parts) == 1 else ROOMS.get(parts[0], "").split() * (len(parts) == 2))
+                assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
+            if node.module != "dsp.private":  # which is there to name what is torch's own
+                assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"

@@ -315,7 +315,7 @@ def names_of_nodes(mesh: DeviceMesh) -> None:
     given = DTensor.from_local(torch.ones(2, 4, requires_grad=True), mesh, [Shard(0)], run_check=False)
     assert given.grad_fn.name() == "_FromTorchTensorBackward"
     assert given.grad_fn.name() in private.PASSING
-    assert type(dsp.hand_over(split).grad_fn).__name__ == "_HandedOverBackward"
+    assert type(dsp.hand_over(split).grad_fn).__name__ == "HandedOverBackward"
 
 
 def nodes_of_fully_shard(mesh: DeviceMesh) -> None:

@@ -14,7 +14,7 @@ from slow import slow
 from torch import Tensor
 
 from dsp.rules import RULES, SOURCES
-from dsp.trace import ATTRIBUTE_OPS, METADATA, in_place, op_name
+from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name
 
 RANDOM = {"dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "empty_like"}  # shapes alone
 # torch functions without a rule: on a sharded tensor they run whole, gathered by the plan

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
+from dsp.plan.residual import residuals
 from dsp.planner import Choice, Op, Problem, Value, price, solve
-from dsp.residual import residuals
 
 
 def kinds(problem: Problem) -> list[bool]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.glue import Run, active
 from dsp.layout import Axis, Cut
+from dsp.run.forward import Run
+from dsp.run.glue import active
 
 # x is [2, 4, 6, 8]; y has its shape; v is [8], w is [8, 5], m is [4, 1, 8]
 OPS: dict[str, Callable[..., Any]] = {
@@ -172,10 +173,10 @@ def every_op(mesh: DeviceMesh) -> dict[str, list[int]]:
             whole = arguments()
             run = Run(axis, None, {}, {})
             run.recorder = None
-            run.mode.detour = refuse_detour  # type: ignore[method-assign]
             x, y = (run.carry(axis.narrow(t, Cut(dim)), Cut(dim), tuple(t.shape)) for t in whole[:2])
             try:
                 with active(None, run):
+                    run.mode.detour = refuse_detour
                     out = op(x, y, *whole[2:])
             except dsp.GlueError:
                 continue

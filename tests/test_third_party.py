@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import dsp
 from dsp.planner import chunk_sizes
-from dsp.stages import tensors_in
+from dsp.tensors import tensors_in
 
 
 @dataclass

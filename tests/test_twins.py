@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
-from dsp.plan import stages_of
-from dsp.trace import Trace, trace
+from dsp.plan.events import Trace
+from dsp.plan.make import stages_of
+from dsp.plan.tracer import trace
 
 C = 8
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import dsp
 import zoo
-from dsp.agreement import Agreement
 from dsp.collectives import PendingSwitch
 from dsp.layout import Axis
+from dsp.run.agreement import Agreement
 from gpu_parts import Cases, Machine, Part, Row, mesh_of
 from gpu_parts.group import functions
 from gpu_parts.runner import PYTHONPATH, ROOT

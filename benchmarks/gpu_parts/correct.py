@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 import zoo.attention
-from dsp.glue import forked
 from dsp.layout import Axis
-from dsp.stages import tensors_in
+from dsp.randomness import forked
+from dsp.tensors import tensors_in
 from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended
 from gpu_parts.runner import PYTHONPATH, ROOT
 from zoo.training.model import repeated_stages

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
-from dsp.stages import tensors_in
+from dsp.tensors import tensors_in
 from gpu_parts import Cases, Machine, Part, Row, pretended
 from gpu_parts.speed import profiled
 

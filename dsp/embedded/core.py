@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
-from dsp.glue import current_place
+from dsp.inside import Place, Sends
 from dsp.layout import Axis
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 from dsp.private import backward_pass, checkpoint_frame
-from dsp.stages import Place, Sends, Stage
+from dsp.run.forward import current_place
+from dsp.stages import Stage
 
 AGAIN: ContextVar[Place | None] = ContextVar("dsp_again", default=None)
 
@@ -48,7 +49,7 @@ def place_of_call() -> Place | None:
 
 
 class Distributed:
-    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.stages.Inside`."""
+    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.inside.Inside`."""
 
     label = ""
     cut = 0  # numbers of its weights that are cut over ranks

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.inside import Peers, Place, Received, Sends
 from dsp.layout import Cut, factor
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
 from dsp.planner import chunk_sizes
-from dsp.stages import Peers, Place, Received, Sends, Stage, cut_for
+from dsp.stages import Stage, cut_for
 
 
 @cache
@@ -51,7 +52,7 @@ class Block(NamedTuple):
 
 
 class Grid:
-    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.stages.Around`."""
+    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.inside.Around`."""
 
     label = "switch"
     cut = 0

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore
-from dsp.stages import Peers, Place, Sends
+from dsp.inside import Peers, Place, Sends
 
 
 def low_rank_attention(q: Tensor, k: Tensor, v: Tensor, core: Any, size: int, group: str) -> Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from dsp.agreement import agree
 from dsp.embedded.core import AttentionCore, Distributed
 from dsp.embedded.grid import Grid
 from dsp.embedded.ring import Ring
@@ -20,9 +19,12 @@ from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
-from dsp.parallel import Runtime
-from dsp.plan import Plan, plan_stages, stages_of
-from dsp.stages import Signature, Stage, find_stages
+from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.table import Plan
+from dsp.run.agreement import agree
+from dsp.run.parallel import Runtime
+from dsp.signature import Signature
+from dsp.stages import Stage, find_stages
 
 Prepared = tuple[list[Stage], StagePattern | None]
 

@@ -21,10 +21,11 @@ from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore, busiest
 from dsp.embedded.low_rank import LowRank
+from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
 from dsp.private import _resolve_process_group
 from dsp.sent import counts
-from dsp.stages import Peers, Place, Sends, Stage
+from dsp.stages import Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
 _lib.define(

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dsp.embedded.core import Distributed
+from dsp.inside import Place, Sends, Sent
 from dsp.layout import Axis
+from dsp.moves import ScaleGradient
 from dsp.notation import NotationError, TensorPattern
-from dsp.ops import ScaleGradient
 from dsp.planner import chunk_sizes
-from dsp.stages import Place, Sends, Sent, find_modules
+from dsp.stages import find_modules
 
 
 @dataclass(frozen=True)

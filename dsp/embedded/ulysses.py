@@ -19,9 +19,9 @@ from torch import Tensor
 
 from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore, busiest
+from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
-from dsp.stages import Peers, Place, Sends
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

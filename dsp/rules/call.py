@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dsp.layout import Cut, chunk_sizes
+from dsp.layout import Cut
+from dsp.planner import chunk_sizes
 
 
 class GlueError(RuntimeError):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dsp.layout import Cut, chunk_sizes, fold_fits
+from dsp.layout import Cut, fold_fits
+from dsp.planner import chunk_sizes
 from dsp.rules.call import Frame, Operand, Outcome, first, rule
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dsp.plan.twins import alike, once
 from dsp.private import FakeTensorMode
-from dsp.twins import alike, once
 from zoo.training.model import recomputed_modules
 from zoo.training.task import Task
 

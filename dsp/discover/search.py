@@ -2,100 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsp import randomness
-from dsp.dims import Axes, Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
+from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
+from dsp.discover.nodes import Group, Node, acts_locally, dim_at, fingerprint, known, structure
 from dsp.layout import Cut
 from dsp.notation import StagePattern
-from dsp.parallel import describe
 from dsp.private import pytree
+from dsp.run.inputs import describe
+from dsp.signature import Signature
 from dsp.slices import Probe, divisors
-from dsp.stages import Signature, clean, tensors_in
+from dsp.stages import clean
+from dsp.tensors import tensors_in
 
 log = logging.getLogger("dsp")
+
 
 PASSES = 6
 COMBINATIONS = 64  # ways to slice the tensors of one call along one dim
 SLOW = 3.0  # seconds after which progress is logged
 ANY = StagePattern("", (), (), False)
-
-
-@dataclass
-class Group:
-    """One dim along which a call is independent: where it lies in each tensor argument and in each output."""
-
-    primary: tuple[int, Cut]  # the argument and place that the search began with
-    cuts: tuple[Cut | None, ...]
-    outputs: tuple[Cut, ...]
-    size: int
-
-
-@dataclass(eq=False)
-class Node:
-    """One call of a submodule: its tensor arguments, what it is independent along, what runs inside it."""
-
-    path: str
-    module: nn.Module
-    index: int
-    params: list[str] = field(default_factory=list)
-    inputs: list[Axes] = field(default_factory=list)
-    lives: list[bool] = field(default_factory=list)
-    outputs: list[Axes] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    ops: list[GlueOp] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
-    hides: bool = False  # takes some of its tensors inside lists and dicts, where no pattern can name them
-    tested: bool = False
-    local: bool = False  # acts on each position alone: computes over one axis at most, the channels
-
-    @property
-    def live(self) -> bool:
-        return any(self.lives)
-
-    @property
-    def numel(self) -> int:
-        return sum(math.prod(s) for s, live in zip(self.shapes, self.lives) if live)
-
-    def group(self, arg: int, cut: Cut) -> int | None:
-        return next((n for n, g in enumerate(self.groups) if g.cuts[arg] == cut), None)
-
-    def slots(self) -> Iterator[tuple[int, Dim, Cut]]:
-        """Every dim of the arguments that may be sharded, and where it lies."""
-        for i, axes in enumerate(self.inputs):
-            if self.lives[i]:
-                yield from ((i, d, c) for d, c in places(known(axes)))
-
-    def free(self) -> set[Dim]:
-        return {d for i, d, c in self.slots() if self.group(i, c) is not None}
-
-    def blocked(self) -> set[Dim]:
-        return {d for i, d, c in self.slots() if self.group(i, c) is None}
-
-    def copy(self) -> Node:
-        """This call and those inside it, of which one may drop groups."""
-        return replace(self, groups=[*self.groups], children=[child.copy() for child in self.children])
-
-    def walk(self) -> Iterator[Node]:
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-
-def known(axes: Axes) -> Axes:
-    """The dims of a tensor as far as they are known by now."""
-    return [atoms(axis) for axis in axes]
 
 
 class Search:
@@ -365,57 +299,3 @@ class Search:
             for m, mode in modes:
                 m.training = mode
         return axis[:1] if free else ()
-
-
-def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
-    """The dims that a place of a tensor holds."""
-    outer, taken = 1, []
-    for d in axes[cut.dim]:
-        if cut.outer <= outer and outer * d.size <= cut.outer * size:
-            taken.append(d)
-        outer *= d.size
-    return tuple(taken) if math.prod(d.size for d in taken) == size else None
-
-
-def acts_locally(node: Node, outputs: list[tuple[int, ...]]) -> bool:
-    blocked = {(i, c.dim) for i, _, c in node.slots() if node.group(i, c) is None}
-    if len(blocked) > len({i for i, _ in blocked}):
-        return False
-    for k, shape in enumerate(outputs):
-        left = list(shape)
-        for g in node.groups:
-            left[g.outputs[k].dim] //= g.size
-        if sum(s > 1 for s in left) > 1:
-            return False
-    return True
-
-
-def structure(node: Node) -> Any:
-    """The dims of a call's arguments, numbered: which are the same, which are folds."""
-    numbers: dict[Dim, int] = {}
-    return tuple(
-        (live, tuple(tuple((numbers.setdefault(d, len(numbers)), d.size) for d in axis) for axis in known(axes)))
-        for live, axes in zip(node.lives, node.inputs)
-    )
-
-
-_MODULE = frozenset(vars(nn.Module()))
-
-
-def fingerprint(value: Any, depth: int = 0) -> Any:
-    """Equal for modules that compute the same function of their parameters."""
-    if isinstance(value, nn.Module):
-        own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
-        tensors = [*value._parameters.items(), *value._buffers.items()]
-        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors)
-        return (type(value), own, shapes, tuple((k, fingerprint(m, depth)) for k, m in value._modules.items()))
-    if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
-        return (type(value).__name__, value)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(fingerprint(v, depth) for v in value))
-    if isinstance(value, Mapping):
-        return tuple((str(k), fingerprint(v, depth)) for k, v in value.items())
-    if inspect.isfunction(value) or inspect.isbuiltin(value) or isinstance(value, Tensor) or depth > 3:
-        return id(value)
-    attributes = sorted(getattr(value, "__dict__", {}).items())
-    return (type(value), tuple((k, fingerprint(v, depth + 1)) for k, v in attributes))

@@ -21,13 +21,14 @@ from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, StagePattern, parse
 from dsp.private import pytree
+from dsp.signature import Bound, Signature
 from dsp.slices import Probe
-from dsp.stages import Bound, Signature, Stage, find_stages
+from dsp.stages import Stage, find_stages
 from dsp.text import generic
 
 if TYPE_CHECKING:
-    from dsp.plan import Plan
-    from dsp.trace import Trace
+    from dsp.plan.events import Trace
+    from dsp.plan.table import Plan
 
 log = logging.getLogger("dsp")
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
 from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands
-from dsp.stages import tensors_in
-from dsp.trace import ATTRIBUTE_OPS, METADATA, op_name
+from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, op_name
+from dsp.tensors import tensors_in
 
 
 @dataclass(eq=False)

@@ -20,31 +20,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dsp.advice import remedy
-from dsp.agreement import Agreement, agree
-from dsp.calls import StageCalls, unpicklable
-from dsp.glue import KEPT, Run, active
-from dsp.layout import Axis, Cut, connected_local, covered_exit, cut_of
-from dsp.ledger import Ledger, Word
+from dsp.gradients import connected_local, covered_exit
+from dsp.layout import Axis, Cut, cut_of
+from dsp.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.notation import NotationError, StagePattern
-from dsp.ops import ScaleGradient, SplitInput, WholeInput
-from dsp.plan import Plan, make_plan, stages_of
-from dsp.private import COMPILERS_OWN, LEAF, PASSING, FakeTensor, maybe_current_level, pytree, uncompiled
+from dsp.plan.advice import remedy
+from dsp.plan.events import Trace
+from dsp.plan.make import make_plan, stages_of
+from dsp.plan.recorder import Recorder
+from dsp.plan.skeleton import foreign
+from dsp.plan.table import Plan
+from dsp.plan.tracer import trace
+from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join
 from dsp.rules import GlueError
-from dsp.sharded import ACTIVE, Own, Sharded, carry, plain
-from dsp.stages import (
-    Signature,
-    Stage,
-    map_tensors,
-    sizes_of_root,
-    tensors_in,
-)  # fmt: skip
-from dsp.trace import Recorder, Trace, foreign, trace
+from dsp.run.agreement import Agreement, agree
+from dsp.run.calls import StageCalls, unpicklable
+from dsp.run.forward import Run
+from dsp.run.glue import KEPT, active
+from dsp.run.hooks import Aside, count
+from dsp.run.inputs import describe, given, without_data
+from dsp.run.ledger import Ledger, Word
+from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.signature import Signature, sizes_of_root
+from dsp.stages import Stage
+from dsp.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
 
-GIVEN = frozenset({LEAF, "_HandedOverBackward"})
 
 COMPILE = (
     "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile the forwards of "
@@ -138,8 +141,8 @@ class Runtime:
         for module in self.between:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in hooks.items():
-                    if not isinstance(hook, _Aside) and foreign(hook):
-                        hooks[key] = _Aside(hook)
+                    if not isinstance(hook, Aside) and foreign(hook):
+                        hooks[key] = Aside(hook)
 
     def leave_out_hooks(self) -> None:
         """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the
@@ -148,8 +151,8 @@ class Runtime:
             if isinstance(module, FSDPModule) and id(module) not in self.left_out:
                 self.left_out.add(id(module))
                 for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                    register(partial(_count, uncounted=True), prepend=True)
-                    register(partial(_count, uncounted=False))
+                    register(partial(count, uncounted=True), prepend=True)
+                    register(partial(count, uncounted=False))
 
     # --- the model ---
 
@@ -346,68 +349,3 @@ class Runtime:
 @uncompiled
 def refuse_compiling() -> None:
     raise RuntimeError(COMPILE)
-
-
-def without_data(value: Any) -> bool:
-    return any(isinstance(t, FakeTensor) for t in tensors_in(value))
-
-
-def _count(*_: Any, uncounted: bool) -> None:
-    current = ACTIVE.get()
-    if current is not None:
-        current[1].mode.uncounted = uncounted
-
-
-class _Aside:
-    """A hook of a distributed run, such as fully_shard's, on a module between stages: it is no glue of the model."""
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        current = ACTIVE.get()
-        if current is None:
-            return self.hook(*args)
-        run = current[1]
-        before, run.aside = run.aside, True
-        try:
-            # it sees local parts: through an autograd.Function a tensor comes back without its type
-            # and what it hangs on one must not be on a view of another
-            leaves, spec = pytree.tree_flatten(args)
-            result = self.hook(*pytree.tree_unflatten([_own(x) for x in leaves], spec))
-            made, spec = pytree.tree_flatten(result)
-            return pytree.tree_unflatten(list(map(_as_before, made, leaves[len(leaves) - len(made) :])), spec)
-        finally:
-            run.aside = before
-
-
-def _as_before(new: Any, old: Any) -> Any:
-    if isinstance(old, Sharded) and type(new) is old.part:
-        new.__class__, new.at = type(old), old.at  # type: ignore[assignment,attr-defined]
-    return new
-
-
-def _own(x: Any) -> Any:
-    return Own.apply(plain(x)) if isinstance(x, Sharded) else x
-
-
-def given(x: DTensor) -> bool:
-    """Whether a sharded input is a leaf or comes from elsewhere, so that nobody averages the gradient it receives."""
-    node, index = x.grad_fn, x.output_nr
-    while node is not None and node.name() in PASSING:
-        node, index = node.next_functions[index]
-    return node is None or node.name() in GIVEN
-
-
-def describe(leaves: list[Any], spec: Any) -> Any:
-    """The signature of a call's inputs: what a plan depends on."""
-    return spec, *map(described, leaves)
-
-
-def described(v: Any) -> Any:
-    if isinstance(v, Tensor):
-        placed = v.placements if isinstance(v, DTensor) else None
-        return v.shape, v.dtype, v.requires_grad, placed
-    if isinstance(v, (bool, int, str)) or v is None:
-        return type(v), v
-    return type(v).__qualname__

@@ -17,17 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.agreement import Agreement
 from dsp.collectives import inexact
-from dsp.glue import RECIPES, Given, InStage, Odd, Run
+from dsp.inside import Peers, Place, Received
 from dsp.layout import At, Axis, Cut
+from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
-from dsp.ops import Part
-from dsp.plan import StageStep, Via
+from dsp.plan.script import StageStep, Via
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
+from dsp.run.agreement import Agreement
+from dsp.run.forward import Given, InStage, Run
+from dsp.run.glue import note_checkpoint
+from dsp.run.recipes import RECIPES, Odd
 from dsp.sharded import ACTIVE, Sharded, carry, plain
-from dsp.stages import Option, Peers, Place, Received, Stage, constants_in, map_tensors, tensors_in
+from dsp.stages import Option, Stage
+from dsp.tensors import constants_in, map_tensors, tensors_in
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
 
@@ -105,7 +109,7 @@ class StageCalls:
         if runtime.stage_calls is not self or run.in_stage is not None:
             return None
         if saving_hooks(False) is not None:
-            run.note_checkpoint()
+            note_checkpoint(run)
         run.mode.suspend()
         run.observe("enter_stage", stage, args, kwargs)
         way = self.way(run, stage, args, kwargs)

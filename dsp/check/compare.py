@@ -14,7 +14,8 @@ from dsp.collectives import inexact
 from dsp.layout import Axis
 from dsp.private import pytree
 from dsp.slices import error
-from dsp.stages import clean, constants_in, tensors_in
+from dsp.stages import clean
+from dsp.tensors import constants_in, tensors_in
 
 
 class Call:

@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 from dsp.notation import NotationError, StagePattern
+from dsp.plan.events import Trace
+from dsp.plan.tracer import trace
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException
 from dsp.rules import GlueError
-from dsp.stages import Stage, tensors_in
-from dsp.trace import Trace, op_name, trace
+from dsp.rules.functions import op_name
+from dsp.stages import Stage
+from dsp.tensors import tensors_in
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # of numpy(), of a number's format, of pickle
-INSIDE = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, __file__))
+INSIDE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, os.path.dirname(os.path.abspath(__file__))))
 
 
 def traced(
@@ -32,7 +35,7 @@ def traced(
     n: int,
     **options: Any,
 ) -> Trace:
-    """`dsp.trace.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
+    """`dsp.plan.tracer.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
 
     Raises ValueError for a forward that reads its data where there are none: on meta tensors.
     """

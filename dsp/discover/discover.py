@@ -1,12 +1,13 @@
 """discover: what each submodule of a model nobody annotated computes over, as a stages dict.
 
 1. A copy of the model runs once on the example inputs, every dim of which is followed through glue by the rules that
-   will run on shards (`dsp.dims`). So a submodule's tensors arrive with dims that are known to be the same, or folds.
+   will run on shards (`dsp.discover.dims`). So a submodule's tensors arrive with dims that are known to be the same, or
+   folds.
 2. Each submodule is called again on slices of its own inputs (`dsp.slices`): along which dims, sliced in which of its
-   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.search`).
+   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.discover.search`).
 3. Reshapes and meetings show what dims are; the run is repeated until it shows nothing new.
 4. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
-   operations that glue can run, stays glue (`dsp.patterns`).
+   operations that glue can run, stays glue (`dsp.discover.patterns`).
 5. Plans have the last word: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
 """
 
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 
 from dsp import randomness
 from dsp.collectives import inexact
+from dsp.discover.nodes import Node
+from dsp.discover.patterns import Patterns
+from dsp.discover.search import Search
 from dsp.layout import Cut
 from dsp.notation import NotationError
-from dsp.patterns import Patterns
-from dsp.plan import plan_stages, stages_of
+from dsp.plan.make import plan_stages, stages_of
 from dsp.private import pytree
 from dsp.rules import GlueError
-from dsp.search import Node, Search
 from dsp.slices import call_part, copies
-from dsp.stages import tensors_in
+from dsp.tensors import tensors_in
 
 log = logging.getLogger("dsp")
 

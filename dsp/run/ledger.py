@@ -6,39 +6,20 @@ not foresee. Numbers and gradients are right all the same; but what was promised
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dsp.collectives import LISTENER
-from dsp.planner import Layout, Value, sent_by
+from dsp.plan.script import Where
 from dsp.sent import COLLECTIVES
 from dsp.text import human
 
 if TYPE_CHECKING:
-    from dsp.glue import Run
-    from dsp.plan import Plan, Script
-
-log = logging.getLogger("dsp")
-
-Where = tuple[str, int, str]  # "stage", "glue" or "output"; the how-many-th; its name
-
-
-class Sending(NamedTuple):
-    """A collective of a plan, or a tensor's share of one (calls 0): a move, or a sum of so many bytes a rank."""
-
-    where: Where
-    kind: str
-    calls: int
-    value: Value | None = None
-    src: Layout = None
-    dst: Layout = None
-    bytes: int = 0
-
-    def sent(self, n: int, rank: int) -> int:
-        return self.bytes if self.value is None else sent_by(self.value, self.src, self.dst, n, rank)
+    from dsp.plan.script import Script
+    from dsp.plan.table import Plan
+    from dsp.run.forward import Run
 
 
 class Ledger:

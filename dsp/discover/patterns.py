@@ -1,4 +1,4 @@
-"""From what the search of `discover` found to stages: which submodules become one, and what their patterns say."""
+"""From what a search found to patterns: which submodules become stages, and what their dims are called."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from dsp.dims import Dim, GlueOp, atoms, places
+from dsp.discover.dims import Dim, GlueOp, atoms, places
+from dsp.discover.nodes import Group, Node, known
+from dsp.discover.search import Search
 from dsp.notation import TensorPattern
-from dsp.search import Group, Node, Search, known
 from dsp.stages import matches
 
 Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to

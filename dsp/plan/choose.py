@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
-from dsp.plan import Plan, make_plan, stages_of
+from dsp.plan.make import make_plan, stages_of
+from dsp.plan.reads import traced
+from dsp.plan.table import Plan
 from dsp.planner import Infeasible
-from dsp.reads import traced
 from dsp.text import aligned, human
 
 

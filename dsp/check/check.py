@@ -1,13 +1,10 @@
-"""check: is this model, with these stages, exact in parallel? Forward, every gradient, and every stage by slices.
-
-What is found wrong is a problem; what was not looked at is said, too.
-"""
+"""check: is the parallel model the same model? On real inputs, forward and backward, stage by stage."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,71 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.agreement import agree
-from dsp.compare import Call, compare
+from dsp.check.compare import Call, compare
+from dsp.check.report import Report
 from dsp.layout import Axis
 from dsp.notation import StagePattern
-from dsp.parallel import describe, parallelize
-from dsp.plan import stages_of
+from dsp.plan.make import stages_of
 from dsp.private import pytree
+from dsp.run.agreement import agree
+from dsp.run.inputs import describe
+from dsp.run.parallel import parallelize
+from dsp.signature import Signature, sizes_of_root
 from dsp.slices import TOLERANCE, call_part, cast, copies, error, part, slices, smaller
-from dsp.stages import Signature, Stage, clean, cut_for, sizes_of_root, tensors_in
+from dsp.stages import Stage, clean, cut_for
+from dsp.tensors import tensors_in
 
 CALLS = 3  # one of each kind shows nothing: a forward that reads its data is planned from the record of its first
-
-
-@dataclass
-class Report:
-    """What `check` found. True if nothing is wrong; ``print(report)`` says what was compared and how far it is off.
-
-    output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient, of all runs.
-    slices: by (stage, dim) the error of f(slice) against slice of f. calls, modes, sizes: how it was called. problems:
-    one sentence each, naming stage, dim or parameter. uncovered: what was not looked at, and why.
-    """
-
-    size: int
-    dtype: torch.dtype
-    output: float | None = None
-    gradients: dict[str, float] = field(default_factory=dict)
-    slices: dict[tuple[str, str], float] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    calls: int = 1
-    modes: list[str] = field(default_factory=list)
-    sizes: list[str] = field(default_factory=list)
-    uncovered: list[str] = field(default_factory=list)
-    advice: str = ""  # what runs whole on every rank, and what would help
-    still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
-        lines = [f"check over {self.size} rank{'s' * (self.size > 1)} in {kind}: {'ok' if self else 'NOT OK'}"]
-        if self.slices:
-            worst = max(self.slices, key=lambda k: self.slices[k])
-            lines.append(
-                f"  stages by slices: {len(self.slices)} (stage, dim) pairs, largest error {self.slices[worst]:.1e} "
-                f"({worst[0]} along {worst[1]})"
-            )
-        if self.output is not None:
-            lines.append(f"  outputs: largest error {self.output:.1e}")
-        if self.gradients:
-            worst_grad = max(self.gradients, key=lambda k: self.gradients[k])
-            lines.append(
-                f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} "
-                f"({worst_grad})"
-            )
-        if self.modes:
-            sizes = " and ".join(f"with {size}" for size in self.sizes)
-            lines.append(f"  runs: {', '.join(self.modes)}; {self.calls} each {sizes}".rstrip())
-        lines += [f"  problem: {p}" for p in self.problems]
-        lines += [f"  whole: {self.advice}"] if self.advice else []
-        return "\n".join(lines + [f"  not covered: {u}" for u in self.uncovered])
 
 
 def check(

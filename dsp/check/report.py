@@ -1,0 +1,61 @@
+"""What `check` found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Report:
+    """What `check` found. True if nothing is wrong; ``print(report)`` says what was compared and how far it is off.
+
+    output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient, of all runs.
+    slices: by (stage, dim) the error of f(slice) against slice of f. calls, modes, sizes: how it was called. problems:
+    one sentence each, naming stage, dim or parameter. uncovered: what was not looked at, and why.
+    """
+
+    size: int
+    dtype: torch.dtype
+    output: float | None = None
+    gradients: dict[str, float] = field(default_factory=dict)
+    slices: dict[tuple[str, str], float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    calls: int = 1
+    modes: list[str] = field(default_factory=list)
+    sizes: list[str] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
+    advice: str = ""  # what runs whole on every rank, and what would help
+    still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        lines = [f"check over {self.size} rank{'s' * (self.size > 1)} in {kind}: {'ok' if self else 'NOT OK'}"]
+        if self.slices:
+            worst = max(self.slices, key=lambda k: self.slices[k])
+            lines.append(
+                f"  stages by slices: {len(self.slices)} (stage, dim) pairs, largest error {self.slices[worst]:.1e} "
+                f"({worst[0]} along {worst[1]})"
+            )
+        if self.output is not None:
+            lines.append(f"  outputs: largest error {self.output:.1e}")
+        if self.gradients:
+            worst_grad = max(self.gradients, key=lambda k: self.gradients[k])
+            lines.append(
+                f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} "
+                f"({worst_grad})"
+            )
+        if self.modes:
+            sizes = " and ".join(f"with {size}" for size in self.sizes)
+            lines.append(f"  runs: {', '.join(self.modes)}; {self.calls} each {sizes}".rstrip())
+        lines += [f"  problem: {p}" for p in self.problems]
+        lines += [f"  whole: {self.advice}"] if self.advice else []
+        return "\n".join(lines + [f"  not covered: {u}" for u in self.uncovered])

@@ -1,0 +1,121 @@
+"""The moves of local tensors: what the functions on DTensors and the runtime have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp import collectives
+from dsp.layout import Axis, Cut, factor
+from dsp.planner import fuses
+
+# --- the same on local tensors, for the runtime -----------------------------------------------------------------------
+
+
+def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:
+    total, norm = sums(local, weight)
+    if norm is None:
+        return torch.ops.dsp.all_reduce(total, sp.group) / count
+    both = torch.ops.dsp.all_reduce(torch.stack([total, norm]), sp.group)
+    return both[0] / both[1]
+
+
+def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    wide = collectives.summed_in(x.dtype) if collectives.inexact(x) else torch.float32
+    if weight is None:
+        return x.sum(dtype=wide), None
+    w = weight.to(wide).expand(x.shape)
+    return (x.to(wide) * w).sum(), w.sum()
+
+
+def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
+    """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
+    if src.outer == dst.outer == 1 and src.dim != dst.dim:
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
+    fine, (i, j) = factor(shape, (src, dst))
+    out = torch.ops.dsp.switch(x.reshape(localize(fine, i, sp)), i, j, fine[i], sp.group)
+    return out.reshape(sp.local_shape(shape, dst))
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor of global `shape`, cut at `src`, that is wanted cut at `dst`."""
+
+    local: Tensor
+    src: Cut
+    dst: Cut
+    shape: tuple[int, ...]
+
+
+def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
+    """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
+    if len(parts) == 1:
+        return [switch_local(*parts[0], sp)]
+    found: dict[int, Tensor] = {}
+    small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
+    if len(small) > 1:
+        opened = [factor(parts[i].shape, (parts[i].src, parts[i].dst)) for i in small]
+        moved = torch.ops.dsp.switch_many(
+            [parts[i].local.reshape(localize(fine, at[0], sp)) for i, (fine, at) in zip(small, opened)],
+            [at[0] for _, at in opened],
+            [at[1] for _, at in opened],
+            [fine[at[0]] for fine, at in opened],
+            sp.group,
+        )
+        for i, t in zip(small, moved):
+            found[i] = t.reshape(sp.local_shape(parts[i].shape, parts[i].dst))
+    return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
+
+
+def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
+    if cut.outer == 1:
+        return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group)
+    fine, (i,) = factor(shape, (cut,))
+    out = torch.ops.dsp.gather(x.reshape(localize(fine, i, sp)), i, fine[i], sp.group)
+    return out.reshape(tuple(shape))
+
+
+def localize(fine: list[int], dim: int, sp: Axis) -> tuple[int, ...]:
+    return sp.local_shape(fine, Cut(dim))
+
+
+class SplitInput(torch.autograd.Function):
+    """This rank's part of a model input; the gradient it returns is whole and true on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
+        ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
+        return sp.narrow(x, cut).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
+
+
+class WholeInput(torch.autograd.Function):
+    """A model input that every rank uses whole; the gradient it returns is the true one on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.sp = sp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return torch.ops.dsp.all_reduce(grad, ctx.sp.group) / ctx.sp.size, None
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity; the gradient is divided by N: the true gradient of an input that arrived sharded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:  # type: ignore[override]
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad / ctx.size, None

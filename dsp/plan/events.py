@@ -1,0 +1,79 @@
+"""What a trace knows: the planner's problem, and where each of its decisions applies in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsp.inside import Sends
+from dsp.layout import Cut
+from dsp.planner import Op, Value
+from dsp.stages import Option
+
+
+@dataclass
+class Sym:
+    """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor.
+
+    `spare` is the same for dims that nobody named, by their place in the tensor that the value was made as: channels or
+    heads. An operation that needs one makes it a layout of the value (`Recorder.name_spare`).
+    """
+
+    value: int
+    cuts: dict[str, Cut]
+    spare: dict[int, Cut] = field(default_factory=dict)
+
+
+@dataclass
+class Event:
+    """Where a planner op happens in a run: a stage call, a glue op, or the model's output."""
+
+    kind: str  # "stage", "glue", "source", "output"; "whole": glue on tensors that no plan shards
+    index: int  # the how-many-th stage call, glue op or output
+    name: str
+    options: list[Option] = field(default_factory=list)  # per choice, for a stage
+    operands: list[Sym | None] = field(default_factory=list)  # tracked tensor arguments, in order
+    source: list[Cut | None] = field(default_factory=list)  # per choice, for a source
+    sizes: dict[str, int] = field(default_factory=dict)
+    region: int | None = None  # the activation checkpoint it runs in
+    own: bool = False  # whether the stage is a checkpoint itself
+    grad: bool = False  # whether its outputs take part in backward
+    memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
+    flops: int = 0  # of its forward at full size
+    touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
+    random: bool = False
+    sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
+    largest: int = 0  # bytes of the largest tensor it makes
+    module: str = ""  # the module whose forward it is in
+    shared: bool = False  # a glue op that writes into memory of which there are views
+    constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
+
+
+@dataclass
+class Trace:
+    """The planner's ops and values, with the event of each op and what else the run needs to know."""
+
+    values: list[Value]
+    grads: list[bool]
+    cuts: list[dict[str, Cut]]  # per value: where each layout cuts the tensor that its producer returned
+    shapes: list[tuple[int, ...]]
+    ops: list[Op]
+    events: list[Event]
+    inputs: dict[str, int]  # model parameter -> value
+    random_glue: bool
+    resident: int
+    recompute: bool = False  # whether every stage is recomputed in backward
+    whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
+    copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
+    same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
+    names: list[str] = field(default_factory=list)  # of all glue operations
+    saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
+    sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
+    entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
+    reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
+
+    def forwards(self, event: Event) -> int:
+        """What a step costs in forwards: backward is two, every activation checkpoint one more."""
+        region = event.region is not None
+        again = region + (event.own or (self.recompute and event.kind == "stage" and not region))
+        return 1 + (2 + again) * event.grad

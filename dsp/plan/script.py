@@ -1,0 +1,64 @@
+"""What a run does where: the planner's decisions by order of stage calls and glue operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dsp.layout import Cut
+from dsp.planner import Layout, Value, sent_by
+
+Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
+
+
+@dataclass
+class StageStep:
+    name: str
+    option: str | None
+    push: list[Cut | None]
+    random: bool
+    via: list[list[Via]]  # the copies to be made of each tensor first, in this order
+    constants: list[Any]  # what it returned beside tensors at full size
+
+
+@dataclass
+class GlueStep:
+    name: str
+    cuts: list[Cut | None] | None = None  # what each tensor operand must be; None: as they come
+    push: list[Cut | None] = field(default_factory=list)
+    source: Cut | None = None
+    via: list[list[Via]] = field(default_factory=list)  # the copies to be made of each operand first, in this order
+
+
+@dataclass
+class Script:
+    """What a run does where: the planner's decisions by order of stage calls and glue operations."""
+
+    inputs: dict[str, Cut | None]
+    stages: list[StageStep]
+    glue: dict[int, GlueStep]
+    random_glue: bool
+    copies: frozenset[int] = frozenset()  # glue that only looks like a view: it makes a value of its own
+    same: frozenset[int] = frozenset()  # glue that returns its first argument as it is, such as contiguous
+    names: tuple[str, ...] = ()  # of all glue operations, those without a step too
+    recorded: bool = False  # from a run, not ahead of it: the next run may go another way
+    recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
+    word: Any = field(default=None, repr=False, compare=False)  # what it promises of this rank, once that was asked
+
+
+Where = tuple[str, int, str]  # "stage", "glue" or "output"; the how-many-th; its name
+
+
+class Sending(NamedTuple):
+    """A collective of a plan, or a tensor's share of one (calls 0): a move, or a sum of so many bytes a rank."""
+
+    where: Where
+    kind: str
+    calls: int
+    value: Value | None = None
+    src: Layout = None
+    dst: Layout = None
+    bytes: int = 0
+
+    def sent(self, n: int, rank: int) -> int:
+        return self.bytes if self.value is None else sent_by(self.value, self.src, self.dst, n, rank)

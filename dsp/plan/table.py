@@ -1,0 +1,300 @@
+"""The plan as people read it: a layout for every stage, the moves between them, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from dsp.hardware import Estimate, Exchange, Hardware, clock
+from dsp.inside import Sent, add_sent
+from dsp.notation import BATCH_NAMES
+from dsp.plan.residual import Residual, residuals
+from dsp.plan.script import Script, Sending
+from dsp.planner import Problem
+from dsp.text import generic, human
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage call of a plan. Bytes are those the busiest rank sends before this stage; peak is bytes held a rank."""
+
+    name: str
+    pattern: str
+    computes: tuple[str, ...]
+    layout: str | None  # the sharded dim; None: run whole on every rank
+    switch: str  # "t → s", "gather s", or ""
+    bytes: int
+    peak: int
+    calls: int = 0  # collectives before this stage
+    idle: int = 0  # ranks that have nothing of it
+    share: float = 1.0  # the largest tensor that a rank holds of it, over the longest that one process holds
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One move of a tensor between layouts: kind is "switch" or "gather"; bytes are those the busiest rank sends."""
+
+    kind: str
+    tensor: str
+    src: str | None
+    dst: str | None
+    before: str
+    bytes: int
+    shared: bool = False  # travels in the collective of one before it
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Glue that every rank runs whole: an operation of one module's forward, how often, and what it costs.
+
+    bytes: of the largest tensor; part: of all that one process computes, in FLOPs.
+    """
+
+    name: str
+    module: str
+    bytes: int
+    part: float
+    calls: int = 1
+
+    def __str__(self) -> str:
+        again = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{again})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on `size` ranks; ``print(plan)`` is a table.
+
+    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
+    one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
+    checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
+    forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
+    gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
+    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. touched:
+    bytes that operations read and write in a step, likewise, where nothing is fused. share: the largest tensor that a
+    rank holds between the model's inputs and outputs, over the largest of one process: 1/N is the least. whole: the
+    glue that every rank runs whole though it is longer than 1.5/N of that. sends: bytes and calls by phase
+    and kind of collective. `exact` is False when the search was cut. hardware: what the plan is for, if that was said;
+    then `estimate` has the seconds of a step.
+    """
+
+    size: int
+    stages: list[StageRow]
+    switches: list[Switch]
+    bytes: dict[str, int]
+    peak: int
+    resident: int
+    exact: bool
+    script: Script = field(repr=False)
+    sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # of a forward, outside of stages
+    share: float = 1.0
+    whole: list[Whole] = field(default_factory=list)
+    remedy: str = ""  # what would help there: a line of stages
+    calls: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    flops_alone: int = 0
+    flops_whole: int = 0
+    touched: int = 0
+    touched_alone: int = 0
+    cut_weights: int = 0  # numbers of all ranks' weights that the method cuts over them
+    sends: dict[str, Sent] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)
+    staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
+    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
+    reads: str = ""  # where the forward reads its data, if it does: the plan is for one that goes the same way
+    chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
+
+    @cached_property
+    def residuals(self) -> list[Residual]:
+        """For every residual stream added to in glue: what it costs to switch the stream, and its branches instead."""
+        if self.problem is None or self.size == 1:
+            return []
+        own = self.bytes["forward"], self.calls["forward"] + sum(s.shared for s in self.switches)
+        return residuals(self.problem, self.staged, own)
+
+    @property
+    def estimate(self) -> Estimate:
+        """Seconds of a step. Raises ValueError for a plan made without ``hardware=``."""
+        if self.hardware is None:
+            raise ValueError("how long a step takes depends on the hardware: dsp.plan(..., hardware=dsp.Hardware(...))")
+        return self.takes(self.hardware)
+
+    def takes(
+        self, hardware: Hardware, weights: Sequence[Exchange] = (), *, batches: int = 1, overlap: bool = True
+    ) -> Estimate:
+        """Seconds of a step on some hardware, of so many such batches.
+
+        weights: the collectives of data parallelism (`dsp.hardware.all_reduced`, `fully_sharded`). With `overlap` they
+        run beside computing, as far as it lasts; else after it.
+        """
+        compute, alone = (
+            batches * hardware.computing(flops, touched)
+            for flops, touched in ((self.flops, self.touched), (self.flops_alone, self.touched_alone))
+        )
+        comm = batches * hardware.seconds(*self.exchanges)
+        waits = hardware.seconds(*weights)
+        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What the axis of this plan sends in a step, by kind."""
+        total = add_sent(*self.sends.values())
+        return [Exchange(kind, nbytes, calls, self.size) for kind, (nbytes, calls) in total.items()]
+
+    @property
+    def _mostly(self) -> str:
+        """The kind of collective that sends most: the rows of the table are priced as it."""
+        return max(self.exchanges, key=lambda e: e.bytes, default=Exchange("switch", 0, 0, self.size)).kind
+
+    @property
+    def advice(self) -> str:
+        """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
+        if not self.chosen:
+            return ""
+        return ". ".join(filter(None, (self._whole_stages, self._whole_glue)))
+
+    @property
+    def _whole_glue(self) -> str:
+        if not self.whole:
+            return ""
+        first, more = self.whole[:3], len(self.whole) - 3
+        names = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+        return f"every rank runs whole what is between stages: {names}" + (f". {self.remedy}" if self.remedy else "")
+
+    @property
+    def _whole_stages(self) -> str:
+        calls = [r for r in self.stages if r.pattern]
+        whole = [r for r in calls if r.layout is None]
+        sent = sum(r.bytes for r in whole)
+        cost = f" ({human(sent)} a rank gathered for that)" if sent else ""
+        if calls and all(r.layout is None or r.layout in BATCH_NAMES for r in calls):
+            how = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
+            return (
+                f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {how}{cost}, "
+                "and no memory is saved. Attention can be sharded along its heads (as in Ulysses) if they are a dim of "
+                "a stage: q=b h [s d], k=b h [s d], v=b h [s d] -> b h [s d]"
+            )
+        if whole:
+            names = ", ".join(dict.fromkeys(generic(r.name) for r in whole))
+            return (
+                f"{len(whole)} stage call{'s' * (len(whole) > 1)} run whole on every rank{cost}, no dim being left to "
+                f"shard: {names}"
+            )
+        return ""
+
+    def __str__(self) -> str:
+        head = ["stage", "computes", "sharded", "move", "sends", "peak"]
+        link = self.hardware.axis(self.size, self._mostly) if self.hardware is not None else None
+        if link is not None:
+            head.insert(5, "takes")
+        rows = [
+            [
+                f"{r.name}{f'  ×{count}' if count > 1 else ''}",
+                " ".join(r.computes) or "-",
+                r.layout or "whole",
+                r.switch or "-",
+                human(r.bytes) if r.bytes else "-",
+                *([clock(link.seconds(r.bytes, r.calls)) if r.calls else "-"] if link is not None else []),
+                human(r.peak),
+            ]
+            for r, count in _folded(self.stages)
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        line = "  ".join("─" * w for w in widths)
+        text = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [head, *rows]]
+        moves = [s.kind for s in self.switches]
+        plural = {"switch": "switches", "gather": "gathers"}
+        count = {k: moves.count(k) for k in dict.fromkeys(moves)}
+        kinds = ", ".join(f"{c} {k if c == 1 else plural[k]}" for k, c in count.items()) or "none"
+        total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
+        shared = sum(s.shared for s in self.switches)
+        if shared:
+            kinds += f", in {len(moves) - shared} collectives"
+        foot = [
+            f"{self.size} ranks; moves forward: {kinds}",
+            f"bytes a rank sends: {total}",
+            f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
+        ]
+        if self.size > 1 and self.share * self.size > 1.5:
+            foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
+        if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
+            along = ", ".join(f"{k} along {' and '.join(d)}" if d else f"{k} whole" for k, d in self.inputs.items())
+            foot.insert(0, f"inputs: {along}")
+        foot += [_choices(r) for r in self.residuals]
+        if self.hardware is not None:
+            foot += self._timing(self.hardware)
+        if self.advice:
+            foot.append(self.advice)
+        foot += self._idle()
+        if self.reads:
+            foot.append(f"planned from one run on these inputs, for this forward reads its data: {self.reads}")
+        if not self.exact:
+            foot.append("the search was cut: this plan is good, not proven cheapest")
+        return "\n".join([text[0], line, *text[1:], line, *foot])
+
+    def _idle(self) -> list[str]:
+        found: dict[tuple[int, str], dict[str, None]] = {}
+        for r in self.stages:
+            if r.idle and r.layout is not None:
+                found.setdefault((r.idle, r.layout), {})[generic(r.name)] = None
+        return [
+            f"{idle} of {self.size} ranks have nothing to do in {', '.join(names)}: {along!r} is too short for them"
+            for (idle, along), names in found.items()
+        ]
+
+    def _timing(self, hardware: Hardware) -> list[str]:
+        link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())
+        lines = [
+            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
+            f"on one rank {clock(e.alone)}"
+        ]
+        if self.size > 1 and e.speedup <= 1:
+            idle = "the calls alone" if calls * link.alpha > e.comm / 2 else "the bytes"
+            lines.append(f"{self.size} ranks are no faster than one: {idle} take longer than is saved")
+        if self.peak > hardware.memory:
+            lines.append(f"the peak does not fit in {human(hardware.memory)}")
+        return lines
+
+
+def _choices(r: Residual) -> str:
+    """What it costs to switch a residual stream, or its branches."""
+
+    def cost(way: tuple[int, int]) -> str:
+        return f"{human(way[0])} in {way[1]}"
+
+    ways = [f"as planned {cost(r.plan)}"]
+    if r.switched is not None:
+        ways.append(f"only the stream switched {cost(r.switched)}")
+    if r.kept is not None:
+        ways.append(f"the stream kept along {r.along} and branches switched in and out {cost(r.kept)}")
+    return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
+
+
+def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
+    """Repeated groups of rows shown once, with how often; the peak shown is the group's last."""
+
+    def key(r: StageRow) -> Any:
+        return (generic(r.name), r.computes, r.layout, r.switch, r.bytes)
+
+    shown: list[tuple[StageRow, int]] = []
+    i = 0
+    while i < len(rows):
+        best = (1, 1)
+        for period in range(1, 33):  # an Evoformer block is 17 stages
+            group = [key(r) for r in rows[i : i + period]]
+            times = 1
+            while [key(r) for r in rows[i + times * period : i + (times + 1) * period]] == group:
+                times += 1
+            if times > 1 and times * period > best[0] * best[1]:
+                best = (period, times)
+        period, times = best
+        last = rows[i + (times - 1) * period : i + times * period]
+        for r in last:
+            name = generic(r.name) if times > 1 else r.name
+            shown.append((replace(r, name=name), times))
+        i += period * times
+    return shown

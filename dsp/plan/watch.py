@@ -1,0 +1,82 @@
+"""What a block of code takes: peak bytes, FLOPs, bytes read and written, random numbers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from dsp.private import TorchDispatchMode
+from dsp.tensors import tensors_in
+
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+}
+
+
+# they return memory as it is
+UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
+
+
+class Watch(TorchDispatchMode):
+    """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
+
+    `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while
+    `inside` is not 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.round = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.round += 1  # what was made before no longer counts when it goes
+        self.live = self.peak = self.largest = self.flops = 0
+        self.touched, self.inside = [0, 0], 0
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = FLOPS.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        if torch.Tag.nondeterministic_seeded in func.tags and not undropped(func, args, kwargs):
+            self.random = True
+        aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        made = tensors_in(out)
+        if made and all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED:
+            tensors = tensors_in((args, kwargs)) + made
+            # of an expanded tensor there is less than its size
+            strided = (t for t in tensors if t.layout == torch.strided)
+            sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
+            self.touched[self.inside > 0] += sum(sizes)
+        if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
+            return out
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                size = t.numel() * t.element_size()
+                self.live += size
+                self.largest = max(self.largest, size)
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(t, self._freed, size, self.round)
+        return out
+
+    def _freed(self, size: int, made: int) -> None:
+        if made == self.round:
+            self.live -= size
+
+
+def undropped(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is attention without dropout, which CUDA's kernels are tagged as random for, and draw nothing."""
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0

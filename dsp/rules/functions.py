@@ -1,0 +1,113 @@
+"""What kind of torch function this is: its plain name, and which ones need care between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.private import get_unwrapped, is_functorch_wrapped_tensor
+from dsp.rules.call import GlueError, tensor_args
+
+BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
+UNRUNNABLE = {"autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER}}
+METADATA = frozenset(
+    """
+size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
+element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
+promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
+data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
+has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
+""".split()
+)
+
+
+# functions whose plain name is that of another: what reads a number is no cast
+HOMONYMS = {
+    torch.embedding: "embedding_of_weight",
+    torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
+    torch.nn.functional.unfold: "im2col",
+    torch.autograd.grad: "autograd_grad",
+    **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
+}
+
+
+def op_name(func: Any) -> tuple[str, bool]:
+    """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
+    if func in HOMONYMS:
+        return HOMONYMS[func], False
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "?"), True
+    return name.strip("_").removeprefix("linalg_"), False
+
+
+def refuse_unrunnable(name: str, metadata: bool, args: Any, kwargs: Any, sharded: Callable[[Tensor], bool]) -> None:
+    """Raises GlueError for what no rule and no gather can make right on a sharded tensor between stages.
+
+    Within a transform of torch.func a tensor hides another, and its shape.
+    """
+    for t in tensor_args(args, kwargs):
+        while (hidden := is_functorch_wrapped_tensor(t)) and not sharded(t):
+            t = get_unwrapped(t)
+            if sharded(t):
+                break
+        if not sharded(t) or (metadata and not hidden and name not in UNRUNNABLE):
+            continue
+        what = UNRUNNABLE.get(name, f"{name}() under torch.vmap or another transform of torch.func")
+        raise GlueError(
+            f"{what} between stages works on the part of a sharded tensor as if it were the whole; do it in a stage, "
+            "a submodule with a pattern, where tensors are local"
+        )
+
+
+def in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDER
+
+
+_INPLACE_DUNDER = frozenset(
+    """
+__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+__ilshift__ __irshift__
+""".split()
+)
+ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+
+
+# products mix every element of one operand with every element of the other
+PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_product_attention"})
+
+
+RANDOM = frozenset(
+    """
+dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
+""".split()
+)
+# they make memory of their own where they must, and a rank's part may look as if it need not
+DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+# their results may be views of the first argument, though a switch of it does not follow them
+ALIASES = DENSE | frozenset(
+    """
+getitem select narrow chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as
+broadcast_to iter unfold to type_as type detach data alias real imag view_as_real view_as_complex float double half
+bfloat16 conj positive dropout
+""".split()
+)
+
+
+class Function(NamedTuple):
+    """What glue knows of a torch function by itself."""
+
+    name: str
+    metadata: bool
+    changing: bool  # it writes into its first argument
+
+
+@lru_cache(maxsize=8192)
+def known(func: Any) -> Function:
+    name, attribute = op_name(func)
+    return Function(name, (attribute and name not in ATTRIBUTE_OPS) or name in METADATA, in_place(func))

@@ -1,0 +1,256 @@
+"""One forward of a parallelized model on this rank: where it is in its script, and what it moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dsp.gradients import connected_local
+from dsp.inside import Place
+from dsp.layout import Axis, Cut, cut_of, separable
+from dsp.moves import Part, gather_local, switch_all, switch_local
+from dsp.plan.recorder import Recorder
+from dsp.plan.script import Script, Via, Where
+from dsp.private import StorageWeakRef
+from dsp.rules import RULES, GlueError, Operand, Outcome, without_operands
+from dsp.run.homes import Home, differentiable, home_of, seen, views_of
+from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.stages import Stage
+from dsp.tensors import memory
+
+log = logging.getLogger("dsp")
+
+
+class Run:
+    """One forward of a parallelized model on this rank: where it is in its script."""
+
+    def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any]) -> None:
+        self.axis, self.script, self.root_sizes = axis, script, root_sizes
+        self.recipes = script.recipes if script is not None else recipes
+        self.sizes_key = tuple(root_sizes.items())
+        self.stage_index = self.glue_index = 0
+        self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
+        self.in_stage: InStage | None = None
+        self.where: Where = ("glue", -1, "the inputs")  # what moves are for
+        self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
+        self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
+        self.lends = False  # whether a whole tensor is a copy that may not be written
+        self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
+        self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
+        self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
+
+    def observe(self, method: str, *args: Any) -> None:
+        """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""
+        if self.recorder is None:
+            return
+        try:
+            getattr(self.recorder, method)(*args)
+        except Exception as error:
+            log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
+            self.recorder = None
+
+    # --- sharded tensors ---
+
+    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], lent: Any = None) -> Sharded:
+        """A tensor of global `shape` of which `local` is this rank's part; `lent`: see `lend`."""
+        t = carry(local, self.axis.at(shape, cut))
+        if lent is not None:
+            t._dsp_lent = lent  # type: ignore[attr-defined]
+        return t
+
+    def open(self, t: Any) -> Sharded | None:
+        """A sharded tensor as glue holds it; None for any other."""
+        if isinstance(t, Sharded):
+            t = t.__dict__.get("now", t)
+            for written, name in self.stale:
+                if written == memory(t):
+                    raise GlueError(
+                        f"{name} wrote in place into a tensor that had to be switched or gathered for it, and what "
+                        "it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
+                        "of place"
+                    )
+            return t
+        if not isinstance(t, DTensor):
+            return None
+        with torch._C.DisableTorchFunction():
+            mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
+        cut = cut_of(placements[0]) if len(placements) == 1 else None
+        if mesh != self.axis.mesh or cut is None:
+            raise GlueError(
+                f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
+                "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
+            )
+        return self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
+
+    def move(self, t: Sharded, cut: Cut | None) -> Tensor:
+        """This rank's part under another cut (None: whole)."""
+        return self.move_all([(t, cut)])[0]
+
+    def move_all(self, wanted: Sequence[tuple[Sharded, Cut | None]]) -> list[Tensor]:
+        """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
+        if all(cut == t.at.cut for t, cut in wanted):
+            return [plain(t) for t, _ in wanted]
+        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
+        sources = [self.source(t, cut) for t, cut in wanted]
+        for (t, _), source in zip(wanted, sources):
+            if isinstance(source, Cut) and source not in (copies := home_of(t).copies):
+                if None in copies:
+                    self.narrow(home_of(t), source)
+                else:
+                    todo.setdefault((id(home_of(t)), source), (home_of(t), home_of(t).cut))
+        self.switch(todo)
+        return [self.view(t, cut, source) for (t, cut), source in zip(wanted, sources)]
+
+    def source(self, t: Sharded, cut: Cut | None) -> Cut | Literal["whole", "view"]:
+        """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
+
+        Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
+        """
+        if cut is None:
+            return "whole"
+        home, found = home_of(t), cut
+        if cut == t.at.cut:
+            return home.cut
+        views = views_of(t)
+        if views:
+            folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
+            candidates = chain([home.cut, *home.copies], map(Cut, range(len(home.shape))), folds)
+            near = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
+            if near is None:
+                return "view"
+            found = near
+        if found not in home.copies and not separable(home.shape, home.cut, found, self.axis.size):
+            self.gather(home)
+        return found
+
+    def gather(self, home: Home, src: Cut | None = None) -> Tensor:
+        if None not in home.copies:
+            with differentiable(home.local):
+                src = src or home.cut
+                home.copies[None] = gather_local(home.copies[src], src, home.shape, self.axis)
+        return home.copies[None]
+
+    def narrow(self, home: Home, dst: Cut) -> None:
+        with differentiable(home.local):
+            home.copies[dst] = self.axis.narrow(home.copies[None], dst)
+
+    def switch(self, todo: Mapping[tuple[int, Cut], tuple[Home, Cut]]) -> None:
+        """Copies in new cuts, each made of the one named: small ones share a call."""
+        parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
+        with differentiable(*(p.local for p in parts)):
+            made = switch_all(parts, self.axis)
+        for ((_, dst), (home, _)), local in zip(todo.items(), made):
+            home.copies[dst] = local
+
+    def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
+        """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
+        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
+        for home, src, dst in [(home_of(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
+            if src is not None and (id(home), src) in todo:
+                self.switch(todo)
+                todo.clear()
+            if dst in home.copies or src not in home.copies:
+                continue
+            if src is None and dst is not None:
+                self.narrow(home, dst)
+            elif dst is None and src is not None:
+                self.gather(home, src)
+            elif src is not None and dst is not None:
+                todo[id(home), dst] = home, src
+        self.switch(todo)
+
+    def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
+        """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
+        lent = t.__dict__.get("_dsp_lent")
+        if isinstance(lent, str):
+            raise GlueError(f"{who} writes in place into {lent}; write it out of place")
+        if lent is not None:
+            self.stale.append((lent, who))
+        if not isinstance(t, Sharded) and local is not t:
+            raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
+        if memory(t) != memory(local):
+            self.stale.append((memory(t), who))
+
+    def lend(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
+        """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
+        lent: dict[Any, Any] = {}
+        for t, shell, local in operands:
+            own = t if shell is None else shell
+            of = own.__dict__.get("_dsp_lent")
+            if of is None and shell is not None and memory(shell) != memory(local):
+                of = memory(shell)
+            if of is not None:
+                lent[memory(local)] = of
+        for t in outputs if lent else ():
+            of = lent.get(memory(t))
+            if of is not None:
+                self.mark(t, of)
+
+    def mark(self, t: Tensor, lent: Any) -> None:
+        """Its memory is a copy of this memory, or is what this text names."""
+        t._dsp_lent = lent  # type: ignore[attr-defined]
+        self.lends |= not isinstance(t, Sharded)
+
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
+        home = home_of(t)
+        if cut == t.at.cut:
+            return plain(t)
+        if source == "view":
+            assert cut is not None
+            if None not in home.copies and separable(t.at.shape, t.at.cut, cut, self.axis.size):
+                return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
+            return self.axis.narrow(self.view(t, None, "whole"), cut)
+        at = None if source == "whole" else source
+        local = self.gather(home) if at is None else home.copies[at]
+        views = views_of(t)
+        for func, frame in views:
+            x = Operand(frame.args[0].shape, at)
+            again = replace(frame, args=(x, *frame.args[1:]))
+            outcome = RULES[frame.name](again) if at is not None else Outcome(None)
+            call_args = again.args if outcome.args is None else outcome.args
+            call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
+            local = (outcome.func or func)(*without_operands(call_args, {id(x): local}), **call_kwargs)
+            at = outcome.cut
+        # a view that was made without gradient has none now either
+        return local.detach() if views and t.grad_fn is None else local
+
+    def push_all(self, parts: Sequence[Part]) -> list[Part]:
+        """What an operation or stage made, switched to where the plan wants it."""
+        moving = [p for p in parts if p.dst != p.src]
+        if not moving:
+            return list(parts)
+        moved = iter(switch_all(moving, self.axis))
+        return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
+
+
+class Given(NamedTuple):
+    """A tensor of a stage call: as the model holds it, this rank's part of it, and what the stage sees of that."""
+
+    tensor: Tensor
+    shell: Sharded | None
+    part: Tensor
+    local: Tensor  # with a dummy row where the part is empty
+    written: int  # how often, before
+
+
+class InStage(NamedTuple):
+    """The stage call that runs now: the `Way` of it, what it runs on, and what it was given."""
+
+    stage: Stage
+    way: Any
+    place: Place
+    random: Any
+    given: list[Given]
+
+
+def current_place() -> Place | None:
+    """Of the stage call that runs now; None outside of one."""
+    current = ACTIVE.get()
+    return None if current is None or current[1].in_stage is None else current[1].in_stage.place

@@ -1,0 +1,142 @@
+"""The tensors of one call, bound to a pattern by the names of the module's own parameters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, solve_sizes
+from dsp.sharded import Sharded
+from dsp.tensors import tensors_in
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
+
+    param: str
+    slot: int | str  # its place in args or kwargs
+    tensor: Tensor
+    pattern: TensorPattern | None
+
+
+class Call:
+    """The arguments of one call, to be replaced one by one."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = list(args), dict(kwargs)
+
+    def replace(self, bound: Bound, tensor: Any) -> None:
+        if isinstance(bound.slot, int):
+            self.args[bound.slot] = tensor
+        else:
+            self.kwargs[bound.slot] = tensor
+
+
+class Signature:
+    """Binds the tensors of a call to a pattern by the parameter names of the module's own forward."""
+
+    def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
+        self.where, self.pattern = where, pattern
+        while "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        self.module = module
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.names = {p.name: i for i, p in enumerate(parameters)}
+        self.defaults = {p.name: p.default for p in parameters}
+        self.open_args = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self.open_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for p in pattern.inputs:
+            if p.param and p.param not in self.names and not self.open_kwargs and self.attribute(p) is None:
+                close = difflib.get_close_matches(p.param, list(self.names), 1)
+                raise NotationError(
+                    f"{where}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
+                    f"{', '.join(self.names)}" + (f". Did you mean {close[0]!r}?" if close else "")
+                )
+        self.named = {p.param: p for p in pattern.inputs if p.param}
+        self.bare = [p for p in pattern.inputs if not p.param]
+
+    def attribute(self, p: TensorPattern) -> int | None:
+        """The size of a dim that the model, or its config, has as an attribute: 'num_frames=t'."""
+        owners = (self.module, getattr(self.module, "config", None)) if self.pattern.root and len(p.axes) == 1 else ()
+        found = (getattr(owner, p.param or "", None) for owner in owners)
+        return next((value for value in found if type(value) is int), None)
+
+    def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The int arguments of one call, those left at their default included."""
+        given = {**self.defaults, **dict(zip(self.positional, args)), **kwargs}
+        return {name: value for name, value in given.items() if type(value) is int}
+
+    def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of dims that the pattern states other than by tensors."""
+        found, integers = dict(self.pattern.sizes), self.integers(args, kwargs)
+        for p in self.named.values():
+            value = integers.get(p.param or "", self.attribute(p) if p.param not in self.names else None)
+            if value is not None and len(p.names) == 1:
+                found[p.names[0]] = value
+        return found
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Bound]]:
+        """The tensors of one call, in the order of the signature."""
+        slots: list[tuple[str, int | str, Any]] = [
+            (self.positional[i] if i < len(self.positional) else f"{self.open_args}[{i - len(self.positional)}]", i, v)
+            for i, v in enumerate(args)
+        ]
+        last = len(self.names)
+        slots += [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
+        bare = iter(self.bare)
+        bound: list[Bound] = []
+        for param, slot, value in slots:
+            if isinstance(value, Tensor):
+                pattern = self.named[param] if param in self.named else next(bare, None)
+                bound.append(Bound(param, slot, value, pattern))
+            elif value is None:
+                continue
+            elif param in self.named:
+                if self.pattern.root and type(value) is int and len(self.named[param].names) == 1:
+                    continue  # the size of a dim
+                raise NotationError(
+                    f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
+                )
+            elif isinstance(value, (list, tuple, dict)) and any(
+                isinstance(t, (DTensor, Sharded)) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
+            ):
+                raise NotationError(
+                    f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
+                    "can name it; pass it as an argument of its own"
+                )
+        if self.bare and not any(b.pattern is self.bare[0] for b in bound):
+            raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
+        return Call(args, kwargs), bound
+
+
+def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:
+    """The dim sizes that the root pattern fixes for one call."""
+    if root is None:
+        return {}
+    signature = Signature(model, root, "the model")
+    _, bound = signature.bind(args, kwargs)
+    tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
+    stated = signature.numbers(args, kwargs)
+    try:
+        sizes = solve_sizes(tensors, stated, where="the model")
+    except Ambiguous as error:
+        # (b t) of 32, and one int argument that can be the length of t: num_frames=16
+        integers = {k: v for k, v in signature.integers(args, kwargs).items() if v > 1 and error.size % v == 0}
+        dims = [dim for dim in error.unknown if dim not in BATCH_NAMES]
+        if len(dims) != 1 or len(error.unknown) != 2 or len(set(integers.values())) != 1:
+            candidates = ", ".join(f"{k}={v}" for k, v in integers.items())
+            raise NotationError(f"{error}" + (f". Its int arguments: {candidates}" if candidates else "")) from None
+        stated = {**stated, dims[0]: next(iter(integers.values()))}
+        sizes = solve_sizes(tensors, stated, where="the model")
+    for dim, size in stated.items():
+        if sizes.setdefault(dim, size) != size:
+            raise NotationError(f"the model: {dim!r} is stated to be {size} in '{root.text}', but it is {sizes[dim]}")
+    return sizes

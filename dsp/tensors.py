@@ -1,0 +1,95 @@
+"""The tensors inside any value, the memory that they live in, and the autograd nodes behind them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.private import StorageWeakRef, pytree
+
+
+def memory(t: Tensor) -> StorageWeakRef:
+    """Whose storage a tensor lives in: tensors that share it are views of each other."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return StorageWeakRef(t.untyped_storage())
+        except NotImplementedError:  # sparse
+            return StorageWeakRef((t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage())
+
+
+def node(t: Tensor) -> Any:
+    """Where autograd takes a gradient of this tensor; None if it takes none."""
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        if not t.requires_grad or t.grad_fn is not None:
+            return t.grad_fn
+        viewed = t.view_as(t).grad_fn  # a leaf's own node is behind it; views made under no_grad have none
+        return viewed and viewed.next_functions[0][0]
+
+
+def leading_to(ends: Iterable[Any]) -> set[Any]:
+    """All nodes of autograd that a gradient at some of them comes to."""
+    found, waiting = set[Any](), [n for n in ends if n is not None]
+    while waiting:
+        n = waiting.pop()
+        if n not in found:
+            found.add(n)
+            waiting += [n for n, _ in n.next_functions if n is not None]
+    return found
+
+
+def version(t: Tensor) -> int:
+    """Counts the writes into a tensor's memory; under inference_mode nothing does."""
+    with NO():
+        return 0 if t.is_inference() else t._version
+
+
+def _plain_dataclass(value: Any) -> bool:
+    """A dataclass that pytree takes for a leaf."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a forward's output, in order: in lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif _plain_dataclass(leaf):
+            found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+    return found
+
+
+def constants_in(value: Any) -> list[Any]:
+    """The numbers among a forward's output: sizes, say."""
+    if isinstance(value, Tensor):
+        return []
+    if _plain_dataclass(value):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float, tuple))]
+
+
+def map_tensors(value: Any, new: Iterable[Any]) -> Any:
+    """The same output with its tensors replaced in order."""
+    it = iter(new)
+
+    def replaced(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return next(it)
+        if _plain_dataclass(v):
+            clone = copy.copy(v)
+            for f in dataclasses.fields(v):
+                object.__setattr__(clone, f.name, pytree.tree_map(replaced, getattr(v, f.name)))
+            return clone
+        return v
+
+    return pytree.tree_map(replaced, value)
+
+
+NO = torch._C.DisableTorchFunctionSubclass
