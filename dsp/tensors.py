@@ -31,6 +31,13 @@ def node(t: Tensor) -> Any:
         return viewed and viewed.next_functions[0][0]
 
 
+def overwritten(t: Tensor) -> Any:
+    """Where a gradient came to a view before it was written in place just now: its own node is nobody's any more."""
+    with torch._C.DisableTorchFunction():
+        write = None if t._base is None else t._base.grad_fn
+        return write.next_functions[0][0] if write is not None and write.name().endswith("CopySlices") else None
+
+
 def leading_to(ends: Iterable[Any]) -> set[Any]:
     """All nodes of autograd that a gradient at some of them comes to."""
     found, waiting = set[Any](), [n for n in ends if n is not None]

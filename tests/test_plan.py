@@ -129,6 +129,31 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
 
 
+class Scores(torch.nn.Module):
+    """Attention whose scores, a view of a product, are written twice before anything reads them."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.keys, self.values = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("bhic,bhjc->bhij", x, self.keys(x))
+        if self.written:
+            scores += 1
+            scores *= 2
+        else:
+            scores = (scores + 1) * 2
+        return torch.einsum("bhij,bhjc->bhic", scores.softmax(-1), self.values(x))
+
+
+def test_gradients_come_to_what_is_written_in_place() -> None:
+    stages = {"": "x=b h s c -> b h s c"}
+    written, plain = (dsp.plan(Scores(w), torch.zeros(1, 1, 64, 4), size=2, stages=stages) for w in (True, False))
+    assert written.bytes == plain.bytes
+    assert plain.bytes["backward"] == plain.bytes["forward"] > 0
+
+
 def test_large_tensors_switch_alone(ranks) -> None:
     """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
     shape = 1, 320, 256

@@ -33,7 +33,7 @@ from dsp.rules import (
 from dsp.rules.functions import PRODUCTS
 from dsp.signature import Bound
 from dsp.stages import Stage, cut_for, fits_fold
-from dsp.tensors import constants_in, leading_to, memory, node, tensors_in
+from dsp.tensors import constants_in, leading_to, memory, node, overwritten, tensors_in
 
 
 def is_batch(key: str) -> bool:
@@ -153,6 +153,8 @@ class Recorder:
         syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
             self.used(tracked, syms)
+            if written and syms[0] is not None:
+                self.nodes[syms[0].value].add(overwritten(tracked[0]))
             if name in SAME and args and out is args[0]:
                 self.same.add(index)
                 return
