@@ -50,6 +50,12 @@ def fold_fits(size: int, inner: int, n: int) -> bool:
     return inner == 1 or size % n == 0
 
 
+def unwritable(x: Tensor) -> bool:
+    """Whether autograd would not let a view of it that is made under no_grad be written where gradients are on."""
+    with torch._C.DisableTorchFunction():
+        return not x.requires_grad
+
+
 @dataclass(frozen=True)
 class Axis:
     """The sequence-parallel mesh axis as one rank sees it."""
@@ -95,6 +101,9 @@ class Axis:
 
     def narrow(self, x: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a whole tensor: no communication, and a view unless the dim is a fold."""
+        if not torch.is_grad_enabled() and unwritable(x):
+            with torch.enable_grad():
+                return self.narrow(x, cut)
         extent = x.shape[cut.dim] // cut.outer
         start, length = chunk(extent, self.size, self.rank)
         if cut.outer == 1:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import global_stride
-from dsp.layout import At
+from dsp.layout import At, unwritable
 from dsp.private import OpOverload, backward_pass, pytree
 from dsp.tensors import NO
 
@@ -117,6 +117,9 @@ def carry(local: Tensor, at: At) -> Sharded:
     """A new tensor that carries `local`, this rank's part."""
     if tuple(local.shape) != at.local:
         raise RuntimeError(f"rank {at.axis.rank} holds {tuple(local.shape)} where its share is {at.local}")
+    if not torch.is_grad_enabled() and unwritable(local):
+        with torch.enable_grad():
+            return carry(local, at)
     with torch._C.DisableTorchFunction():
         if type(local) is Tensor or isinstance(local, nn.Parameter):
             t = local.as_subclass(Sharded)

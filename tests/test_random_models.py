@@ -138,6 +138,69 @@ def forward(self, x: (b, t, h, w, c)):
     x2 = self.s2(x.contiguous() * 1.1)
     return self.s3(x1)[1], F.pad(x, (0, 0, 1, 1)), x2
 """,
+    "what is written into a tensor that is whole": """
+b, t, s, c = 1, 4, 3, 4
+stages = {"": "x=b t s c", "s0": "b [t] s [c]", "s1": "b t [s] [c]"}
+s0 = Attend(1)
+s1 = Attend(2)
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    x2 = x.new_zeros(x.shape)
+    x2 -= x1
+    x2.mul_(2)
+    x2[:, 0].add_(1)
+    x2[:, 1] = x1[:, 1]
+    x3 = x2.flip(1) * 2
+    return self.s1(x2 + x1), x3.flip(2), self.s1(x2)
+""",
+    "a gradient that a write brings": """
+b, t, s, c = 1, 2, 1, 2
+stages = {"": "x=b t s c", "s1": "b t [c]"}
+s1 = Mlp()
+p2 = param(c)
+def forward(self, x: (b, t, s, c), frames: (b, t, c)):
+    x2 = x.repeat(1, 1, 1, 1)
+    x14 = torch.zeros_like(self.s1(frames))
+    x14[:, 1] = self.p2
+    return x14
+""",
+    "what was made without gradient is written with one": """
+b, t, s, c = 1, 4, 3, 4
+stages = {"": "x=b t s c", "s0": "b [t] s [c]", "s1": "[b t s c]"}
+s0 = Attend(1)
+s1 = Attend(2)
+def forward(self, x: (b, t, s, c)):
+    with torch.no_grad():
+        x1 = self.s0(x)
+        x2 = x1.flip(1).flip(2) * 2
+        x3 = self.s1(x)
+        x4 = x2.transpose(1, 2) * 3
+    x1.copy_(x)
+    x2.mul_(x)
+    x3.add_(x)
+    x4.mul_(x.transpose(1, 2))
+    return x1, x2, x3, x4
+""",
+    "a view that learns late of its gradient": """
+b, t, s, c = 1, 1, 1, 2
+stages = {"": "x=b t s c"}
+p0 = param(c)
+def forward(self, x: (b, t, s, c)):
+    x1 = x.detach().clone()
+    x1[:] += x1
+    x1[0] = self.p0
+    x1.masked_fill_(x1 > 0.9, 0.25)
+    return x1
+""",
+    "an output that is gathered by way of a switch": """
+b, s, r, c = 1, 1, 2, 8
+stages = {"": "m=b s r c"}
+s2 = Attend(2)
+def forward(self, m: (b, s, r, c)):
+    x6 = self.s2(m)
+    x10 = F.layer_norm(x6, x6.shape[-1:])
+    return x6
+""",
     "a view that was made without gradient, of what has one": """
 b, t, s, c = 2, 4, 5, 4
 stages = {"": "x=b t s c", "s0": "b [t] s [c]"}

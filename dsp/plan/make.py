@@ -65,7 +65,7 @@ def make_plan(
             if push.get(m.value, "") != m.dst
         ]
 
-    script = Script({}, [], {}, t.random_glue, frozenset(t.copies), frozenset(t.same), tuple(t.names))
+    script = Script({}, [], {}, t.random_glue, frozenset(t.copies), same=frozenset(t.same), names=tuple(t.names))
     inputs: dict[str, tuple[str, ...]] = {}
     for param, v in t.inputs.items():
         layouts = used.get(v, set())
@@ -82,6 +82,8 @@ def make_plan(
             script.stages.append(StageStep(event.name, option, pushes, event.random, ways, event.constants))
             # run whole on every rank, it has to draw the same numbers there, as glue does
             script.random_glue |= event.random and option is None
+        elif event.kind == "output":
+            script.outputs[event.index] = via(event.operands[0], i)
         elif event.kind == "source":
             if event.source[choice] is not None:
                 script.glue[event.index] = GlueStep(event.name, source=event.source[choice])

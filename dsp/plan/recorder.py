@@ -152,7 +152,7 @@ class Recorder:
         tracked = tensor_args(args, kwargs)
         syms = [self.sym(t) for t in tracked]
         if any(s is not None for s in syms):
-            self.used(tracked, syms)
+            self.used(tracked[written:], syms[written:])  # what is written was as it was, until now
             if written and syms[0] is not None:
                 self.nodes[syms[0].value].add(overwritten(tracked[0]))
             if name in SAME and args and out is args[0]:
@@ -228,7 +228,7 @@ class Recorder:
             if written and syms[0] is not None:
                 assert found.refusal is not None
                 raise found.refusal
-            self.run_whole(found, syms, values, outputs)
+            self.run_whole(found, syms, values, [] if written else outputs)
         elif (
             outputs
             and not (written or found.cuts or any(any(c.needs) for c in found.choices))

@@ -39,6 +39,7 @@ class Script:
     glue: dict[int, GlueStep]
     random_glue: bool
     copies: frozenset[int] = frozenset()  # glue that only looks like a view: it makes a value of its own
+    outputs: dict[int, list[Via]] = field(default_factory=dict)  # the copies to be made of each first, in this order
     same: frozenset[int] = frozenset()  # glue that returns its first argument as it is, such as contiguous
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way

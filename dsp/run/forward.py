@@ -184,7 +184,9 @@ class Run:
         for t, shell, local in operands:
             own = t if shell is None else shell
             of = own.__dict__.get("_dsp_lent")
-            if of is None and shell is not None and memory(shell) != memory(local):
+            if of is None and shell is None and local is not t:
+                of = "its part of a tensor that is whole"
+            elif of is None and shell is not None and memory(shell) != memory(local):
                 of = memory(shell)
             if of is not None:
                 lent[memory(local)] = of

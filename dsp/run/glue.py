@@ -268,6 +268,8 @@ class Glue(TorchFunctionMode):
         if any(id(operands[i]) not in places for i in outcome.narrow):
             return None
         parts = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
+        if parts and what.name in ALIASES:  # of which views would have to be marked
+            return None
         rest = None
         if outcome.args is not None:
             if outcome.args[0] is not frame.args[0] or any(_operands(a) for a in outcome.args[1:]):
@@ -308,14 +310,15 @@ class Glue(TorchFunctionMode):
             ]
             return map_tensors(out, parted)
         frame, call = recipe.frame, outcome.func or func
-        table = {
-            id(o): run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t
-            for i, (o, t) in enumerate(zip(frame.operands(), locals_))
-        }
+        locals_ = [run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t for i, t in enumerate(locals_)]
+        table = {id(o): t for o, t in zip(frame.operands(), locals_)}
         call_args = without_operands(frame.args if outcome.args is None else outcome.args, table)
         named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
         call_kwargs = {k: without_operands(v, table) for k, v in named.items()}
         before = [version(t) for t in locals_]
+        if what.changing:
+            with NO():
+                _ = locals_[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
         with self.writes(what, tensors, shells, locals_, wanted) as views:
             with bare(own), quiet(locals_), forked(run.axis) if what.name in RANDOM else nullcontext():
                 summed = outcome.reduce is not None and what.name == "mean"

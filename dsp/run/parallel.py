@@ -323,6 +323,7 @@ class Runtime:
             if shard is None:
                 finished.append(t)
             elif self.gather_output:
+                run.copy_first([shard], [run.script.outputs.get(i, []) if run.script is not None else []])
                 finished.append(covered_exit(run.move(shard, None)))
             else:
                 finished.append(self.axis.wrap(plain(shard), shard.at.cut, shard.at.shape, guard=True))
