@@ -310,11 +310,7 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
 @pytest.mark.parametrize("model", ["evoformer", slow("pairformer")])
 def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model, way):
     (once, sent), (thrice, sent_thrice) = (ranks(moved, 2, model, recycles, way)[0] for recycles in (0, 2))
-    unsent = {phase: planned - sent[phase] for phase, planned in once.items()}
-    assert unsent == {phase: planned - sent_thrice[phase] for phase, planned in thrice.items()}
-    # the last residues of a Pairformer have no loss here, which no plan can know
-    assert [unsent[phase] > 0 for phase in ("forward", "backward")] == [False, model == "pairformer"]
-    assert 0 <= sum(unsent.values()) < 0.02 * once["backward"]
+    assert (once, thrice) == (sent, sent_thrice)  # the last residues of a Pairformer have no loss, so no gradient
     assert 2.5 * once["forward"] < thrice["forward"] < 3 * once["forward"]
     for phase in ("backward", "recompute"):  # of the last pass alone
         assert thrice[phase] == once[phase]
