@@ -28,7 +28,7 @@ def passes(mesh: DeviceMesh, name: str) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Folded", "Pair", "Loss", "Global")
+    "name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Folded", "Loss", "Global")
 )
 def test_right_models_pass(ranks, name: str) -> None:
     for ok, text in ranks(passes, 2, name):

@@ -178,8 +178,7 @@ def test_fsdp_where_glue_moves(ranks) -> None:
     ranks(fsdp_moves, 3)
 
 
-@pytest.mark.parametrize("ckpt", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize(("reshard", "ckpt"), [slow(False, False), (False, True), (True, False), slow(True, True)])
 def test_fsdp_around_glue_modules(ranks, reshard: bool, ckpt: bool) -> None:
     ranks(fsdp_glue, 4, reshard, ckpt)
 

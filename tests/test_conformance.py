@@ -72,7 +72,7 @@ def test_of_a_fabricated_contender(script, monkeypatch, kind: str, entry: str, a
         return contenders.Run(lambda inputs: amiss(kind, contenders.call(model, inputs)))
 
     monkeypatch.setattr(script, "GRACE", 0.5)
-    monkeypatch.setattr(script, "LIMIT", 5.0 if kind == "hangs" else 60.0)
+    monkeypatch.setattr(script, "LIMIT", 2.0 if kind == "hangs" else 60.0)
     method = dataclasses.replace(script.METHODS["dsp"], run=run, source=__file__)
     cell = script.Cell("attention", "even", "dsp", 2)
     answer = script.measure(cell, method)

@@ -50,7 +50,7 @@ def same(a, b, tolerance):
             assert curve[step] == pytest.approx(values, rel=tolerance), (step, keys)
 
 
-@pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo", "axial_video_demo"))
+@pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo"))
 def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
     run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
     plain = run("name=plain")

@@ -36,7 +36,7 @@ ZOO = [
 ]
 MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
 # the rest takes longer to discover
-SHORT = ("Grid", "Folded", "Cube", "Loss", "Global", "Unplanned", "diffusers-latte", "axial-image", "axial")
+SHORT = ("Grid", "Folded", "Cube", "Loss", "Global", "Unplanned", "diffusers-latte", "axial")
 
 
 def build(name: str, frames: int = 7) -> nn.Module:
@@ -150,6 +150,10 @@ def test_the_dicts() -> None:
     assert list(found("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
     # the first operand alone, the second alone, or both by their channels: as triangle multiplication is written
     assert found("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
+
+
+@pytest.mark.slow
+def test_the_dicts_of_transformers() -> None:
     # a class token joined to the tokens is no fold of frames and positions: they are told apart again behind it
     layer = "timesformer.encoder.layer.*."
     assert found("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from mutations import FAULTS
 from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
 
 HOME = Path(__file__).resolve().parents[1]
 README = HOME / "README.md"
@@ -62,7 +65,20 @@ def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> li
 
 
 def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
-    return execute(path, code, {"mesh": mesh})
+    """What is planned ahead of a run is the same on every rank: here the first tells it the others."""
+
+    def told(plan: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = [plan(*args, **kwargs) if mesh.get_local_rank() == 0 else None]
+            dist.broadcast_object_list(found, group=mesh.get_group(), group_src=0)
+            return found[0]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dsp, dsp.embedded):
+            patch.setattr(module, "plan", told(module.plan))
+        return execute(path, code, {"mesh": mesh})
 
 
 def shown(printed: str) -> str:

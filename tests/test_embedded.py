@@ -189,8 +189,9 @@ def objective(mesh: DeviceMesh, kind: type[nn.Module], case: str, method: str) -
         same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("method", ["ulysses", slow("ring")])
-@pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), slow(IDDPM, "latte-class")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize(("kind", "case"), [(RectifiedFlow, "stdit-v3"), (IDDPM, "latte-class")])
 def test_objectives_that_share_a_model_with_dsp(ranks, kind: type[nn.Module], case: str, method: str) -> None:
     ranks(objective, 2, kind, case, method)
 

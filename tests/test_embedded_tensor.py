@@ -259,7 +259,8 @@ def test_objectives_have_it_too() -> None:
 # Training
 
 
-@pytest.mark.parametrize("n", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
 def test_training_is_that_of_one_process(run, whole_world, n: int) -> None:  # noqa: F811
     """Curves, averages, pictures; and a checkpoint of one method goes on on one process, and under another method."""
     options = ["train.ema=0.5", "train.precision=fp32"]

@@ -71,7 +71,7 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "evoformer", "pairformer"))
+@pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)

@@ -146,9 +146,8 @@ def parity(mesh: DeviceMesh, names: list[str], shape: tuple[int, int, int], ckpt
         same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-@pytest.mark.parametrize(
-    ("n", "shape", "ckpt"), [slow(2, (1, 5, 6), True), (3, (2, 7, 5), False), slow(4, (2, 7, 5), True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "shape", "ckpt"), [(2, (1, 5, 6), True), (3, (2, 7, 5), False), (4, (2, 7, 5), True)])
 def test_exact(ranks, n: int, shape: tuple[int, int, int], ckpt: bool) -> None:
     ranks(parity, n, list(GLUE), shape, ckpt)
 

@@ -56,6 +56,7 @@ def run(script: Any, tmp_path: Path, cases: dict[str, dict[str, Any]], seconds: 
     return found, kept
 
 
+@pytest.mark.slow
 def test_what_fails_hangs_or_dies_is_in_the_report(script, tmp_path: Path) -> None:
     right = {"one": lambda: {"ok": True, "error of it": 1e-9}}
     began = time.monotonic()

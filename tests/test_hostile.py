@@ -296,7 +296,8 @@ def plan_and_count(mesh: DeviceMesh, names: list[str], ckpt: bool) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("ckpt", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("ckpt", [False, True])
 def test_planned_bytes_are_counted_bytes(ranks, ckpt: bool) -> None:
     names = [name for name in EXACT if name != "DataDependent"]  # no plan ahead of the run
     results = ranks(plan_and_count, 2, names, ckpt)

@@ -257,13 +257,14 @@ def test_validation_is_the_same_for_any_number_of_groups(run, groups):
 # -------------------------------------------------------------------------------------------------- models and mistakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
-        slow("{name: stdit, size: test, overrides: {version: v1, in_channels: 2, caption_channels: 6}}"),
-        slow("{name: stdit, size: test, overrides: {version: v2, in_channels: 2, caption_channels: 6}}"),
-        slow("{name: latte, size: test, overrides: {conditioning: text, in_channels: 2, caption_channels: 6}}"),
-        slow("{name: transformer2d, size: test, overrides: {block: stdit, in_channels: 2, caption_channels: 6}}"),
+        "{name: stdit, size: test, overrides: {version: v1, in_channels: 2, caption_channels: 6}}",
+        "{name: stdit, size: test, overrides: {version: v2, in_channels: 2, caption_channels: 6}}",
+        "{name: latte, size: test, overrides: {conditioning: text, in_channels: 2, caption_channels: 6}}",
+        "{name: transformer2d, size: test, overrides: {block: stdit, in_channels: 2, caption_channels: 6}}",
         "{name: latte, size: test, overrides: {in_channels: 2}}",
     ],
     ids=["stdit-1", "stdit-2", "latte-text", "transformer2d", "latte"],

@@ -140,7 +140,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int
     [
         slow("ring", 2, "transformer2d"), ("ring", 3, "transformer2d"), slow("ring", 4, "transformer2d"),
         slow("ring", 4, "transformer2d-stdit"), ("ulysses", 2, "transformer2d-stdit"),
-        slow("ulysses", 4, "transformer2d"), ("dsp", 3, "transformer2d"),
+        slow("ulysses", 4, "transformer2d"), slow("dsp", 3, "transformer2d"),
     ],
 )  # fmt: skip
 def test_models(ranks, method: str, n: int, case: str) -> None:

