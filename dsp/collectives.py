@@ -54,7 +54,7 @@ def _as_sent(x: Tensor) -> tuple[Tensor, int]:
     return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
 
 
-def _all_to_all(
+def exchanged(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False
 ) -> Tensor:
     """To each rank its part of a flat tensor; if `later`, to be waited for."""
@@ -144,7 +144,7 @@ class SwitchPlan:
         return send
 
     def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
-        return _all_to_all(send, self.out_splits, self.in_splits, group, later=later)
+        return exchanged(send, self.out_splits, self.in_splits, group, later=later)
 
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
@@ -154,7 +154,7 @@ class SwitchPlan:
         splits = [0] * n, [0] * n
         for i, peer in enumerate(among):
             splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
-        return _all_to_all(send, *splits, group)
+        return exchanged(send, *splits, group)
 
     def unpack(self, received: Tensor) -> Tensor:
         if self.dst_leads:
@@ -199,7 +199,7 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     outs = [[p.out_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
     blocks = zip(*(flat.split(sizes) for flat, sizes in zip(packed, zip(*ins))))
     send = torch.cat([block for to_one in blocks for block in to_one])
-    received = _all_to_all(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group)
+    received = exchanged(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group)
     parts = received.split([size for sizes in outs for size in sizes])
     joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]
     return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
@@ -214,7 +214,7 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     else:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
-        out = _all_to_all(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
+        out = exchanged(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
     return out.view(size, *lead.shape[1:]).movedim(0, dim).contiguous()
 
 
@@ -224,7 +224,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     parts = chunk_sizes(x.shape[dim], n)
     lead = x.movedim(dim, 0).contiguous()
     rest = math.prod(lead.shape[1:])
-    received = _all_to_all(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
+    received = exchanged(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
     total = received.view(n, parts[rank], *lead.shape[1:])
     return total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim).contiguous()
 
@@ -258,12 +258,17 @@ def _fresh(name: str, kernel: Any) -> Any:
     return run
 
 
+def implement(lib: torch.library.Library, name: str, kernel: Any) -> None:
+    """The kernel of an op on plain local tensors, on every device."""
+    for device in ("CPU", "CUDA"):
+        lib.impl(name, _fresh(name, kernel), device)
+
+
 for _name, _kernel in [
     ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many), ("gather", _gather),
     ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
 ]:  # fmt: skip
-    _lib.impl(_name, _fresh(_name, _kernel), "CPU")
-    _lib.impl(_name, _fresh(_name, _kernel), "CUDA")
+    implement(_lib, _name, _kernel)
 
 
 @torch.library.register_fake("dsp::switch", lib=_lib)

@@ -11,7 +11,7 @@ from dsp.sent import COLLECTIVES
 
 
 class Traffic:
-    """Calls and bytes sent by this rank, by collective (``switch``, ``gather``, ``reduce_scatter``, ``all_reduce``)."""
+    """Calls and bytes sent by this rank, by collective: switch, gather, reduce_scatter, all_reduce, rows."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -67,4 +67,6 @@ class count_comm(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-OURS = re.compile("dsp_(switch|gather|reduce_scatter|all_reduce|ring_attention)|SplitInput|WholeInput|_Launch|_Await")
+OURS = re.compile(
+    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|ring_attention)|SplitInput|WholeInput|_Launch|_Await"
+)

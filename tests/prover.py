@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,9 +142,17 @@ class _Whole:
     def leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
-    def run(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], operands: Any = None) -> list[Tensor]:
-        """The results. In args and kwargs `operands` stand for the leaves, if given; else the call's own tensors do."""
-        inputs = [t * 1 if t.requires_grad and self.writes else t for t in leaves]  # a leaf may not be written
+    def run(
+        self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], operands: Any = None, rows: Any = None
+    ) -> list[Tensor]:
+        """The results. In args and kwargs `operands` stand for the leaves, if given; else the call's own tensors do.
+
+        Of those in `rows` the spans of a dim are taken.
+        """
+        inputs: list[Any] = [t * 1 if t.requires_grad and self.writes else t for t in leaves]  # no leaf may be written
+        for i, spans in (rows or {}).items():
+            read = [inputs[i].narrow(dim, a, b - a) for dim, (a, b) in spans]
+            inputs[i] = read[0] if len(read) == 1 else read
         if operands is None:
             stream: Any = iter(inputs)
             args = tuple(with_operands(a, stream) for a in args)
@@ -168,6 +176,7 @@ class _Whole:
         sums = [torch.zeros_like(t) for t in self.out]
         refusals: list[GlueError] = []
         outcomes: list[Outcome] = []
+        ranks: list[_Rank] = []
         for rank in range(n):
             operands = [Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)]
             stream = iter(operands)
@@ -180,13 +189,27 @@ class _Whole:
                 continue
             outcomes.append(outcome)
             taken = [c or outcome.narrow.get(i) for i, c in enumerate(cuts)]
+            # what is read of other ranks' chunks, too, is cut out of the whole
+            taken = [None if i in outcome.rows else c for i, c in enumerate(taken)]
+            if any(r.size != t.shape[r.dim] for i, t in enumerate(self.tensors) for r in outcome.rows.get(i, ())):
+                return "rows are read of a dim of another size"
             locals_ = self.leaves([part(t, c, n, rank) for t, c in zip(self.tensors, taken)])
-            out = self.run(
-                self.summed(outcome),
-                args if outcome.args is None else outcome.args,
-                kwargs if outcome.kwargs is None else outcome.kwargs,
-                locals_, operands,
-            )  # fmt: skip
+            named = kwargs if outcome.kwargs is None else outcome.kwargs
+            spans = {i: [(r.dim, r.spans[rank]) for r in rows] for i, rows in outcome.rows.items()}
+            call_args = args if outcome.args is None else outcome.args
+            ranks.append(_Rank(rank, taken, locals_, (call_args, named), operands, spans))
+        if refusals and outcomes:
+            return f"some ranks refuse: {refusals[0]}"
+        if refusals:
+            raise refusals[0]
+        every: list[Tensor] = []
+        if outcomes[0].numbers is not None:  # what each says of its part, put together
+            said = [self.run(o.numbers.of, *r.call, r.leaves, r.operands)[0] for o, r in zip(outcomes, ranks)]
+            if len({t.shape for t in said}) > 1 or said[0].numel() != outcomes[0].numbers.numel:
+                return f"ranks say {[list(t.shape) for t in said]}, not {outcomes[0].numbers.numel} numbers"
+            every = [torch.stack(said)]
+        for outcome, (rank, _, locals_, (args, kwargs), operands, spans) in zip(outcomes, ranks):
+            out = self.run(self.summed(outcome), (*every, *args), kwargs, locals_, operands, spans)
             if len(out) != len(self.out):
                 return f"rank {rank} has {len(out)} results, not {len(self.out)}"
             upstream = []
@@ -197,9 +220,15 @@ class _Whole:
                     sums[i] = sums[i] + (mine.detach() / outcome.reduce).to(one.dtype)
                     upstream.append(None if self.upstream[i] is None else self.upstream[i] / outcome.reduce)
                     continue
+                if outcome.cut is None and outcome.numbers is not None:
+                    if not _close(mine, one):
+                        return f"WRONG result on rank {rank}"
+                    upstream.append(None if self.upstream[i] is None else self.upstream[i] / n)
+                    continue
                 if outcome.cut is None:
                     return "the result is said to be whole"
-                if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != outcome.size:
+                size = outcome.sizes[i] if outcome.sizes else outcome.size
+                if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != size:
                     return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
                 expected = part(one, outcome.cut, n, rank)
                 if mine.dtype != one.dtype or mine.shape != expected.shape:
@@ -208,18 +237,19 @@ class _Whole:
                     return f"WRONG result on rank {rank}"
                 g = self.upstream[i]
                 upstream.append(None if g is None else part(g, outcome.cut, n, rank))
-            for total, cut, g in zip(totals, taken, _gradients(out, upstream, locals_)):
-                if g is not None:
-                    into = part(total, cut, n, rank)
+            asked = ranks if every else [r for r in ranks if r.rank == rank]
+            found = iter(_gradients(out, upstream, [t for r in asked for t in r.leaves], retain=bool(every)))
+            for r in asked:
+                for total, cut in zip(totals, r.taken):
+                    if (g := next(found)) is None:
+                        continue
+                    into = part(total, cut, n, r.rank)
                     if total.numel() and into._base is None and cut is not None:  # a fold that had to be copied
-                        _scatter(total, cut, n, rank, g)
+                        _scatter(total, cut, n, r.rank, g)
                     else:
                         into.add_(g)
-        if refusals and outcomes:
-            return f"some ranks refuse: {refusals[0]}"
-        if refusals:
-            raise refusals[0]
-        if len({(o.cut, o.size, o.view, o.reduce, tuple(o.narrow.items())) for o in outcomes}) > 1:
+        said = {(o.cut, o.size, o.sizes, o.view, o.reduce, *o.narrow.items(), *o.rows.items()) for o in outcomes}
+        if len(said) > 1:
             return "ranks disagree on the layout of the result"
         if outcomes[0].reduce is not None and not all(map(_close, sums, self.out)):
             return "WRONG sum over ranks"
@@ -239,13 +269,26 @@ def _scatter(total: Tensor, cut: Cut, n: int, rank: int, g: Tensor) -> None:
     total.index_add_(cut.dim, index, g)
 
 
-def _gradients(out: Sequence[Tensor], upstream: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Any]:
+class _Rank(NamedTuple):
+    """One simulated rank: what it holds, how each tensor is cut, and its call with operands for them."""
+
+    rank: int
+    taken: list[Layout]
+    leaves: list[Tensor]
+    call: tuple[Any, Any]
+    operands: list[Operand]
+    spans: dict[int, list[Any]]
+
+
+def _gradients(
+    out: Sequence[Tensor], upstream: Sequence[Tensor | None], leaves: Sequence[Tensor], retain: bool = False
+) -> list[Any]:
     asks = [t for t in leaves if t.requires_grad]
     pairs = [(t, g) for t, g in zip(out, upstream) if t.requires_grad and g is not None]
     if not asks or not pairs:
         return [None] * len(leaves)
     made, given = zip(*pairs)
-    found = iter(torch.autograd.grad(made, asks, given, allow_unused=True))
+    found = iter(torch.autograd.grad(made, asks, given, allow_unused=True, retain_graph=retain))
     return [next(found) if t.requires_grad else None for t in leaves]
 
 

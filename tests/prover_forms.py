@@ -61,7 +61,7 @@ REDUCED = [
 ]
 STATISTICS = [
     *REDUCED, form(x(*A), 1, False), form(x(*A), 1, correction=0), form(x(*A), unbiased=False), form(x(*A), True),
-    form(x(*A), (0, 1), dtype=torch.float64),
+    form(x(*A), (0, 1), dtype=torch.float64), form(x(*A), 0, False, True), form(x(*A), (0, 1), True, True),
 ]
 RESHAPES = [
     (24, 3), (4, 18), (72,), (2, 2, 6, 3), (4, 2, 3, 3), (4, 3, 2, 3), (2, 12, 3), (8, 3, 3), (-1, 3), (4, -1),
@@ -70,6 +70,7 @@ RESHAPES = [
 ]
 POOLED = [form(x(4, 2, 6), 2), form(x(3, 6), 2), form(x(4, 2, 6, 6), 2), form(x(2, 4, 4, 4), 2)]
 POOLED += [form(x(2, 2, 4, 4, 4), 2), form(x(4, 2, 6), kernel_size=2, stride=1)]
+POOLED += [form(x(1, 2, *[7] * d), 3, 2, 1) for d in (1, 2, 3)] + [form(x(1, 2, 7), 3, 1, 1, ceil_mode=True)]
 LOSSES = [form(x(*A), x(*A, grad=False), reduction=r) for r in ("mean", "sum", "none")]
 LOSSES += [form(x(*A), x(*A, grad=False)), form(x(*A), x(*A, grad=False), None, None, "mean")]
 PERMUTES = [form(x(*A), (2, 0, 1)), form(x(*A), (-1, 0, -2)), form(x(*A), dims=(1, 2, 0)), form(x(*A), 1, 0, 2)]
@@ -206,17 +207,26 @@ FORMS: dict[str, list[Form]] = {
         form(x(4, 2, *[5] * d), x(3, 2, *[3] * d)), form(x(4, 2, *[5] * d), x(3, 2, *[3] * d), x(3), padding=1),
             form(x(2, *[5] * d), x(3, 2, *[3] * d)),
         form(x(4, 2, *[5] * d), weight=x(4, 1, *[1] * d), groups=2),
+        form(x(2, 2, *[9] * d), x(2, 2, *[3] * d), x(2), 2, 1), form(x(1, 2, *[7] * d), x(2, 2, *[3] * d), dilation=2),
+        form(x(1, 2, *[7] * d), x(2, 2, *[4] * d), None, 1, "same"), form(x(1, 2, *[3] * d), x(2, 2, *[3] * d)),
+        form(x(1, 2, *[4] * d), x(2, 2, *[2] * d), stride=2), form(x(1, 2, *[2] * d), x(2, 2, *[5] * d), padding=4),
     ] for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": [form(x(4, 2, *[3] * d), x(2, 3, *[2] * d)),
-        form(x(2, *[3] * d), x(2, 3, *[2] * d), x(3))] for d in (1, 2, 3)},
+        form(x(2, *[3] * d), x(2, 3, *[2] * d), x(3)),
+        form(x(1, 2, *[4] * d), x(2, 1, *[3] * d), x(1), 2, 1, 1), form(x(1, 2, *[5] * d), x(2, 2, *[4] * d), stride=2),
+        form(x(1, 2, *[3] * d), x(2, 2, *[1] * d), stride=3), form(x(1, 2, *[4] * d), x(2, 1, *[3] * d), dilation=2),
+        form(x(1, 2, *[4] * d), x(2, 1, *[3] * d), None, 1, 2, groups=2)] for d in (1, 2, 3)},
     "interpolate": [form(x(4, 2, 6), scale_factor=2.0), form(x(4, 2, 6, 6), size=3),
-        form(x(4, 2, 6, 6), None, 2.0, "bilinear")],
+        form(x(4, 2, 6, 6), None, 2.0, "bilinear"), form(x(1, 2, 5, 4), size=(10, 12), mode="nearest-exact"),
+        form(x(1, 2, 5), scale_factor=3, mode="linear"), form(x(1, 1, 2, 3, 4), None, 2, "trilinear"),
+        form(x(1, 2, 4, 4), None, 2.0, "bilinear", True), form(x(1, 2, 5), 5)],
     **{f"{kind}_pool{d}d": POOLED for kind in ("avg", "max") for d in (1, 2, 3)},
     **{f"adaptive_avg_pool{d}d": [form(x(4, 2, *[6] * d), 2), form(x(4, *[6] * d), output_size=3)]
         for d in (1, 2, 3)},
     "pixel_shuffle": [form(x(4, 4, 2, 3), 2), form(x(4, 2, 3), 2), form(x(2, 3, 4, 2, 3), 2)],
     "pixel_unshuffle": [form(x(4, 1, 4, 6), 2), form(x(1, 4, 6), downscale_factor=2), form(x(2, 3, 1, 4, 6), 2)],
-    "unfold": [form(x(*A), 1, 2, 1), form(x(*A), dimension=0, size=2, step=2), form(x(*A), -1, 3, 1)],
+    "unfold": [form(x(*A), 1, 4, 3), form(x(9, 2), 0, 3, 5), form(x(*A), 1, 2, 1),
+        form(x(*A), dimension=0, size=2, step=2), form(x(*A), -1, 3, 1)],
     "im2col": [form(x(4, 2, 4, 6), 2), form(x(4, 2, 4, 6), (2, 2), stride=2), form(x(2, 4, 6), 2),
         form(x(4, 2, 4, 6), 2, 1, 0), form(input=x(4, 2, 4, 6), kernel_size=2)],
     "fold": [form(x(4, 8, 6), (4, 3), 2), form(x(8, 6), output_size=(4, 3), kernel_size=2), form(x(4, 8, 6),
@@ -257,5 +267,6 @@ FORMS: dict[str, list[Form]] = {
     "setitem": [form(x(*A), i, v) for i in INDICES for v in VALUES],
     "pad": [form(x(*A), (1, 1)), form(x(*A), (0, 0, 2, 1)), form(x(*A), [0, 0, 0, 0, 1, 0], "constant", 0.5),
         form(x(*A), pad=(1, -1), mode="constant"), form(x(*A), (1, 1), mode="reflect"),
-            form(x(*A), (0, 0, 0, 1))],
+            form(x(*A), (0, 0, 0, 1)), form(x(*A), (2, 0), "replicate"), form(x(1, 2, 3, 5), (0, 0, 9, 4), "replicate"),
+            form(x(*A), (0, 0, -1, 3), value=2.0), form(x(*A), (0, 0, 4, -5)), form(x(*A), (0, 0, -4, 0))],
 }

@@ -10,13 +10,13 @@ import pytest
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private notation planner hardware
-tensors collectives sent count gradients layout sharded moves ops randomness
+tensors collectives sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded
 """.split()
 ROOMS = {
     "planner": "problem facts elimination sweep",
-    "rules": "call elementwise along joins products shape sources functions",
+    "rules": "call elementwise statistics along joins products shape windows sources functions",
     "plan": "script events skeleton watch recorder twins tracer reads residual solve table cost advice make choose",
     "run": "recipes homes forward glue ledger agreement calls hooks inputs parallel",
     "check": "report compare check",

@@ -135,14 +135,19 @@ def test_a_recurrence_of_pixels_needs_a_line(kind: type[nn.Module]) -> None:
     ("case", "said"),
     [
         ("graph", "index_add() in conv (720 B). No stage would change that: conv computes over every dim"),
-        ("wave", "conv1d() in encoder (960 B, 100% of all FLOPs). No stage would change that: encoder computes over"),
-        ("decoder", "interpolate() (36.0 KiB). Make a submodule of what can be cut along some dim"),
     ],
 )
 def test_what_no_line_helps_is_said_too(case: str, said: str) -> None:
     plan = planned(*CASES[case])
     assert plan.share == 1
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
+
+
+@pytest.mark.parametrize(("case", "share"), [("wave", 22 / 64), ("decoder", 1 / 3)])
+def test_windows_leave_a_dim_to_shard(case: str, share: float) -> None:
+    plan = planned(*CASES[case])
+    assert (plan.share, plan.advice) == (share, "")
+    assert {row.layout for row in plan.stages if row.switch == "rows"} <= {"l", "h", "w"}
 
 
 def told(mesh: DeviceMesh, x: Tensor) -> tuple[list[str], str]:

@@ -192,14 +192,16 @@ def test_bytes_equal_the_formula(ranks, n: int, name: str) -> None:
     for (counted, planned, sharded), (forward, backward) in zip(ranks(moved, n, name, *lengths), formula):
         losses = sharded * summed(1, n)  # the test's own
         for phase, expect in (("forward", forward), ("backward", backward)):
-            assert set(counted[phase]) <= {"switch", "all_reduce"}
-            assert sum(v["bytes"] for v in counted[phase].values()) == expect + losses, (phase, counted)
+            sent = sum(v["bytes"] for v in counted[phase].values())
+            if name == "timesformer":  # the bytes of channels and tokens in turn are a bound
+                assert set(counted[phase]) <= {"switch", "all_reduce", "gather", "reduce_scatter", "rows"}
+                assert sent <= expect / 2
+                assert sent - losses <= planned[phase] <= 1.1 * sent
+            else:  # every rank the same
+                assert set(counted[phase]) <= {"switch", "all_reduce"}
+                assert sent == expect + losses, (phase, counted)
+                assert planned[phase] == expect
         assert counted["recompute"] == {}
-        assert planned["forward"] >= max(f for f, _ in formula)
-        if name != "timesformer":  # every rank the same
-            assert planned == {"forward": forward, "backward": backward, "recompute": 0}
-        else:
-            assert planned["forward"] <= 1.02 * max(f for f, _ in formula)
 
 
 def held(

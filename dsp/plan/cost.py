@@ -97,7 +97,8 @@ def rows_of(
         sent = sum(m.bytes for m in own) + choice.bytes
         if choice.bytes:
             inside = stages[event.name].inside if event.kind == "stage" else []
-            what = ", ".join(dict.fromkeys(x.label for x in inside)) or "all-reduce"
+            passing = [p.kind.replace("_", "-") for p in event.passing[c : c + 1] if p is not None]
+            what = ", ".join(dict.fromkeys([*(x.label for x in inside), *passing]))
             text = f"{text}, {what}" if text else what
         held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
         held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))

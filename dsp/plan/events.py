@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsp.inside import Sends
 from dsp.layout import Cut
@@ -22,6 +22,15 @@ class Sym:
     value: int
     cuts: dict[str, Cut]
     spare: dict[int, Cut] = field(default_factory=dict)
+
+
+class Passing(NamedTuple):
+    """A collective inside an operation of glue, its adjoint, and the bytes that each rank sends in either."""
+
+    kind: str
+    adjoint: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
 
 
 @dataclass
@@ -44,6 +53,8 @@ class Event:
     random: bool = False
     sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
     largest: int = 0  # bytes of the largest tensor it makes
+    passing: list[Passing | None] = field(default_factory=list)  # per choice, of glue
+    copied: list[bool] = field(default_factory=list)  # likewise: whether what would be a view is a copy
     module: str = ""  # the module whose forward it is in
     shared: bool = False  # a glue op that writes into memory of which there are views
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors

@@ -152,11 +152,14 @@ def make_plan(
                     own_call[m] = int(new)
                     at = where(m.after if push.get(m.value, "") == m.dst else m.before)
                     sendings.append(Sending(at, m.kind, int(new), t.values[m.value], m.src, m.dst))
-    for i, (event, own) in enumerate(zip(t.events, taken)):
-        alike = {"all_reduce": (own.bytes, own.calls)} if own.calls else {}  # a sum in glue is its own adjoint
-        if event.kind != "stage" and own.calls:
-            sendings.append(Sending(where(i), "all_reduce", own.calls, bytes=own.bytes))
-        inside = event.sends[solution.choices[i]] if event.kind == "stage" else Sends(alike, alike, alike)
+    for i, event in enumerate(t.events):
+        inside = Sends()
+        if event.kind == "stage":
+            inside = event.sends[solution.choices[i]]
+        elif event.passing and (passing := event.passing[solution.choices[i]]) is not None:
+            sendings.append(Sending(where(i), passing.kind, 1, each=passing.forward))
+            there, home = {passing.kind: (max(passing.forward), 1)}, {passing.adjoint: (max(passing.backward), 1)}
+            inside = Sends(there, home if any(passing.backward) else {}, there)
         sends["forward"] = add_sent(sends["forward"], inside.forward)
         if event.grad:
             sends["backward"] = add_sent(sends["backward"], inside.backward)

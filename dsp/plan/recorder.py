@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from dsp.collectives import summed_in
 from dsp.inside import Sends
 from dsp.layout import Cut, separable
 from dsp.notation import BATCH_NAMES, NotationError, solve_sizes
-from dsp.plan.events import Event, Sym, Trace
+from dsp.plan.events import Event, Passing, Sym, Trace
 from dsp.planner import Choice, Op, Value
 from dsp.private import StorageWeakRef, checkpoint_frame
 from dsp.rules import (
@@ -51,9 +52,16 @@ class Ways:
     choices: list[Choice] = field(default_factory=list)
     cuts: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
+    passing: dict[tuple[str | None, ...], Passing] = field(default_factory=dict)  # by what a choice needs
+    copied: set[tuple[str | None, ...]] = field(default_factory=set)  # likewise: where what would be a view is a copy
     view: bool = True  # the same data in every layout
     viewed: bool = False  # in some layout
     refusal: GlueError | None = None
+
+    def sizes_of(self, t: Tensor) -> dict[str, int]:
+        own = {key: t.shape[cut.dim] // cut.outer for key, cut in self.cuts.items() if key in self.resized}
+        return self.sizes | own
 
 
 class Recorder:
@@ -221,7 +229,9 @@ class Recorder:
             largest = max((t.numel() for t in outputs), default=0)
             small = {s.value for s, t in zip(syms, tracked) if s is not None and 2 * t.numel() <= largest}
             found = self.ways(name, args, kwargs, tracked, syms, values, outputs, lambda v: self.whole[v] or v in small)
-        if found.refusal and all(c.rank or not any(c.needs) for c in found.choices):
+        if (found.refusal or found.passing or found.copied) and all(
+            c.rank or c.bytes or c.needs in found.copied or not any(c.needs) for c in found.choices
+        ):
             # nothing but batch, or what is whole already, gets through as it is: what if it came along another dim?
             found = opened()
         if not found.choices:
@@ -264,12 +274,13 @@ class Recorder:
             choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
         else:
             whole = any(c.gives[0] is None for c in choices)
-            produced = [self.value(t, f"{name} {list(t.shape)}", found.sizes, found.cuts, whole) for t in outputs]
-        self.add(
-            Op(name, tuple(values), tuple(produced), tuple(choices)),
-            Event("glue", index, name, operands=syms, grad=(outputs or tracked)[0].requires_grad, shared=shared),
-            outputs or tracked[:1],
-        )
+            produced = [
+                self.value(t, f"{name} {list(t.shape)}", found.sizes_of(t), found.cuts, whole) for t in outputs
+            ]
+        event = Event("glue", index, name, operands=syms, grad=(outputs or tracked)[0].requires_grad, shared=shared)
+        event.passing = [found.passing.get(c.needs) for c in choices]
+        event.copied = [c.needs in found.copied for c in choices]
+        self.add(Op(name, tuple(values), tuple(produced), tuple(choices)), event, outputs or tracked[:1])
 
     def align(self, tracked: list[Tensor], syms: list[Sym | None]) -> None:
         """What one operand may be sharded along, the others may be, too, where their dims meet."""
@@ -346,9 +357,10 @@ class Recorder:
                 found.refusal = found.refusal or outcome
                 found.view = False
                 continue
+            sent = 0
+            if (passing := self.passing(outcome, tracked, outputs, cuts)) is not None:
+                found.passing[combo], sent = passing, max(passing.forward)
             if outcome.cut is None:
-                size = sum(t.numel() * summed_in(t.dtype).itemsize for t in outputs)
-                sent = -(-2 * size * (self.n - 1) // self.n)
                 found.choices.append(Choice(combo, (None,) * len(outputs), bytes=sent, calls=1))
                 found.view = False
                 continue
@@ -367,9 +379,37 @@ class Recorder:
                 # the dim itself, without those folded into its chunks
                 known = dict(self.values[values[combo.index(first)]].sizes)[first]
                 extent = max(t.shape[outcome.cut.dim] // outcome.cut.outer for t in outputs)
-                found.sizes[key] = known if extent % known == 0 else extent
-            found.choices.append(Choice(combo, (key,) * len(outputs), rank=int(is_batch(key))))
+                found.sizes[key] = known if known and extent % known == 0 else extent
+            if outcome.rows:
+                found.resized.add(key)
+                if any(memory(outputs[0]) == memory(tracked[i]) for i in outcome.rows):
+                    found.copied.add(combo)
+            calls = int(combo in found.passing)
+            found.choices.append(Choice(combo, (key,) * len(outputs), bytes=sent, calls=calls, rank=int(is_batch(key))))
         return found
+
+    def passing(
+        self, outcome: Outcome, tracked: list[Tensor], outputs: list[Tensor], cuts: Mapping[int, Cut]
+    ) -> Passing | None:
+        """What the ranks send each other inside an operation: sums, numbers of each rank, or rows that others hold."""
+        if outcome.numbers is not None:
+            wide = max(summed_in(tracked[i].dtype).itemsize for i in cuts)
+            each = (outcome.numbers.numel * wide * (self.n - 1),) * self.n
+            asks = any(tracked[i].requires_grad for i in cuts)
+            return Passing("gather", "reduce_scatter", each, each if asks else (0,) * self.n)
+        if outcome.cut is None:
+            size = sum(t.numel() * summed_in(t.dtype).itemsize for t in outputs)
+            each = (-(-2 * size * (self.n - 1) // self.n),) * self.n
+            return Passing("all_reduce", "all_reduce", each, each)
+        there, back = [0] * self.n, [0] * self.n
+        for i in cuts.keys() & outcome.rows.keys():
+            t = tracked[i]
+            for rows in outcome.rows[i]:
+                forward, backward = rows.sent(t.shape, t.element_size())
+                there = list(map(add, there, forward))
+                if t.requires_grad:
+                    back = list(map(add, back, backward))
+        return Passing("rows", "rows", tuple(there), tuple(back)) if any(there) else None
 
     def run_whole(self, found: Ways, syms: list[Sym | None], values: list[int], outputs: list[Tensor]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
@@ -529,8 +569,18 @@ class Recorder:
             event.grad &= any(nodes & self.reached for nodes in made)
         self.grads = [bool(nodes & self.reached) for nodes in self.nodes]
 
+    def leave_views(self) -> None:
+        """What is written in place, before or later, stays a view of what it is a view of, if it can."""
+        for k, (op, event) in enumerate(zip(self.ops, self.events)):
+            if any(event.copied) and any(self.values[v].fixed for v in (*op.inputs, *op.outputs)):
+                stay = [i for i, copied in enumerate(event.copied) if not copied]
+                if any(any(op.choices[i].needs) for i in stay):
+                    self.ops[k] = replace(op, choices=tuple(op.choices[i] for i in stay))
+                    event.passing, event.copied = [event.passing[i] for i in stay], []
+
     def trace(self, resident: int = 0) -> Trace:
         self.leave_out_dead_ends()
+        self.leave_views()
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,

@@ -51,7 +51,7 @@ Where = tuple[str, int, str]  # "stage", "glue" or "output"; the how-many-th; it
 
 
 class Sending(NamedTuple):
-    """A collective of a plan, or a tensor's share of one (calls 0): a move, or a sum of so many bytes a rank."""
+    """A collective of a plan, or a tensor's share of one (calls 0): a move, or inside of glue so many bytes a rank."""
 
     where: Where
     kind: str
@@ -59,7 +59,7 @@ class Sending(NamedTuple):
     value: Value | None = None
     src: Layout = None
     dst: Layout = None
-    bytes: int = 0
+    each: tuple[int, ...] = ()
 
     def sent(self, n: int, rank: int) -> int:
-        return self.bytes if self.value is None else sent_by(self.value, self.src, self.dst, n, rank)
+        return self.each[rank] if self.value is None else sent_by(self.value, self.src, self.dst, n, rank)

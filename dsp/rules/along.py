@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from dsp.layout import Cut
+from dsp.rules import statistics
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 from dsp.rules.elementwise import elementwise
 
@@ -31,6 +34,9 @@ def along(f: Frame) -> Outcome:
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in dims_of(f, x, dims):
+        if f.name in ("softmax", "log_softmax"):
+            dtype = next((a for a in (*f.args, *f.kwargs.values()) if isinstance(a, torch.dtype)), None)
+            return statistics.softmax(f, x, cut, dtype)
         raise f.refuse("it works along the sharded dim")
     return Outcome(cut, x.shape[cut.dim])
 
@@ -46,17 +52,24 @@ def reduction(f: Frame) -> Outcome:
         return elementwise(f)
     x, cut = first(f)
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
+    beside = f.name in ("var", "std", "var_mean", "std_mean")  # unbiased stands before keepdim
     dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
     if dims is None and "axis" in f.kwargs:
         dims = f.kwargs["axis"]
     if isinstance(dims, bool):
         dims = f.kwargs.get("dim")
-    keep = f.name != "count_nonzero" and bool(f.get(position + 1, "keepdim", False))
+    keep = f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))
     everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
     gone = list(range(x.ndim)) if everything else dims_of(f, x, dims)
     if cut.dim not in gone:
         out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
         return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
+    if f.name in ("var", "std"):
+        if dims is not None and everything:
+            raise f.refuse("no dim is named")  # torch's own gradient is wrong then
+        unbiased = f.args[1] if len(f.args) > 1 and isinstance(f.args[1], bool) else f.get(2, "unbiased", True)
+        correction = f.kwargs.get("correction", unbiased)
+        return statistics.spread(f, x, cut, gone, keep, 1 if correction is None else float(correction))
     if f.name not in ("sum", "mean"):
         raise f.refuse(
             "it reduces over the sharded dim",
@@ -98,14 +111,37 @@ def taken_by_index(f: Frame) -> Outcome:
 def trailing_norm(f: Frame) -> Outcome:
     x, cut = first(f)
     shape = f.get(1, "normalized_shape")
-    if cut.dim >= x.ndim - (1 if isinstance(shape, int) else len(shape)):
-        raise f.refuse("it normalizes over the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
+    count = 1 if isinstance(shape, int) else len(shape)
+    if cut.dim < x.ndim - count:
+        return Outcome(cut, x.shape[cut.dim])
+    if f.name == "rms_norm":
+        return statistics.trailing(f, x, cut, count, f.get(2, "weight"), None, f.get(3, "eps"), centred=False)
+    return statistics.trailing(f, x, cut, count, f.get(2, "weight"), f.get(3, "bias"), f.get(4, "eps", 1e-5))
 
 
-@rule("group_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate",
-      "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
-      "adaptive_avg_pool3d im2col fold")  # fmt: skip
+@rule("group_norm")
+def group_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim == 0:
+        return Outcome(cut, x.shape[0])
+    return statistics.grouped_norm(
+        f, x, cut, f.get(1, "num_groups"), f.get(2, "weight"), f.get(3, "bias"), f.get(4, "eps", 1e-5)
+    )
+
+
+@rule("instance_norm")
+def instance_norm(f: Frame) -> Outcome:
+    x, cut = first(f)
+    if cut.dim == 0:
+        return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]))
+    if f.get(1, "running_mean") is not None or not f.get(5, "use_input_stats", True):
+        raise f.refuse("its running statistics are of the whole")
+    return statistics.grouped_norm(
+        f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5)
+    )
+
+
+@rule("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d im2col fold")
 def per_sample(f: Frame) -> Outcome:
     x, cut = first(f)
     unbatched = {"im2col": 3, "fold": 2}.get(f.name, next((int(c) + 1 for c in f.name if c.isdigit()), 0))
@@ -122,14 +158,6 @@ def pixels(f: Frame) -> Outcome:
     if cut.dim >= x.ndim - 3:
         raise f.refuse(f"it mixes dim {cut.dim}")
     return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
-
-
-@rule("unfold")
-def windows(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if f.normal(f.get(1, "dimension"), x.ndim) == cut.dim:
-        raise f.refuse("its windows run over the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
 
 
 @rule("batch_norm")

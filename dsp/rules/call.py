@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsp.layout import Cut
 from dsp.planner import chunk_sizes
+from dsp.rows import Rows
 
 
 class GlueError(RuntimeError):
@@ -28,6 +29,13 @@ class Operand:
         return len(self.shape)
 
 
+class Numbers(NamedTuple):
+    """What a rank says of its part, of the operation's arguments: so many numbers, in fp32 at least."""
+
+    of: Callable[..., torch.Tensor]
+    numel: int
+
+
 @dataclass
 class Outcome:
     """How an operation runs on local parts.
@@ -35,7 +43,9 @@ class Outcome:
     cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
     narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
     func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
-    over ranks, and divided by this.
+    over ranks, and divided by this; rows: operands of which each rank reads other rows than those of its chunk, one
+    span or several, which are given in the operand's place then; sizes: that of each result, where they differ;
+    numbers: what all ranks gather first, for `func` to take before its arguments.
     """
 
     cut: Cut | None
@@ -46,6 +56,9 @@ class Outcome:
     func: Callable[..., Any] | None = None
     view: bool = False
     reduce: float | None = None
+    rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    numbers: Numbers | None = None
 
 
 @dataclass

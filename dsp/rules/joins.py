@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
 
 from dsp.layout import Cut, chunk
+from dsp.rows import Rows
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 
 
@@ -19,7 +22,7 @@ def cat(f: Frame) -> Outcome:
     stacked = f.name == "stack"
     dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
     if dim == cut.dim and not stacked:
-        raise f.refuse("it joins along the sharded dim")
+        return joined(f, tensors, cut)
     outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])
     everything = f.operands()
     for t in tensors:
@@ -32,14 +35,79 @@ def cat(f: Frame) -> Outcome:
     return outcome
 
 
+def joined(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
+    """Along the sharded dim: each rank reads what the chunk of the result is made of."""
+    reference = next(t for t in tensors if t.cut is not None)
+    others = [(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == reference.ndim]
+    if cut.outer > 1 or any(t.cut not in (None, cut) for t in tensors):
+        raise f.refuse("its tensors are sharded along different dims")
+    if len(others) != len(tensors) or len(set(others)) > 1:
+        raise f.refuse("its tensors differ in more than the sharded dim")
+    sizes = [t.shape[cut.dim] for t in tensors]
+    chunks = [chunk(sum(sizes), f.n, rank) for rank in range(f.n)]
+    places, before = f.operands(), 0
+    outcome = Outcome(cut, sum(sizes))
+    for t, size in zip(tensors, sizes):
+        spans = [(min(max(a - before, 0), size), min(max(a + k - before, 0), size)) for a, k in chunks]
+        outcome.rows[next(i for i, o in enumerate(places) if o is t)] = (Rows(cut.dim, size, tuple(spans)),)
+        before += size
+    return outcome
+
+
+def stretches(
+    f: Frame, x: Operand, cut: Cut, ranges: list[range], func: Any, landing: int | None = None
+) -> Outcome:  # fmt: skip
+    """Parts of the sharded dim, each dealt to the ranks anew; `func` makes the results of what a rank reads of them.
+
+    `landing`: which dim of the results it is, if another.
+    """
+    if cut.outer > 1 or any(r.step < 1 for r in ranges):
+        raise f.refuse("it takes parts of the sharded dim")
+
+    def span(r: range, rank: int) -> tuple[int, int]:
+        start, length = chunk(len(r), f.n, rank)
+        own = r[start : start + length]
+        return (own[0], own[-1] + 1) if own else (0, 0)
+
+    rows = tuple(Rows(cut.dim, x.shape[cut.dim], tuple(span(r, rank) for rank in range(f.n))) for r in ranges)
+    sizes = tuple(map(len, ranges))
+    i = next(i for i, o in enumerate(f.operands()) if o is x)
+    out = Cut(cut.dim if landing is None else landing)
+    return Outcome(out, sizes[0], rows={i: rows}, sizes=sizes, func=func, args=(x,), kwargs={})
+
+
 @rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select")
 def take(f: Frame) -> Outcome:
     x, cut = first(f)
     position, default = {"narrow": (1, None), "index_select": (1, None)}.get(f.name, (2, 0))
     dim = f.normal(f.get(position, "dim", default), x.ndim)
-    if dim == cut.dim:
+    if dim != cut.dim:
+        return Outcome(cut, x.shape[cut.dim])
+    size = x.shape[dim]
+    if f.name == "narrow":
+        start, length = f.get(2, "start"), f.get(3, "length")
+        if isinstance(start, Operand):
+            raise f.refuse("where it starts is a tensor")
+        return stretches(f, x, cut, [range(size)[start:][:length]], _same)
+    how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
+    if f.name == "index_select" or isinstance(how, Operand):
         raise f.refuse("it takes parts of the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
+    name = f.name.removeprefix("unsafe_")
+    lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return stretches(f, x, cut, [range(a, b) for a, b in itertools.pairwise(ends)], _as_tuple)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    return x[index]
+
+
+def _as_tuple(parts: Any) -> tuple[torch.Tensor, ...]:
+    return (parts,) if isinstance(parts, torch.Tensor) else tuple(parts)
 
 
 @rule("unbind select iter")
@@ -95,8 +163,13 @@ def getitem(f: Frame) -> Outcome:
             size = x.shape[dim]
             if isinstance(i, int):
                 return one_of(f, x, cut, i, (*index[:at], *index[at + 1 :]))
-            if not isinstance(i, slice) or i.indices(size) != (0, size, 1):
+            if not isinstance(i, slice) or any(isinstance(k, Operand) for k in (i.start, i.stop, i.step)):
                 raise f.refuse("it takes parts of the sharded dim")
+            if i.indices(size) != (0, size, 1):
+                if lists:
+                    raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
+                rest = (*index[:at], slice(None, None, i.step), *index[at + 1 :])
+                return stretches(f, x, cut, [range(size)[i]], partial(_indexed, index=rest), landing=out)
             # an explicit end such as x[:, :7] is local, too
             whole = (*index[:at], slice(None), *index[at + 1 :])
             return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
@@ -113,8 +186,8 @@ def setitem(f: Frame) -> Outcome:
         raise f.refuse("it writes a sharded tensor into a whole one")
     frame = Frame(f.name, (x, f.args[1]), {}, f.n, f.rank)
     part = getitem(frame)
-    if part.cut is None:
-        raise f.refuse("it writes one position of the sharded dim")
+    if part.cut is None or part.rows:
+        raise f.refuse("it writes to parts of the sharded dim")
     index = f.args[1] if part.args is None else part.args[1]
     outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
     if isinstance(value, Operand):
@@ -133,13 +206,3 @@ def indexed_shape(index: Any, x: Operand) -> tuple[int, ...]:
 
     items = index if isinstance(index, tuple) else (index,)
     return tuple(torch.empty(x.shape, device="meta")[tuple(plain(i) for i in items)].shape)
-
-
-@rule("pad")
-def pad(f: Frame) -> Outcome:
-    x, cut = first(f)
-    amounts = list(f.get(1, "pad"))
-    k = x.ndim - 1 - cut.dim
-    if any(amounts[2 * k : 2 * k + 2]):
-        raise f.refuse("it pads the sharded dim")
-    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))

@@ -19,6 +19,7 @@ from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.plan.recorder import Recorder
 from dsp.plan.script import Script, Via, Where
 from dsp.private import StorageWeakRef
+from dsp.rows import Rows, read_rows
 from dsp.rules import RULES, GlueError, Operand, Outcome, without_operands
 from dsp.run.homes import Home, differentiable, home_of, seen, views_of
 from dsp.sharded import ACTIVE, Sharded, carry, plain
@@ -148,6 +149,20 @@ class Run:
             made = switch_all(parts, self.axis)
         for ((_, dst), (home, _)), local in zip(todo.items(), made):
             home.copies[dst] = local
+
+    def read(self, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
+        """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
+        pairs = [(t, rows) for t, cut, spans in wanted if cut is not None for rows in spans]
+        came = iter(read_rows([t for t, _ in pairs], [rows for _, rows in pairs], self.axis.group))
+        found: list[Any] = []
+        for t, cut, spans in wanted:
+            if cut is None:
+                ends = [(rows.dim, *rows.spans[self.axis.rank]) for rows in spans]
+                own = [t.narrow(dim, start, stop - start) for dim, start, stop in ends]
+            else:
+                own = [next(came) for _ in spans]
+            found.append(own[0] if len(own) == 1 else own)
+        return found
 
     def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
         """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""

@@ -253,6 +253,8 @@ class Glue(TorchFunctionMode):
         """The call, if it is one of local parts as they are, and on this rank there is something of each."""
         if (
             outcome.cut is None
+            or outcome.rows
+            or outcome.numbers is not None
             or what.name in RANDOM
             or outcome.kwargs
             or any(s is not None and 0 in s.at.local for s in shells)
@@ -311,7 +313,10 @@ class Glue(TorchFunctionMode):
             return map_tensors(out, parted)
         frame, call = recipe.frame, outcome.func or func
         locals_ = [run.axis.narrow(t, outcome.narrow[i]) if i in outcome.narrow else t for i, t in enumerate(locals_)]
-        table = {id(o): t for o, t in zip(frame.operands(), locals_)}
+        table: dict[int, Any] = {id(o): t for o, t in zip(frame.operands(), locals_)}
+        if outcome.rows:
+            read = run.read([(plain(locals_[i]), wanted[i], rows) for i, rows in outcome.rows.items()])
+            table |= {id(frame.operands()[i]): own for i, own in zip(outcome.rows, read)}
         call_args = without_operands(frame.args if outcome.args is None else outcome.args, table)
         named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
         call_kwargs = {k: without_operands(v, table) for k, v in named.items()}
@@ -321,6 +326,9 @@ class Glue(TorchFunctionMode):
                 _ = locals_[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
         with self.writes(what, tensors, shells, locals_, wanted) as views:
             with bare(own), quiet(locals_), forked(run.axis) if what.name in RANDOM else nullcontext():
+                if outcome.numbers is not None:
+                    mine = outcome.numbers.of(*call_args)[None]
+                    call_args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *call_args)
                 summed = outcome.reduce is not None and what.name == "mean"
                 out = (torch.Tensor.sum if summed else call)(*call_args, **call_kwargs)
             if outcome.reduce is not None:
@@ -335,12 +343,15 @@ class Glue(TorchFunctionMode):
         made, lent = [], []
         for k, t in enumerate(map(plain, tensors_in(out))):
             shape = list(t.shape)
-            shape[outcome.cut.dim] = outcome.size
+            shape[outcome.cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
             target = push[k] if k < len(push) else None
             if what.name in DENSE:
                 t = self.copied(t, locals_[0], tensors[0], outcome.cut, out_shape=shape)
             made.append(Part(t, outcome.cut, target or outcome.cut, tuple(shape)))
-            lent.append(None if target not in (None, outcome.cut) else _lent(tensors_in(out)[k]))
+            if outcome.rows and what.name in ALIASES:  # would be a view
+                lent.append(_lent(tensors[0]) or memory(tensors[0]))
+            else:
+                lent.append(None if target not in (None, outcome.cut) else _lent(tensors_in(out)[k]))
         wrapped = [run.carry(p.local, p.dst, p.shape, x) for p, x in zip(run.push_all(made), lent)]
         if recipe.view and shells[0] is not None:
             for t in wrapped:

@@ -1,0 +1,204 @@
+"""Rows of a sharded dim, from the ranks that hold them: what a window, a join or a slice along the dim reads.
+
+An operation along a sharded dim may need rows that lie on other ranks: a convolution those beside its own (a halo), a
+concatenation or a slice those that its result's chunks are made of. Each rank reads one span of the dim. Who sends what
+to whom follows from the spans, which all ranks know, so that all rows travel in one all-to-all and none travels twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.collectives import exchanged, implement, ranks, summed_in
+from dsp.planner import chunk_sizes
+from dsp.sent import counts, nbytes
+
+_lib = torch.library.Library("dsp", "FRAGMENT")
+_lib.define("rows(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]")
+_lib.define("rows_home(Tensor[] grads, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]")
+
+Span = tuple[int, int]  # start and stop
+
+
+class Rows(NamedTuple):
+    """The rows of dim `dim`, of global `size`, that each rank reads of a tensor sharded along it, or whole."""
+
+    dim: int
+    size: int
+    spans: tuple[Span, ...]  # by rank
+
+    def travel(self) -> bool:
+        """Whether anything has to be sent, of a sharded tensor."""
+        n = len(self.spans)
+        return any(lengths[r] for q, lengths in enumerate(meetings(self.size, self.spans)) for r in range(n) if r != q)
+
+    def sent(self, shape: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
+        """Bytes that each rank sends of a tensor of global `shape`: forward, and of its gradient on the way back."""
+        n, row = len(self.spans), itemsize
+        for d, size in enumerate(shape):
+            row *= 1 if d == self.dim else size
+        met = meetings(self.size, self.spans)
+        there = [row * sum(met[q][r] for r in range(n) if r != q) for q in range(n)]
+        back = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
+        return there, back
+
+
+@lru_cache(maxsize=4096)
+def starts_of(size: int, n: int) -> tuple[int, ...]:
+    return tuple(min(rank * -(-size // n), size) for rank in range(n))
+
+
+@lru_cache(maxsize=4096)
+def meetings(size: int, spans: tuple[Span, ...]) -> tuple[tuple[int, ...], ...]:
+    """How many rows of each rank's chunk (first index) each rank reads."""
+    n = len(spans)
+    chunks = [(start, start + length) for start, length in zip(starts_of(size, n), chunk_sizes(size, n))]
+    return tuple(tuple(max(0, min(b, d) - max(a, c)) for c, d in spans) for a, b in chunks)
+
+
+class _Way:
+    """Of one tensor, on one rank: where in its chunk the rows lie that others read, and where in its span theirs."""
+
+    def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
+        n = len(spans)
+        self.dim, met, starts = dim, meetings(size, spans), starts_of(size, n)
+        self.chunk = chunk_sizes(size, n)[rank]
+        self.span = spans[rank][1] - spans[rank][0]
+        first = spans[rank][0]
+        self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, met[rank])]
+        self.taken = [(max(s - first, 0) if k[rank] else 0, k[rank]) for s, k in zip(starts, met)]
+
+
+@lru_cache(maxsize=4096)
+def _ways(dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int) -> list[_Way]:
+    pairs = tuple(zip(spans[::2], spans[1::2]))
+    return [_Way(d, s, pairs[i * n : (i + 1) * n], rank) for i, (d, s) in enumerate(zip(dims, sizes))]
+
+
+def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[_Way]:
+    return _ways(tuple(dims), tuple(sizes), tuple(spans), *ranks(group))
+
+
+def _swap(pieces: list[list[Tensor]], shapes: list[list[list[int]]], group: str) -> list[list[Tensor]]:
+    """To each rank its pieces, one of every tensor, in one exchange; what comes from each, in these shapes."""
+    kinds = {p.dtype for p in pieces[0]}
+    raw = len(kinds) > 1  # as bytes, then
+    flat = [[p.reshape(-1).contiguous() for p in own] for own in pieces]
+    flat = [[p.view(torch.uint8) for p in own] for own in flat] if raw else flat
+    dtypes = [p.dtype for p in pieces[0]]
+    width = [p.element_size() if raw else 1 for p in pieces[0]]
+    lengths = [[w * torch.Size(s).numel() for w, s in zip(width, own)] for own in shapes]
+    received = exchanged(
+        torch.cat([p for own in flat for p in own]), [sum(own) for own in lengths],
+        [sum(p.numel() for p in own) for own in flat], group,
+    )  # fmt: skip
+    parts = iter(received.split([k for own in lengths for k in own]))
+    return [[next(parts).view(t).view(s) for t, s in zip(dtypes, own)] for own in shapes]
+
+
+def _with(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+def _rows(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
+    ways, (n, rank) = ways_of(dims, sizes, spans, group), ranks(group)
+    pieces = [
+        [x.narrow(w.dim, *(w.given[r] if r != rank else (0, 0))) for x, w in zip(xs, ways)] for r in range(n)
+    ]  # fmt: skip
+    shapes = [[_with(x, w.dim, w.taken[q][1] if q != rank else 0) for x, w in zip(xs, ways)] for q in range(n)]
+    came = _swap(pieces, shapes, group)
+    for i, (x, w) in enumerate(zip(xs, ways)):
+        came[rank][i] = x.narrow(w.dim, *w.given[rank])
+    return [torch.cat([came[q][i] for q in range(n)], w.dim).contiguous() for i, w in enumerate(ways)]
+
+
+def _rows_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
+    """The adjoint: to every chunk what was read of it, added up (in fp32 at least)."""
+    ways, (n, rank) = ways_of(dims, sizes, spans, group), ranks(group)
+    pieces = [[g.narrow(w.dim, *(w.taken[q] if q != rank else (0, 0))) for g, w in zip(grads, ways)] for q in range(n)]
+    shapes = [[_with(g, w.dim, w.given[r][1] if r != rank else 0) for g, w in zip(grads, ways)] for r in range(n)]
+    came = _swap(pieces, shapes, group)
+    totals = []
+    for i, (g, w) in enumerate(zip(grads, ways)):
+        came[rank][i] = g.narrow(w.dim, *w.taken[rank])
+        total = g.new_zeros(_with(g, w.dim, w.chunk), dtype=summed_in(g.dtype))
+        for r in range(n):
+            total.narrow(w.dim, *w.given[r]).add_(came[r][i])
+        totals.append(total.to(g.dtype))
+    return totals
+
+
+for _name, _kernel in (("rows", _rows), ("rows_home", _rows_home)):
+    implement(_lib, _name, _kernel)
+
+
+@torch.library.register_fake("dsp::rows", lib=_lib)
+def _(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
+    return [x.new_empty(_with(x, w.dim, w.span)) for x, w in zip(xs, ways_of(dims, sizes, spans, group))]
+
+
+@torch.library.register_fake("dsp::rows_home", lib=_lib)
+def _(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
+    return [g.new_empty(_with(g, w.dim, w.chunk)) for g, w in zip(grads, ways_of(dims, sizes, spans, group))]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    xs, ctx.dims, ctx.sizes, ctx.spans, ctx.group = inputs
+    ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
+
+
+def _adjoint(op: str) -> Any:
+    def back(ctx: Any, grads: list[Tensor | None]) -> Any:
+        # what nobody used has no gradient, and all ranks agree on that
+        asks = [i for i in ctx.asks if grads[i] is not None]
+        found: list[Tensor | None] = [None] * len(grads)
+        if asks:
+            n, _ = ranks(ctx.group)
+            spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
+            where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
+            for i, g in zip(asks, getattr(torch.ops.dsp, op)([grads[i] for i in asks], *where, ctx.group)):
+                found[i] = g
+        return found, None, None, None, None
+
+    return back
+
+
+torch.library.register_autograd("dsp::rows", _adjoint("rows_home"), setup_context=_keep, lib=_lib)
+torch.library.register_autograd("dsp::rows_home", _adjoint("rows"), setup_context=_keep, lib=_lib)
+
+
+@counts("rows", "rows")
+def _sent(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
+    _, rank = ranks(group)
+    found = 0
+    for x, w in zip(xs, ways_of(dims, sizes, spans, group)):
+        found += nbytes(x) // max(x.shape[w.dim], 1) * sum(k for r, (_, k) in enumerate(w.given) if r != rank)
+    return found
+
+
+@counts("rows", "rows_home")
+def _sent_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
+    _, rank = ranks(group)
+    found = 0
+    for g, w in zip(grads, ways_of(dims, sizes, spans, group)):
+        found += nbytes(g) // max(g.shape[w.dim], 1) * sum(k for q, (_, k) in enumerate(w.taken) if q != rank)
+    return found
+
+
+def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:
+    """This rank's span of each tensor, of which it holds its chunk; nothing is sent where all have theirs."""
+    if any(r.travel() for r in rows):
+        spans = [k for r in rows for span in r.spans for k in span]
+        return list(torch.ops.dsp.rows(list(xs), [r.dim for r in rows], [r.size for r in rows], spans, group))
+    _, rank = ranks(group)
+    read = []
+    for x, r in zip(xs, rows):
+        start, stop = r.spans[rank]
+        read.append(x.narrow(r.dim, start - starts_of(r.size, len(r.spans))[rank] if start < stop else 0, stop - start))
+    return read

@@ -1,0 +1,136 @@
+"""Rows that other ranks hold: the exchange alone, and forwards that read a sharded dim by windows or statistics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_parallel import averaged
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+import dsp
+from dsp.layout import Axis, Cut
+from dsp.rows import Rows, read_rows
+
+
+def spans(n: int, size: int, seed: int) -> tuple[tuple[int, int], ...]:
+    draw = random.Random(seed)
+    return tuple(tuple(sorted(draw.randint(0, size) for _ in range(2))) for _ in range(n))  # type: ignore[misc]
+
+
+def exchange(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+    axis, n = Axis.of(mesh), mesh.size()
+    torch.manual_seed(seed)
+    wholes = [(torch.randn(2, size, 3) * 8).round().to(dtype) for size in sizes]
+    rows = [Rows(1, size, spans(n, size, seed + i)) for i, size in enumerate(sizes)]
+    leaves = [w.clone().requires_grad_(dtype.is_floating_point) for w in wholes]
+    with dsp.count_comm() as comm:
+        read = read_rows([axis.narrow(x, Cut(1)) for x in leaves], rows, axis.group)
+        for own, whole, r in zip(read, wholes, rows):
+            start, stop = r.spans[axis.rank]
+            assert torch.equal(own, whole[:, start:stop])
+        if dtype.is_floating_point:
+            sum(own.sum() for own in read).backward()
+    sent = [r.sent(w.shape, w.element_size()) for w, r in zip(wholes, rows)]
+    assert comm.forward.bytes["rows"] == sum(there[axis.rank] for there, _ in sent)
+    if dtype.is_floating_point:
+        assert comm.backward.bytes["rows"] == sum(back[axis.rank] for _, back in sent)
+        for x, r in zip(leaves, rows):
+            readers = torch.tensor([sum(a <= k < b for a, b in r.spans) for k in range(r.size)], dtype=dtype)
+            expected = axis.narrow(readers, Cut(0))
+            assert torch.equal(axis.narrow(x.grad, Cut(1)), expected[None, :, None].expand(2, -1, 3))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("sizes", "dtype"), [([7], torch.float64), ([5, 2, 8], torch.bfloat16), ([6, 1], torch.bool)])
+def test_every_rank_reads_its_span(ranks: Callable, n: int, sizes: list[int], dtype: torch.dtype) -> None:
+    for seed in range(6):
+        ranks(exchange, n, sizes, dtype, seed)
+
+
+class Windows(nn.Module):
+    """Down and up again with a skip connection, causal caches, and norms over what is sharded."""
+
+    stages = {"": "x=b c h w"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose2d(4, 4, 4, 2, 1), nn.Conv2d(8, 2, (5, 3), padding=(0, 1))
+        self.group = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.silu(self.group(self.first(x)))
+        x = F.interpolate(F.avg_pool2d(self.down(skip), (1, 2)), scale_factor=(1, 2), mode="nearest")
+        x = F.silu(self.up(F.instance_norm(x)))
+        beyond = (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2])
+        x = torch.cat([skip, F.pad(x, beyond)], 1)
+        x = F.pad(x, (0, 0, 4, 0), mode="replicate")
+        x = self.last(torch.cat([x[:, :, -1:], x[:, :, 1:]], 2))
+        head, tail = x.split([2, x.shape[2] - 2], 2)
+        return torch.cat([tail, head.softmax(2)], 2) * x.std((2, 3), keepdim=True)
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    out = model(leaf)
+    dsp.gather(out).square().mul(torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+    return out.detach(), leaf.grad
+
+
+def parity(mesh: DeviceMesh, height: int, width: int) -> tuple[int, int, float]:
+    torch.manual_seed(0)
+    single, model, x = Windows().double(), Windows().double(), torch.randn(1, 3, height, width).double()
+    model.load_state_dict(single.state_dict())
+    plan = dsp.plan(single, x, size=mesh.size())
+    dsp.parallelize(model, mesh)
+    expected = step(single, x)
+    for _ in range(2):
+        model.zero_grad()
+        with dsp.count_comm() as comm:
+            for mine, one in zip(step(model, x), expected):
+                torch.testing.assert_close(mine, one)
+    for name, grad in averaged(model, mesh).items():
+        one = dict(single.named_parameters())[name].grad
+        assert (grad is None) == (one is None)
+        if grad is not None:
+            torch.testing.assert_close(grad, one)
+    return comm.forward.bytes["rows"], sum(max(s.each) for s in plan.sendings if s.kind == "rows"), plan.share
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("height", "width"), [(10, 12), (7, 9)])
+def test_windows_and_statistics_along_a_sharded_dim(ranks: Callable, n: int, height: int, width: int) -> None:
+    found = ranks(parity, n, height, width)
+    assert max(sent for sent, _, _ in found) <= found[0][1]
+    assert found[0][2] <= 1 / n + 0.2
+
+
+def masked(mesh: DeviceMesh) -> None:
+    """Places that are masked on one rank entirely leave no nan behind."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    x[:, :3] = -torch.inf
+
+    class Softmax(nn.Module):
+        stages = {"": "x=b l"}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.softmax(-1) + x.softmax(-1, dtype=torch.float32)
+
+    leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    single = Softmax()(leaf)
+    out = dsp.parallelize(Softmax(), mesh)(own)
+    weight = torch.arange(6.0).double()
+    for y in (single, out):
+        (y * weight).sum().backward()
+    torch.testing.assert_close(out.detach(), single.detach())
+    torch.testing.assert_close(own.grad, leaf.grad)
+
+
+def test_a_part_that_is_masked_entirely(ranks: Callable) -> None:
+    ranks(masked, 2)
