@@ -55,5 +55,8 @@ def solve(problem: Problem) -> Solution:
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
     facts, capacity = Facts(problem), problem.capacity
-    solution = Elimination(facts).solve() or Sweep(facts, inf).solve()
-    return solution if capacity is None or solution.peak <= capacity else Sweep(facts, capacity).solve()
+    solution = Elimination(facts).solve()
+    if solution is None and facts.settle():
+        solution = Elimination(facts).solve()
+    solution = solution or Sweep(facts, inf).solve()
+    return solution if capacity is None or solution.peak <= capacity else Sweep(Facts(problem), capacity).solve()

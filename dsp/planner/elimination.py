@@ -57,7 +57,7 @@ class Elimination:
             for v in dict.fromkeys(op.inputs):
                 uses_of[v].append(k)
         for v, value in enumerate(facts.problem.values):
-            if None in value.home and not value.fixed:
+            if facts.whole(v):
                 continue  # there on every rank: any copy of it is a split, for nothing
             scope: tuple[int, ...] = ()
             rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}

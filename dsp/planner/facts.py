@@ -129,6 +129,31 @@ class Facts:
             found.append(wanted)
         return found[::-1]
 
+    def whole(self, v: int) -> bool:
+        """Whether a value is there on every rank, whatever is chosen: then any copy of it costs nothing."""
+        value, k = self.problem.values[v], self.producer[v]
+        if value.fixed or k < 0:
+            return None in value.home and not value.fixed
+        return not any(run.gives[v] for run in self.runs[k].values())
+
+    def settle(self) -> bool:
+        """Run whole what costs nothing so, is made of whole values and is no longer than others must be.
+
+        No plan is cheaper for it. Whether anything changed.
+        """
+        must = max((min(run.largest for run in runs.values()) for runs in self.runs), default=0)
+        changed = False
+        for k, (op, runs) in enumerate(zip(self.problem.ops, self.runs)):
+            if len(runs) == 1 or not op.outputs or any(self.problem.values[v].fixed for v in op.outputs):
+                continue
+            for i, run in runs.items():
+                sharded = any((*op.choices[i].needs, *op.choices[i].gives))
+                if not (sharded or run.cost) and run.largest <= must and all(map(self.whole, op.inputs)):
+                    self.runs[k] = {i: run}
+                    changed = True
+                    break
+        return changed
+
     def _shapes(self) -> list[Shape]:
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
         for op in self.problem.ops:
