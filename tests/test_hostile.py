@@ -439,6 +439,12 @@ def viewed_and_written(x: Tensor) -> Tensor:
     return x + view.view(x.shape)
 
 
+def torn_and_written(x: Tensor) -> Tensor:
+    torn = x.reshape(3, 8, 5)
+    x.mul_(0.5)
+    return x + torn.reshape(x.shape)
+
+
 def element_written(x: Tensor) -> Tensor:
     x[0, 0, 0, 0].mul_(2)
     return x * 2
@@ -485,6 +491,11 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
         lambda: Small(glue=viewed_and_written),
         {},
         ["wrote in place into a tensor that had to be switched or gathered", "out of place"],
+    ),
+    "what a copy was made of, for a view": (
+        lambda: Small(glue=torn_and_written),
+        {},
+        ["mul() between stages wrote in place into a tensor that had to be switched or gathered for it or for a view"],
     ),
     "an element written in place": (
         lambda: Small(glue=element_written),

@@ -41,7 +41,8 @@ class Run:
         self.in_stage: InStage | None = None
         self.where: Where = ("glue", -1, "the inputs")  # what moves are for
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
-        self.stale: list[tuple[StorageWeakRef, str]] = []  # memory of which a copy was written in place, and by whom
+        self.stale: list[tuple[StorageWeakRef, str]] = []  # memory that has missed a write in place, and whose
+        self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
         self.lends = False  # whether a whole tensor is a copy that may not be written
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
@@ -70,13 +71,14 @@ class Run:
         """A sharded tensor as glue holds it; None for any other."""
         if isinstance(t, Sharded):
             t = t.__dict__.get("now", t)
-            for written, name in self.stale:
-                if written == memory(t):
-                    raise GlueError(
-                        f"{name} wrote in place into a tensor that had to be switched or gathered for it, and what "
-                        "it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
-                        "of place"
-                    )
+        for missed, name in self.stale if isinstance(t, Tensor) and not isinstance(t, DTensor) else ():
+            if missed == memory(t):
+                raise GlueError(
+                    f"{name} wrote in place into a tensor that had to be switched or gathered for it or for a view, "
+                    "and what it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
+                    "of place"
+                )
+        if isinstance(t, Sharded):
             return t
         if not isinstance(t, DTensor):
             return None
@@ -192,6 +194,7 @@ class Run:
             raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
         if memory(t) != memory(local):
             self.stale.append((memory(t), who))
+        self.stale += [(copy, who) for of, copy in self.lent if of == (lent or memory(t)) and copy != memory(local)]
 
     def lend(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
         """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
@@ -209,6 +212,7 @@ class Run:
             of = lent.get(memory(t))
             if of is not None:
                 self.mark(t, of)
+                self.lent += [] if isinstance(of, str) else [(of, memory(t))]
 
     def mark(self, t: Tensor, lent: Any) -> None:
         """Its memory is a copy of this memory, or is what this text names."""
