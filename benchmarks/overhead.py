@@ -34,7 +34,8 @@ from torch.utils import _pytree as pytree
 import dsp
 import zoo
 from dsp.plan.make import make_plan, stages_of
-from dsp.plan.tracer import trace
+from dsp.plan.solve import Goal
+from dsp.plan.tracing import trace
 from dsp.run.inputs import describe
 
 FEW, MANY = 10, 60
@@ -285,7 +286,7 @@ def planning() -> None:
             found, root = stages_of(model, None)
             t = trace(model, found, root, (), inputs, ranks, gather_output=False, dtype=torch.bfloat16)
             traced = time.process_time()
-            make_plan(t, {s.name: s for s in found}, ranks, None)
+            make_plan(t, {s.name: s for s in found}, Goal(ranks))
             rounds.append((time.process_time() - start, traced - start, time.process_time() - traced))
         medians = [statistics.median(r[i] for r in rounds[1:]) for i in range(3)]
         print(f"{name:44}" + "".join(f"{s:12.2f}" for s in [*medians, rounds[0][0]]), flush=True)

@@ -54,9 +54,7 @@ def _as_sent(x: Tensor) -> tuple[Tensor, int]:
     return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
 
 
-def exchanged(
-    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False
-) -> Tensor:
+def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
     """To each rank its part of a flat tensor; if `later`, to be waited for."""
     flat, width = _as_sent(send)
     if width > 1:

@@ -17,9 +17,10 @@ rules plan run check discover embedded
 ROOMS = {
     "planner": "problem facts elimination sweep",
     "rules": "call elementwise statistics along joins products shape windows sources functions",
-    "plan": "script events skeleton watch recorder twins tracer reads residual solve table cost advice make choose",
-    "run": "recipes homes forward glue ledger agreement calls hooks inputs parallel",
-    "check": "report compare check",
+    "plan": """script events skeleton watch names values operations recorder twins tracer tracing reads
+        residual table solve program traffic cost advice make choose""",
+    "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",
+    "check": "report compare modes independence check",
     "discover": "dims nodes search patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
 }

@@ -15,7 +15,7 @@ import dsp
 import zoo
 from dsp.plan.events import Trace
 from dsp.plan.make import stages_of
-from dsp.plan.tracer import trace
+from dsp.plan.tracing import trace
 
 C = 8
 

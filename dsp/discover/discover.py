@@ -29,6 +29,7 @@ from dsp.discover.search import Search
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.solve import Goal
 from dsp.private import pytree
 from dsp.rules import GlueError
 from dsp.slices import call_part, copies
@@ -95,7 +96,7 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
     def cost(stages: Stages) -> tuple[float, int]:
         """The part of all work that every rank does again, in hundredths, and the bytes sent."""
         found = stages_of(model, stages)
-        plans = [plan_stages(model, *found, args, kwargs, n, batch=False) for n in SIZES]
+        plans = [plan_stages(model, *found, args, kwargs, Goal(n, batch=False)) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # only the first layer finds its input whole: others would have to gather it, and back

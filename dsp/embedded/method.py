@@ -20,6 +20,7 @@ from dsp.hardware import Hardware
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.run.agreement import agree
 from dsp.run.parallel import Runtime
@@ -216,8 +217,8 @@ def plan(
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     stages, root = prepare(model, method, options)
-    inside = recompute, save_exchanges
-    return plan_stages(model, stages, root, args, kwargs, size, None, dtype, gather_output, hardware, *inside)
+    goal = Goal(size, None, dtype, gather_output, hardware, recompute, save_exchanges)
+    return plan_stages(model, stages, root, args, kwargs, goal)
 
 
 def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -3,6 +3,6 @@
 from dsp.plan.choose import Sizing, choose
 from dsp.plan.make import make_plan, plan, plan_stages, stages_of
 from dsp.plan.table import Plan, StageRow
-from dsp.plan.tracer import trace
+from dsp.plan.tracing import trace
 
 __all__ = ["Plan", "Sizing", "StageRow", "choose", "make_plan", "plan", "plan_stages", "stages_of", "trace"]

@@ -13,6 +13,7 @@ from torch import nn
 from dsp.hardware import Estimate, Hardware, clock
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.reads import traced
+from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.planner import Infeasible
 from dsp.text import aligned, human
@@ -110,10 +111,10 @@ def choose(
         )  # fmt: skip
         if resident is not None:
             t = replace(t, resident=int(resident(size)))
-        plan = make_plan(t, named, size, None, hardware)
+        plan = make_plan(t, named, Goal(size, hardware=hardware))
         if plan.peak > hardware.memory:
             with suppress(Infeasible):  # one that sends more may take less
-                plan = make_plan(t, named, size, int(hardware.memory), hardware)
+                plan = make_plan(t, named, Goal(size, int(hardware.memory), hardware=hardware))
         plans[size] = plan
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)

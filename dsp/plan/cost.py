@@ -1,118 +1,142 @@
-"""What the operations of a plan take of the busiest rank."""
+"""What the ops of a plan take of the busiest rank: work, memory, and what is sent before each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate
 
-from dsp.plan.events import Trace
+from dsp.plan.solve import Solved, Step
 from dsp.plan.table import StageRow, Switch, Whole
-from dsp.planner import Choice, Move, Solution, Value, chunk_sizes, price
-from dsp.stages import Stage
+from dsp.planner import Layout, Move, chunk_sizes
 from dsp.text import generic
 
 
-def share_of(t: Trace, stages: Mapping[str, Stage], i: int, c: int, n: int) -> float:
-    """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
-    op, event = t.ops[i], t.events[i]
-    if event.kind == "stage":
-        stage = stages[event.name]
-        if stage.whole and stage.inside:  # its weights are cut instead
-            return 1 / n
-        if stage.around is not None and event.options[c].name is not None:
-            return stage.around.share(event.sizes, n)
-        return event.options[c].share(n)
-    choice = op.choices[c]
-    for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
-        if key is not None:
-            return t.values[v].local_bytes(key, n) / max(t.values[v].nbytes, 1)
-    return 1.0
+class Loads:
+    """What one rank has of each op: `shares` of what it computes, and `held`, bytes of the largest tensor that it
+    holds and of the largest that one process does."""
+
+    def __init__(self, found: Solved) -> None:
+        self.found, self.trace, self.size = found, found.trace, found.size
+        self.shares = [self.share(step) for step in found.steps]
+        self.held = [self.largest(step) for step in found.steps]
+        self.longest = max((whole for _, whole in self.held), default=1)
+
+    def layouts(self, step: Step) -> list[tuple[int, Layout]]:
+        return list(zip(step.op.inputs + step.op.outputs, step.choice.needs + step.choice.gives))
+
+    def local(self, v: int, key: Layout) -> int:
+        return self.trace.values[v].local_bytes(key, self.size)
+
+    def share(self, step: Step) -> float:
+        """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
+        stage, event = self.found.stage(step), step.event
+        if stage is not None:
+            if stage.whole and stage.inside:  # its weights are cut instead
+                return 1 / self.size
+            if stage.around is not None and event.options[step.taken].name is not None:
+                return stage.around.share(event.sizes, self.size)
+            return event.options[step.taken].share(self.size)
+        for v, key in self.layouts(step):
+            if key is not None:
+                return self.local(v, key) / max(self.trace.values[v].nbytes, 1)
+        return 1.0
+
+    def largest(self, step: Step) -> tuple[int, int]:
+        if step.event.kind == "output":  # what the caller asked for
+            return 0, 0
+        own = [self.local(v, key) for v, key in self.layouts(step)]
+        whole = [self.trace.values[v].nbytes for v, _ in self.layouts(step)]
+        return max([*own, int(step.event.largest * self.shares[step.at])]), max([*whole, step.event.largest])
+
+    @cached_property
+    def flops(self) -> list[int]:
+        """Of each op in a step, on one process."""
+        return [self.trace.forwards(event) * event.flops for event in self.trace.events]
+
+    def touched(self, step: Step) -> float:
+        """Bytes that the busiest rank reads and writes in a step: as it computes, but outside of cut weights."""
+        stage, (outside, inside) = self.found.stage(step), step.event.touched
+        share = self.shares[step.at]
+        whole = stage is not None and stage.whole
+        return self.trace.forwards(step.event) * (outside * (1.0 if whole else share) + inside * share)
+
+    @property
+    def touched_alone(self) -> int:
+        return sum(self.trace.forwards(event) * sum(event.touched) for event in self.trace.events)
+
+    @property
+    def peak(self) -> int:
+        """The most that glue takes which no plan shards."""
+        saved = accumulate((step.choice.saved for step in self.found.steps), initial=self.trace.resident)
+        next(saved)
+        return max((s + e.memory[0] for s, e in zip(saved, self.trace.events) if e.kind == "whole"), default=0)
+
+    def whole(self) -> list[Whole]:
+        """The glue that runs whole, longer than 1.5/N of the longest: what takes most first."""
+        total, found = max(sum(self.flops), 1), dict[tuple[str, str], Whole]()
+        for step, (own, _), work in zip(self.found.steps, self.held, self.flops):
+            event = step.event
+            if event.kind not in ("glue", "whole") or any(key for _, key in self.layouts(step)):
+                continue
+            if own * self.size < 1.5 * self.longest or self.size == 1:
+                continue
+            if event.kind == "glue" and not event.largest:  # nothing is made: a view, or numbers that are read
+                continue
+            key = event.name, generic(event.module)
+            known = found.get(key, Whole(*key, 0, 0.0, 0))
+            found[key] = Whole(*key, max(known.bytes, own), known.part + work / total, known.calls + 1)
+        return sorted(found.values(), key=lambda w: (w.part, w.bytes), reverse=True)
 
 
-def held_by(t: Trace, i: int, c: Choice, share: float, n: int) -> tuple[int, int]:
-    """Bytes of the largest tensor that a rank holds of an op, and of the largest that one process does."""
-    op, event = t.ops[i], t.events[i]
-    if event.kind == "output":  # what the caller asked for
-        return 0, 0
-    layouts = list(zip(op.inputs + op.outputs, c.needs + c.gives))
-    own = [t.values[v].local_bytes(k, n) for v, k in layouts]
-    whole = [t.values[v].nbytes for v, _ in layouts]
-    return max([*own, int(event.largest * share)]), max([*whole, event.largest])
+def switches(found: Solved, own_call: Mapping[Move, int]) -> list[Switch]:
+    """Every switch and gather of a forward; `own_call` tells which share the call of another."""
+    values, ops = found.trace.values, found.trace.ops
+    return [
+        Switch(m.kind, values[m.value].name, m.src, m.dst, ops[m.before].name, m.bytes, shared=not own_call[m])
+        for m in found.solution.moves
+        if m.kind != "split"
+    ]
 
 
-def whole_glue(
-    t: Trace, taken: Sequence[Choice], held: Sequence[tuple[int, int]], flops: Sequence[float], n: int
-) -> list[Whole]:
-    """The glue that runs whole, longer than 1.5/N of the longest: what takes most first."""
-    longest, total = max((whole for _, whole in held), default=1), max(sum(flops), 1)
-    found: dict[tuple[str, str], Whole] = {}
-    for event, c, (own, _), work in zip(t.events, taken, held, flops):
-        if event.kind in ("stage", "output", "source") or any(c.needs + c.gives) or own * n < 1.5 * longest or n == 1:
-            continue
-        if event.kind == "glue" and not event.largest:  # nothing is made: a view, or numbers that are read
-            continue
-        key = event.name, generic(event.module)
-        known = found.get(key, Whole(*key, 0, 0.0, 0))
-        found[key] = Whole(*key, max(known.bytes, own), known.part + work / total, known.calls + 1)
-    return sorted(found.values(), key=lambda w: (w.part, w.bytes), reverse=True)
-
-
-def touched_by(t: Trace, stages: Mapping[str, Stage], i: int, touched: tuple[int, ...], share: float) -> float:
-    """What the busiest rank reads and writes of an op: as it computes, but for what lies outside of cut weights."""
-    event = t.events[i]
-    whole = event.kind == "stage" and stages[event.name].whole
-    return touched[0] * (1.0 if whole else share) + touched[1] * share
-
-
-def adjoint_bytes(value: Value, m: Move, n: int) -> int:
-    """What the busiest rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
-    if m.kind == "switch":
-        return price(value, m.dst, m.src, n)[0]
-    if m.kind == "gather" and m.src is not None:  # a reduce-scatter: all but this rank's own chunk
-        size = dict(value.sizes)[m.src]
-        return value.nbytes // size * (size - chunk_sizes(size, n)[-1])
-    return 0
-
-
-def rows_of(
-    t: Trace,
-    stages: Mapping[str, Stage],
-    solution: Solution,
-    n: int,
-    own_call: Mapping[Move, int],
-    share: Sequence[float],
-) -> tuple[list[StageRow], list[Switch]]:
-    rows, switches = [], []
+def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
+    """A row for every stage call, and for glue that something is sent for."""
+    found, made = loads.found, list[StageRow]()
     before: dict[int, list[Move]] = {}
-    for m in solution.moves:
+    for m in found.solution.moves:
         if m.kind != "split":
             before.setdefault(m.before, []).append(m)
-            where = t.values[m.value].name, m.src, m.dst, t.ops[m.before].name
-            switches.append(Switch(m.kind, *where, m.bytes, shared=not own_call[m]))
-    saved = 0
-    for i, (op, event, c) in enumerate(zip(t.ops, t.events, solution.choices)):
-        choice = op.choices[c]
+    saved = loads.trace.resident
+    for step in found.steps:
+        stage, choice, own = found.stage(step), step.choice, before.get(step.at, [])
         saved += choice.saved
-        own = before.get(i, [])
-        text = ", ".join(f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {m.dst}" for m in own)
+        peak = saved + choice.work + sum(loads.local(v, key) for v, key in loads.layouts(step))
         sent = sum(m.bytes for m in own) + choice.bytes
-        if choice.bytes:
-            inside = stages[event.name].inside if event.kind == "stage" else []
-            passing = [p.kind.replace("_", "-") for p in event.passing[c : c + 1] if p is not None]
-            what = ", ".join(dict.fromkeys([*(x.label for x in inside), *passing]))
-            text = f"{text}, {what}" if text else what
-        held = sum(t.values[v].local_bytes(k, n) for v, k in zip(op.inputs, choice.needs))
-        held += sum(t.values[v].local_bytes(k, n) for v, k in zip(op.outputs, choice.gives))
-        peak = t.resident + saved + held + choice.work
         calls = sum(own_call[m] for m in own) + choice.calls
-        if event.kind == "stage":
-            pattern = stages[event.name].pattern
+        share = loads.held[step.at][0] / loads.longest
+        needs = dict(zip(step.op.inputs, choice.needs))
+        ends = [m.dst for m in own if m.dst is not None and m.dst == needs.get(m.value)]
+        along = next((key for key in (*ends, *choice.needs) if key is not None), None)
+        if stage is not None:
+            option = step.event.options[step.taken]
+            along = option.name
+        rest = moved(own, step, along, [x.label for x in stage.inside] if stage is not None else []), sent, peak, calls
+        if stage is not None:
+            pattern = stage.pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
-            option = event.options[c]
-            idle = chunk_sizes(option.size, n).count(0) if option.name is not None else 0
-            rows.append(
-                StageRow(op.name, pattern.text, tuple(order), option.name, text, sent, peak, calls, idle, share[i])
-            )
+            idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
+            made.append(StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share))
         elif own or choice.bytes:
-            along = next((k for k in choice.needs if k is not None), None)
-            rows.append(StageRow(f"({op.name})", "", (), along, text, sent, peak, calls, share=share[i]))
-    return rows, switches
+            made.append(StageRow(f"({step.op.name})", "", (), along, *rest, share=share))
+    return made
+
+
+def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> str:
+    """What is sent before an op that runs `along` a dim, by its name for that, and what it sends by itself."""
+    needs = dict(zip(step.op.inputs, step.choice.needs))
+    ends = [along if m.dst == needs.get(m.value, m.src) and along != m.src else m.dst for m in moves]
+    texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]
+    if step.choice.bytes:
+        passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
+        texts += dict.fromkeys([*inside, *passing])
+    return ", ".join(texts)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.events import Trace
-from dsp.plan.tracer import trace
+from dsp.plan.tracing import trace
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException
 from dsp.rules import GlueError
 from dsp.rules.functions import op_name
@@ -35,7 +35,7 @@ def traced(
     n: int,
     **options: Any,
 ) -> Trace:
-    """`dsp.plan.tracer.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
+    """`dsp.plan.tracing.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
 
     Raises ValueError for a forward that reads its data where there are none: on meta tensors.
     """

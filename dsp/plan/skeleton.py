@@ -12,48 +12,51 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def skeleton(
-    module: nn.Module,
-    fake: Callable[[Tensor], Tensor],
-    memo: dict[int, nn.Module],
-    twins: Mapping[int, nn.Module],
-    staged: Collection[int],
-) -> nn.Module:
-    """The same module tree on fake parameters: without the hooks and compiled forwards of a set-up run.
+class Skeleton:
+    """The module tree of a model on fake parameters: without the hooks and compiled forwards of a set-up run.
 
     A checkpoint round a forward stays, but for the ids of modules `staged`, which are stages or inside of them.
-    `twins`: for the id of a module an earlier one like it, whose insides will do for both.
+    `twins`: for the id of a module an earlier one like it, whose insides will do for both. `memo`: the copies, by the
+    id of the module.
     """
-    if id(module) in memo:
-        return memo[id(module)]
-    inner = module._modules.get("_orig_mod")
-    if inner is not None:
-        memo[id(module)] = skeleton(inner, fake, memo, twins, staged)
-        return memo[id(module)]
-    clone = object.__new__(type(module))
-    if id(module) in twins:
-        clone.__dict__.update(skeleton(twins[id(module)], fake, memo, twins, staged).__dict__)
-        clone.__dict__.update({k: OrderedDict() for k in ("_forward_hooks", "_forward_pre_hooks")})
-        memo[id(module)] = clone
-        return clone
-    memo[id(module)] = clone
-    state = dict(module.__dict__)
-    forward = state.pop("forward", None)
-    if checkpointed(forward) and id(module) not in staged:
-        plain = MethodType(type(module).forward, clone)
-        state["forward"] = functools.partial(forward.func, plain, **forward.keywords)
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
-        kept = OrderedDict((k, h) for k, h in state[name].items() if not foreign(h))
-        state[name] = kept
-    for name in ("_backward_hooks", "_backward_pre_hooks"):
-        state[name] = OrderedDict()
-    state["_parameters"] = {k: None if p is None else fake(p) for k, p in module._parameters.items()}
-    state["_buffers"] = {k: None if b is None else fake(b) for k, b in module._buffers.items()}
-    clone.__dict__.update({k: own_containers(v) for k, v in state.items()})
-    clone.__dict__["_modules"] = {
-        k: None if m is None else skeleton(m, fake, memo, twins, staged) for k, m in module._modules.items()
-    }
-    return clone
+
+    def __init__(
+        self, fake: Callable[[Tensor], Tensor], twins: Mapping[int, nn.Module], staged: Collection[int]
+    ) -> None:
+        self.fake, self.twins, self.staged = fake, twins, staged
+        self.memo: dict[int, nn.Module] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self.memo:
+            inner = module._modules.get("_orig_mod")
+            if inner is not None:
+                self.memo[id(module)] = self.of(inner)
+            elif id(module) in self.twins:
+                clone = object.__new__(type(module))
+                clone.__dict__.update(self.of(self.twins[id(module)]).__dict__)
+                clone.__dict__.update({k: OrderedDict() for k in ("_forward_hooks", "_forward_pre_hooks")})
+                self.memo[id(module)] = clone
+            else:
+                clone = self.memo[id(module)] = object.__new__(type(module))
+                clone.__dict__.update(self.state(module, clone))
+                children = {k: None if m is None else self.of(m) for k, m in module._modules.items()}
+                clone.__dict__["_modules"] = children
+        return self.memo[id(module)]
+
+    def state(self, module: nn.Module, clone: nn.Module) -> dict[str, Any]:
+        """What a copy has, but for its submodules."""
+        state = dict(module.__dict__)
+        forward = state.pop("forward", None)
+        if checkpointed(forward) and id(module) not in self.staged:
+            plain = MethodType(type(module).forward, clone)
+            state["forward"] = functools.partial(forward.func, plain, **forward.keywords)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            state[name] = OrderedDict((k, h) for k, h in state[name].items() if not foreign(h))
+        for name in ("_backward_hooks", "_backward_pre_hooks"):
+            state[name] = OrderedDict()
+        for name in ("_parameters", "_buffers"):
+            state[name] = {k: None if t is None else self.fake(t) for k, t in state[name].items()}
+        return {k: own_containers(v) for k, v in state.items()}
 
 
 def own_containers(value: Any) -> Any:

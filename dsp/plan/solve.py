@@ -2,33 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
-from dsp.plan.events import Trace
+import torch
+
+from dsp.hardware import Hardware
+from dsp.plan.events import Event, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, solve
+from dsp.stages import Stage
 
 
-def solved(t: Trace, n: int, memory: int | None, batch: bool) -> tuple[Problem, Solution]:
-    """The problem of a trace, and its plan: without batch where there is more, unless nothing else fits the memory."""
+@dataclass(frozen=True)
+class Goal:
+    """What a plan is made for: `dsp.plan` has the first five.
 
-    def solved(admitted: Sequence[Sequence[int]]) -> tuple[Problem, Solution]:
+    again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
+    what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
+    """
+
+    size: int
+    memory: int | None = None
+    dtype: torch.dtype | None = None
+    gather_output: bool = False
+    hardware: Hardware | None = None
+    again_inside: bool = False
+    kept_inside: bool = False
+    batch: bool = True
+
+
+class Step(NamedTuple):
+    """An op of a trace, where it applies in a run, and the choice taken of it, the `taken`-th."""
+
+    at: int
+    op: Op
+    event: Event
+    taken: int
+    choice: Choice
+
+    @property
+    def passing(self) -> Passing | None:
+        """What is sent inside of it, if it is glue."""
+        return self.event.passing[self.taken] if self.event.passing else None
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A trace with what the planner chose; `stages` by name."""
+
+    trace: Trace
+    stages: Mapping[str, Stage]
+    size: int
+    problem: Problem
+    solution: Solution
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        ops = zip(self.trace.ops, self.trace.events, self.solution.choices)
+        return [Step(i, op, event, c, op.choices[c]) for i, (op, event, c) in enumerate(ops)]
+
+    def stage(self, step: Step) -> Stage | None:
+        return self.stages[step.event.name] if step.event.kind == "stage" else None
+
+
+def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
+    """A trace solved without batch where there is more, unless nothing else fits the memory."""
+
+    def taking(admitted: Sequence[Sequence[int]]) -> Solved:
         ops = [replace(op, choices=tuple(op.choices[c] for c in own)) for op, own in zip(t.ops, admitted)]
-        if memory is not None:
+        if goal.memory is not None:
             ops = [
                 replace(op, choices=tuple(replace(c, work=e.memory[0]) for c in op.choices))
                 if e.kind == "whole"
                 else op
                 for op, e in zip(ops, t.events)
             ]
-        problem = Problem(tuple(t.values), tuple(ops), n, memory, t.resident)
-        solution = solve(problem)
-        return problem, replace(solution, choices=tuple(own[c] for own, c in zip(admitted, solution.choices)))
+        problem = Problem(tuple(t.values), tuple(ops), goal.size, goal.memory, t.resident)
+        found = solve(problem)
+        choices = tuple(own[c] for own, c in zip(admitted, found.choices))
+        return Solved(t, stages, goal.size, problem, replace(found, choices=choices))
 
     try:
-        return solved(_without_batch(t, n, batch))
+        return taking(_without_batch(t, goal.size, goal.batch))
     except Infeasible:
-        return solved([range(len(op.choices)) for op in t.ops])
+        return taking([range(len(op.choices)) for op in t.ops])
 
 
 def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:

@@ -136,9 +136,7 @@ def instance_norm(f: Frame) -> Outcome:
         return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]))
     if f.get(1, "running_mean") is not None or not f.get(5, "use_input_stats", True):
         raise f.refuse("its running statistics are of the whole")
-    return statistics.grouped_norm(
-        f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5)
-    )
+    return statistics.grouped_norm(f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5))
 
 
 @rule("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d im2col fold")

@@ -29,8 +29,9 @@ from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import foreign
+from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
-from dsp.plan.tracer import trace
+from dsp.plan.tracing import trace
 from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join
 from dsp.rules import GlueError
@@ -279,7 +280,7 @@ class Runtime:
         return plan
 
     def solve(self, t: Trace, more: Sequence[Stage] = ()) -> Plan:
-        return make_plan(t, {s.name: s for s in (*self.stages, *more)}, self.axis.size, None)
+        return make_plan(t, {s.name: s for s in (*self.stages, *more)}, Goal(self.axis.size))
 
     def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Split the declared inputs; give every input whose gradient is asked its true one."""

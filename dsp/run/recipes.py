@@ -1,7 +1,9 @@
-"""How one operation runs on local parts, for all operations of one key."""
+"""How one operation runs on local parts, for all operations of one key: derived once, by the rules and the plan."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import At, Cut
-from dsp.plan.script import Via
-from dsp.rules import Frame, Outcome
+from dsp.plan.script import GlueStep, Via
+from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
+from dsp.rules.functions import ALIASES, DENSE, RANDOM, Function
+from dsp.run.forward import Run
 from dsp.sharded import Sharded
+
+log = logging.getLogger("dsp")
 
 RECIPES = 65536  # kept for a plan
 
@@ -67,3 +73,126 @@ def key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return kind, value.shape
     return kind, value
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation of glue as a run comes to it: the `index`-th, `step` what the plan says of it; `shells` are the
+    tensors among its arguments as glue holds them, None for those that are not sharded."""
+
+    run: Run
+    index: int
+    func: Any
+    what: Function
+    step: GlueStep | None
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    shells: list[Sharded | None]
+
+    @property
+    def asked(self) -> Sequence[Cut | None]:
+        """How its tensors lie, or have to by the plan."""
+        planned = None if self.step is None else self.step.cuts
+        return list(map(cut_at, self.shells)) if planned is None else planned
+
+    @property
+    def push(self) -> list[Cut | None]:
+        return self.step.push if self.step is not None else []
+
+    def frame(self, cuts: Sequence[Cut | None]) -> Frame:
+        """The call with Operands for tensors, cut so."""
+        stream = iter([Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)])
+        axis = self.run.axis
+        converted = tuple(with_operands(a, stream) for a in self.args)
+        named = {k: with_operands(v, stream) for k, v in self.kwargs.items()}
+        return Frame(self.what.name, converted, named, axis.size, axis.rank, self.func)
+
+
+def cut_at(t: Sharded | None) -> Cut | None:
+    return None if t is None else t.at.cut
+
+
+def derive(op: Operation) -> Recipe:
+    """What the plan, or else the rule alone, says of an operation."""
+    run, asked, changing = op.run, op.asked, op.what.changing
+    # another whole tensor needs no move: the rule narrows it to what the others need
+    wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]
+    if not changing and not any(wanted):
+        wanted = list(asked)  # all are whole, or to be: each rank begins with its part of those that are
+    frame, outcome = op.frame(wanted), None
+    if any(wanted):
+        if op.kwargs.get("out") is not None:
+            raise frame.refuse("out= has no rule for a sharded tensor")
+        try:
+            if changing and op.shells[0] is None:
+                raise frame.refuse("it writes a sharded tensor into a whole one")
+            outcome = RULES.get(op.what.name, no_rule)(frame)
+        except GlueError as refusal:
+            if run.script is not None and not (run.script.recorded or run.strayed):
+                raise
+            # nobody planned this: would another dim do, or else the whole tensors?
+            found = detour(op)
+            if found is not None:
+                wanted, frame, outcome = found
+            elif changing:
+                raise
+            else:
+                log.info("gathered: %s", refusal)
+                wanted = [None] * len(wanted)
+    # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
+    view = outcome is not None and outcome.view and run.script is not None and op.index not in run.script.copies
+    via = op.step.via if op.step is not None else []
+    recipe = Recipe(frame, wanted, via, outcome, op.push, view, None)
+    if list(map(cut_at, op.shells)) == list(wanted) and not (changing or any(op.push) or any(via)):
+        recipe.quick = quick(op, recipe)
+    return recipe
+
+
+def quick(op: Operation, recipe: Recipe) -> Quick | None:
+    """The call, if it is one of local parts as they are, and on this rank there is something of each."""
+    frame, outcome, name = recipe.frame, recipe.outcome, op.what.name
+    if outcome is None or outcome.cut is None or outcome.kwargs or name in RANDOM:
+        return None
+    if outcome.rows or outcome.numbers is not None:
+        return None
+    if any(s is not None and 0 in s.at.local for s in op.shells):
+        return None
+    outer = outcome.cut.outer
+    if name in DENSE and op.run.axis.local_shape((outcome.size,), Cut(0, outer))[0] <= outer:
+        return None
+    operands = frame.operands()
+    places = {id(o): i for i, o in enumerate(frame.args) if isinstance(o, Operand)}
+    if any(id(operands[i]) not in places for i in outcome.narrow):
+        return None
+    parts = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
+    if parts and name in ALIASES:  # of which views would have to be marked
+        return None
+    rest = None
+    if outcome.args is not None:
+        if outcome.args[0] is not frame.args[0] or any(map(has_operands, outcome.args[1:])):
+            return None
+        rest = outcome.args[1:]
+    elif outcome.kwargs is not None and frame.kwargs:
+        return None
+    alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
+    return Quick(outcome.func or op.func, rest, parts, alone and (outcome.view or name in ALIASES))
+
+
+def has_operands(value: Any) -> bool:
+    return isinstance(value, Operand) or (isinstance(value, (list, tuple)) and any(map(has_operands, value)))
+
+
+def detour(op: Operation) -> tuple[list[Cut | None], Frame, Outcome] | None:
+    """The first dim along which all sharded operands could be cut for this operation."""
+    shapes = [s.at.shape for s in op.shells if s is not None]
+    for dim in range(max(map(len, shapes))):
+        if any(dim >= len(shape) or shape[dim] < 2 for shape in shapes):
+            continue
+        cuts = [Cut(dim) if s is not None else None for s in op.shells]
+        frame = op.frame(cuts)
+        try:
+            return cuts, frame, RULES.get(op.what.name, no_rule)(frame)
+        except GlueError:
+            continue
+    return None

@@ -1,0 +1,106 @@
+"""Stages by slices: is f(slice) the slice of f, along every dim that a pattern calls independent?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.check.modes import called
+from dsp.check.report import Report
+from dsp.private import pytree
+from dsp.run.inputs import describe
+from dsp.slices import call_part, error, part, slices
+from dsp.stages import Stage, clean, cut_for
+from dsp.tensors import tensors_in
+
+
+def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
+    """The stage calls of a forward, one for every kind of arguments."""
+    calls: list[tuple[Stage, Any, Any]] = []
+    seen: set[Any] = set()
+    handles = []
+    for stage in found:
+        own = Stage(stage.name, module_at(model, stage.name), stage.pattern.text)
+
+        def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = own) -> None:
+            if (key := (own.name, describe(*pytree.tree_flatten((args, kwargs))))) not in seen:
+                seen.add(key)
+                calls.append((own, *pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))))
+
+        handles.append(own.module.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        called(model, args, kwargs)
+    finally:
+        for h in handles:
+            h.remove()
+    return calls
+
+
+def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
+    """What no slice was taken of."""
+    ran = {stage.name for stage, *_ in calls}
+    idle = [stage.name for stage in found if stage.name not in ran]
+    if idle:
+        report.uncovered.append(f"stages that did not run: {some(idle)}")
+    short: dict[str, list[str]] = {}
+    for stage, args, kwargs in calls:
+        sizes = stage.sizes(stage.signature.bind(args, kwargs)[1], root)
+        for name in stage.pattern.free:
+            if sizes.get(name, 1) < 2 and (stage.name, name) not in report.slices:
+                short.setdefault(name, []).append(stage.name)
+    for name, names in short.items():
+        report.uncovered.append(f"slices along {name!r}, which has size 1: {some(list(dict.fromkeys(names)))}")
+
+
+def some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def module_at(model: nn.Module, clean_name: str) -> nn.Module:
+    return next(m for n, m in model.named_modules() if clean(n) == clean_name)
+
+
+def compare_slices(
+    stage: Stage, args: Any, kwargs: Any, root_sizes: Mapping[str, int], report: Report, tolerance: float
+) -> None:
+    """f(slice) == slice of f, along every dim outside brackets, in uneven parts."""
+    _, bound = stage.signature.bind(args, kwargs)
+    sizes = stage.sizes(bound, root_sizes)
+
+    def run(args: Any, kwargs: Any) -> list[Tensor]:
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a stage may write into them
+        with torch.no_grad():
+            return tensors_in(stage.module(*args, **kwargs))
+
+    whole = run(args, kwargs)
+    patterns = stage.outputs(whole)
+    for name in stage.pattern.free:
+        size = sizes.get(name, 1)
+        if size < 2:
+            continue
+        cuts = [cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound]
+        worst, failure = 0.0, ""
+        for start, length in slices(size):
+            call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
+            try:
+                outputs = run(call.args, call.kwargs)
+            except Exception as reason:
+                worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
+                break
+            for t, w, p in zip(outputs, whole, patterns):
+                out_sizes = {**{m: w.shape[p.axis_of(m)] for m in p.names if len(p.axes[p.axis_of(m)]) == 1}, **sizes}
+                cut = cut_for(p, w.shape, name, out_sizes)
+                expected = part(w, cut, size, start, length) if cut is not None else w
+                worst = max(worst, error(t, expected))
+        report.slices[(stage.name, name)] = max(worst, report.slices.get((stage.name, name), 0.0))
+        if not worst <= tolerance:
+            failure = failure or (
+                f"is not independent along {name!r}: f(slice) is off by {worst:.1e} from the slice of f"
+            )
+            report.problems.append(
+                f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}', or, if one of its other tensors "
+                f"varies along {name!r}, give that one a pattern"
+            )

@@ -1,0 +1,72 @@
+"""How a model may be called: in training, in eval mode, without gradients; on a copy in float64 where that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsp.check.compare import Call, compare
+from dsp.slices import TOLERANCE, copies
+
+
+@dataclass
+class Mode:
+    """A way to call the model. `random`: its numbers are others each time; `fails`: what it raises on one process."""
+
+    name: str
+    grad: bool
+    training: list[bool]  # by module
+    random: bool = False
+    fails: str = ""
+
+    def set(self, model: nn.Module) -> None:
+        for module, training in zip(model.modules(), self.training):
+            module.training = training
+
+
+def modes_of(model: nn.Module) -> list[Mode]:
+    """As the model is given first: some of its modules may be frozen."""
+    own = [m.training for m in model.modules()]
+    training = Mode("in training", True, own if model.training else [True] * len(own))
+    evaluation = Mode("in eval mode", True, [False] * len(own) if model.training else own)
+    return [training, evaluation][:: 1 if model.training else -1] + [Mode("under no_grad", False, evaluation.training)]
+
+
+def prepared(
+    model: nn.Module, args: Any, kwargs: Any, thorough: bool
+) -> tuple[nn.Module, Any, Any, torch.dtype, list[Mode]]:
+    """A copy in float64 if it runs there, inputs to match, and how it may be called: without random numbers, first."""
+    first: Exception | None = None
+    for dtype, clone, a, k in copies(model, args, kwargs):
+        modes = modes_of(clone)
+        for mode in modes:
+            mode.set(clone)
+            try:
+                one, two = (called(clone, a, k, mode.grad, seed) for seed in (0, 1))
+                mode.random = bool(compare(two, one, TOLERANCE.get(dtype, 3e-2)).problems)
+            except Exception as reason:
+                first = first or reason
+                mode.fails = f"{type(reason).__name__}: {reason}"
+                if mode is modes[0]:
+                    break
+            if not (thorough or mode.fails or mode.random):
+                return clone, a, k, dtype, [mode]
+        else:
+            modes.sort(key=lambda m: m.random)  # numbers that differ leave buffers behind that differ
+            next(m for m in modes if not m.fails).set(clone)
+            return clone, a, k, dtype, modes
+    assert first is not None
+    raise first
+
+
+def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0) -> Call:
+    """A call that leaves the buffers as they were."""
+    before = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        return Call(model, args, kwargs, grad, seed=seed)
+    finally:
+        for b, value in before:
+            b.detach().copy_(value)

@@ -1,0 +1,356 @@
+"""Operations of glue as the planner sees them: the layouts of its operands that each takes, by the rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import add
+from typing import Any
+
+from torch import Tensor
+
+from dsp.collectives import summed_in
+from dsp.layout import Cut
+from dsp.plan.events import Event, Passing, Sym
+from dsp.plan.names import letters_of
+from dsp.plan.values import Values, apart_from, is_batch
+from dsp.planner import Choice, Layout, Op
+from dsp.rules import (
+    RULES,
+    SOURCES,
+    Frame,
+    GlueError,
+    Operand,
+    Outcome,
+    no_rule,
+    source_cuts,
+    tensor_args,
+    with_operands,
+)
+from dsp.rules.functions import PRODUCTS
+from dsp.tensors import memory, overwritten, tensors_in
+
+# they return their argument where there is nothing to do
+SAME = frozenset("contiguous flatten ravel to type type_as float double half bfloat16 real conj resolve_conj".split())
+
+Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
+
+
+@dataclass
+class Operation:
+    """One operation of glue as it ran on `n` ranks' behalf: its tensor arguments, what is known of each, its results.
+
+    written: it wrote in place, into its first operand.
+    """
+
+    index: int
+    name: str
+    args: Any
+    kwargs: Any
+    n: int
+    written: bool
+    tracked: list[Tensor]
+    syms: list[Sym | None]
+    outputs: list[Tensor] = field(default_factory=list)
+    brought: dict[tuple[int, str], Cut | None] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> list[int]:
+        """Each value among its operands once."""
+        return list(dict.fromkeys(s.value for s in self.syms if s is not None))
+
+    @property
+    def first(self) -> Sym:
+        return next(s for s in self.syms if s is not None)
+
+    def frame(self, cuts: Mapping[int, Cut | None]) -> Frame:
+        """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
+        operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
+        converted = tuple(with_operands(a, operands) for a in self.args)
+        return Frame(self.name, converted, {k: with_operands(v, operands) for k, v in self.kwargs.items()}, self.n)
+
+    def outcome(self, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
+        try:
+            return RULES.get(self.name, no_rule)(self.frame(cuts))
+        except GlueError as error:
+            return error
+
+    def cuts(self, layout: Mapping[int, Layout]) -> dict[int, Cut]:
+        """Where its tensors are cut, by position, if values are laid out so."""
+        syms = [(i, s, layout.get(s.value)) for i, s in enumerate(self.syms) if s is not None]
+        return {i: s.cuts[key] for i, s, key in syms if key is not None}
+
+    def brings(self, v: int, key: str) -> Cut | None:
+        """Where the outputs are cut if of all operands only this value is: which of them brings the dim."""
+        if (v, key) not in self.brought:
+            outcome = self.outcome(self.cuts({v: key}))
+            self.brought[v, key] = None if isinstance(outcome, GlueError) else outcome.cut
+        return self.brought[v, key]
+
+
+@dataclass
+class Ways:
+    """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
+
+    choices: list[Choice] = field(default_factory=list)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
+    passing: dict[Combo, Passing] = field(default_factory=dict)  # by what a choice needs
+    copied: set[Combo] = field(default_factory=set)  # likewise: where what would be a view is a copy
+    view: bool = True  # the same data in every layout
+    viewed: bool = False  # in some layout
+    refusal: GlueError | None = None
+
+    def sizes_of(self, t: Tensor) -> dict[str, int]:
+        own = {key: t.shape[cut.dim] // cut.outer for key, cut in self.cuts.items() if key in self.resized}
+        return self.sizes | own
+
+    @property
+    def narrow(self) -> bool:
+        """Whether nothing but batch, or what is whole already, gets through as it is."""
+        return bool(self.refusal or self.passing or self.copied) and all(
+            c.rank or c.bytes or c.needs in self.copied or not any(c.needs) for c in self.choices
+        )
+
+
+class Operations(Values):
+    """Records operations of glue."""
+
+    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+        super().__init__(n, root_sizes)
+        self.real = True  # whether the tensors have data
+        self.copies: set[int] = set()
+        self.same: set[int] = set()
+        self.names: list[str] = []  # of all glue operations
+
+    def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
+        """Glue operation number `index`; `written`: in place, into its first operand."""
+        self.names.append(name)
+        tracked = tensor_args(args, kwargs)
+        op = Operation(index, name, args, kwargs, self.n, written, tracked, [self.sym(t) for t in tracked])
+        if op.values:
+            self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
+            if written and op.syms[0] is not None:
+                self.nodes[op.syms[0].value].add(overwritten(tracked[0]))
+            if name in SAME and args and out is args[0]:
+                self.same.add(index)
+            elif out is not NotImplemented:  # x == "a" is False, says Python then
+                self.glue(op, out)
+        elif name in SOURCES and tracked and isinstance(out, Tensor):
+            self.source(op, out)
+
+    def source(self, op: Operation, out: Tensor) -> None:
+        """A whole tensor is stretched: each rank may make its part alone."""
+        cuts = {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))}
+        if not cuts:
+            return
+        sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
+        value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
+        choices = [Choice((), (k,)) for k in cuts] + [Choice((), (None,))]
+        event = Event("source", op.index, op.name, source=[*cuts.values(), None])
+        self.add(Op(op.name, (), (value,), tuple(choices)), event)
+
+    def glue(self, op: Operation, out: Any) -> None:
+        op.outputs = tensors_in(out)
+        if not op.outputs and op.written and op.syms[0] is not None:
+            op.outputs = [op.tracked[0]]  # x[...] = y
+        if not op.outputs and not op.written:
+            # nothing, taken apart, is nothing
+            if not (out is None or (isinstance(out, (tuple, list)) and not out) or op.name in ("__setattr__", "set")):
+                self.reads(op)
+            return
+        if op.kwargs.get("out") is not None:
+            raise op.frame({}).refuse("out= has no rule for a sharded tensor")
+        shared = op.written and op.syms[0] is not None and self.fix(op.tracked[0], op.syms[0].value)
+        found = self.found(op)
+        found.view &= not found.viewed or self.is_view(op.outputs[0], op.tracked[0])
+        if found.viewed and not found.view:
+            self.copies.add(op.index)
+        if found.view and len(op.outputs) == 1 and len(op.values) == 1:
+            self.follow_view(op, found)
+        else:
+            self.make(op, found, shared)
+
+    def reads(self, op: Operation) -> None:
+        """It makes numbers of sharded tensors."""
+        if not self.real:
+            raise GlueError(
+                f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
+                "whole inputs"
+            )
+        # the run finds them whole
+        event = Event("glue", op.index, op.name, operands=op.syms)
+        self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event)
+
+    def found(self, op: Operation) -> Ways:
+        """How an operation may run."""
+        if op.written and op.syms[0] is None:  # into a tensor that is whole: so must be what it writes
+            found = Ways()
+        elif op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+            found = self.opened(op)
+        else:
+            self.align(op.tracked, op.syms)
+            largest = max((t.numel() for t in op.outputs), default=0)
+            small = {s.value for s, t in zip(op.syms, op.tracked) if s is not None and 2 * t.numel() <= largest}
+            found = self.ways(op, lambda v: self.whole[v] or v in small)
+        if found.narrow:  # what if it came along another dim?
+            found = self.opened(op)
+        sharded = any(any(c.needs) for c in found.choices)
+        if not found.choices:
+            if op.written and op.syms[0] is not None:
+                assert found.refusal is not None
+                raise found.refusal
+            self.run_whole(op, found, [] if op.written else op.outputs)
+        elif (
+            op.outputs
+            and not (op.written or found.cuts or sharded)
+            and self.n * max(t.numel() * t.element_size() for t in op.outputs) > self.longest
+        ):
+            # its operands are whole anyway: what it makes is split for nothing, if it is long
+            found.choices.clear()
+            self.run_whole(op, found, op.outputs)
+        size = max(t.numel() * t.element_size() for t in (*op.tracked, *op.outputs))
+        if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
+            # nothing longer than a share of the longest tensor runs whole where it need not
+            found.choices = [c for c in found.choices if any(c.needs)]
+        return found
+
+    def opened(self, op: Operation) -> Ways:
+        """Along the dims that nobody named, too, or with some of its operands gathered."""
+        for s in op.syms:
+            if s is not None:
+                self.name_spare(s)
+        return self.ways(op, lambda v: True)
+
+    def is_view(self, out: Tensor, x: Tensor) -> bool:
+        """Whether what looks like a view is one. A run on shards cannot tell: the next rank may see it otherwise."""
+        return True
+
+    def follow_view(self, op: Operation, found: Ways) -> None:
+        """The result is the same value."""
+        mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
+        spare = {}
+        for d, cut in op.first.spare.items():
+            moved = op.outcome({i: cut for i, s in enumerate(op.syms) if s is not None})
+            if not isinstance(moved, GlueError) and moved.cut is not None:
+                spare[d] = moved.cut
+        self.track(op.outputs[0], Sym(op.first.value, mapped, spare))
+        self.viewed.add(op.first.value)
+
+    def make(self, op: Operation, found: Ways, shared: bool) -> None:
+        """The results are values of their own; `shared`: written into memory of which there are views."""
+        choices, produced = found.choices, list[int]()
+        if found.cuts:
+            whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
+            for t in op.outputs:
+                name = f"{op.name} {list(t.shape)}"
+                produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
+        else:
+            for t in op.outputs:
+                if hasattr(t, "_dsp_sym"):
+                    del t._dsp_sym
+            choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
+        grad = (op.outputs or op.tracked)[0].requires_grad
+        event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, shared=shared)
+        event.passing = [found.passing.get(c.needs) for c in choices]
+        event.copied = [c.needs in found.copied for c in choices]
+        self.add(Op(op.name, tuple(op.values), tuple(produced), tuple(choices)), event, op.outputs or op.tracked[:1])
+
+    # --- the ways of an operation ---
+
+    def ways(self, op: Operation, gathered: Callable[[int], bool]) -> Ways:
+        """The layouts of its operands that an operation takes; `gathered` tells which values may come whole."""
+        keys: list[list[Layout]] = []
+        for v in op.values:
+            own = [s for s in op.syms if s is not None and s.value == v]
+            shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
+            keys.append([*shared, *([None] if gathered(v) else [])])
+        found = Ways()
+        if any(not k for k in keys):
+            found.refusal = op.frame({}).refuse("no dim of it can be sharded")
+        combos: Iterable[Combo] = itertools.product(*keys)
+        if len(op.values) > 3:
+            every = set(keys[0]).intersection(*keys[1:])
+            combos = [(k,) * len(op.values) for k in keys[0] if k in every]
+        for combo in combos:
+            if any(combo):
+                self.try_way(op, combo, found)
+            elif all(self.whole[v] for v in op.values):
+                found.choices.append(Choice(combo, (None,) * len(op.outputs)))
+        return found
+
+    def try_way(self, op: Operation, combo: Combo, found: Ways) -> None:
+        """What the rule says of operands that lie so."""
+        cuts = op.cuts(dict(zip(op.values, combo)))
+        outcome = op.outcome(cuts)
+        if isinstance(outcome, GlueError):
+            found.refusal = found.refusal or outcome
+            found.view = False
+            return
+        sent = 0
+        if (passing := self.passing(op, outcome, cuts)) is not None:
+            found.passing[combo], sent = passing, max(passing.forward)
+        if outcome.cut is None:
+            found.choices.append(Choice(combo, (None,) * len(op.outputs), bytes=sent, calls=1))
+            found.view = False
+            return
+        found.view &= outcome.view
+        found.viewed |= outcome.view
+        key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
+        if key is None:
+            key = self.carried(op, combo, outcome.cut, found)
+        if outcome.rows:
+            found.resized.add(key)
+            if any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows):
+                found.copied.add(combo)
+        gives, calls = (key,) * len(op.outputs), int(combo in found.passing)
+        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key))))
+
+    def carried(self, op: Operation, combo: Combo, cut: Cut, found: Ways) -> str:
+        """The name of a dim of the results, by that of the operand which brings it; `found` learns it, and its size."""
+        # the model's own name for the dim, if there is one; batch is batch whatever else it is called
+        carry = [k for v, k in zip(op.values, combo) if k is not None and op.brings(v, k) == cut]
+        named = carry or [k for k in combo if k is not None]
+        first = min(named, key=lambda k: (not is_batch(k), k.startswith("dim")))
+        key = apart_from(found.cuts, first)
+        found.cuts[key] = cut
+        # the dim itself, without those folded into its chunks
+        known = dict(self.values[op.values[combo.index(first)]].sizes)[first]
+        extent = max(t.shape[cut.dim] // cut.outer for t in op.outputs)
+        found.sizes[key] = known if known and extent % known == 0 else extent
+        return key
+
+    def passing(self, op: Operation, outcome: Outcome, cuts: Mapping[int, Cut]) -> Passing | None:
+        """What the ranks send each other inside an operation: sums, numbers of each rank, or rows that others hold."""
+        if outcome.numbers is not None:
+            wide = max(summed_in(op.tracked[i].dtype).itemsize for i in cuts)
+            each = (outcome.numbers.numel * wide * (self.n - 1),) * self.n
+            asks = any(op.tracked[i].requires_grad for i in cuts)
+            return Passing("gather", "reduce_scatter", each, each if asks else (0,) * self.n)
+        if outcome.cut is None:
+            size = sum(t.numel() * summed_in(t.dtype).itemsize for t in op.outputs)
+            each = (-(-2 * size * (self.n - 1) // self.n),) * self.n
+            return Passing("all_reduce", "all_reduce", each, each)
+        there, back = [0] * self.n, [0] * self.n
+        for i in cuts.keys() & outcome.rows.keys():
+            t = op.tracked[i]
+            for rows in outcome.rows[i]:
+                forward, backward = rows.sent(t.shape, t.element_size())
+                there = list(map(add, there, forward))
+                if t.requires_grad:
+                    back = list(map(add, back, backward))
+        return Passing("rows", "rows", tuple(there), tuple(back)) if any(there) else None
+
+    def run_whole(self, op: Operation, found: Ways, outputs: Sequence[Tensor]) -> None:
+        """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
+        found.view = False
+        found.choices.append(Choice((None,) * len(op.values), (None,) * len(outputs)))
+        known, shape = op.first, self.shapes[op.first.value]
+        for d, size in enumerate(outputs[0].shape if outputs else ()):
+            if size < 2 or any(t.ndim <= d or t.shape[d] != size for t in outputs):
+                continue
+            name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
+            found.cuts[name], found.sizes[name] = Cut(d), size

@@ -1,0 +1,157 @@
+"""A forward without data: which stages run, what glue joins them, what they cost; the problem the planner solves.
+
+The model's forward runs once on fake tensors at full size. Every tensor that may be sharded is tracked as a value of
+the planner, with every cut it could have; the rules that will run on shards (`dsp.rules`) tell how each cut passes
+through glue. What comes out is a `Trace`: the planner's problem, and where each of its decisions applies in a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.layout import Cut
+from dsp.notation import StagePattern
+from dsp.plan.events import Trace
+from dsp.plan.skeleton import Skeleton, foreign
+from dsp.plan.tracer import Tracer
+from dsp.plan.twins import alike, fingerprint, once
+from dsp.private import FakeTensorMode, pytree
+from dsp.signature import Signature, sizes_of_root
+from dsp.stages import Stage, clean
+from dsp.tensors import node, tensors_in
+
+
+@dataclass(frozen=True)
+class How:
+    """How a forward is traced.
+
+    gather_output: whether its outputs are gathered; dtype: the floating-point type to trace with, by default that of
+    the model; given: parameters that arrive already sharded, and their cut; recompute: every stage counts as one that
+    keeps only its inputs for backward; twins: stages that are alike run once (`dsp.plan.twins`); real: on copies that
+    have their data.
+    """
+
+    gather_output: bool
+    dtype: torch.dtype | None = None
+    given: Mapping[str, Cut] = field(default_factory=dict)
+    recompute: bool = False
+    twins: bool = True
+    real: bool = False
+
+    def kind(self, t: Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
+
+
+def trace(
+    model: nn.Module,
+    stages: list[Stage],
+    root: StagePattern | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    n: int,
+    **how: Any,
+) -> Trace:
+    """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
+
+    how: see `How`.
+    """
+    rehearsal = Rehearsal(model, stages, How(**how))
+    found = rehearsal.run(root, args, kwargs, n)
+    if found is None:  # a stage that writes to itself: what it does may depend on how often it ran
+        return trace(model, stages, root, args, kwargs, n, **{**how, "twins": False})
+    return found
+
+
+class Rehearsal:
+    """A copy of a model on fake parameters, for one forward that a `Tracer` is told of."""
+
+    def __init__(self, model: nn.Module, stages: list[Stage], how: How) -> None:
+        self.model, self.stages, self.how = model, stages, how
+        self.mode: Any = nullcontext() if how.real else FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes: dict[int, Tensor] = {}
+        # autocast keeps the weights it has cast, so that a call does less than one before it
+        twins = how.twins and not how.real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        self.groups = alike([stage.module for stage in stages], foreign) if twins else []
+        first = {id(other): group[0] for group in self.groups for other in group[1:]}
+        self.staged = {id(m) for stage in stages for m in stage.module.modules()}
+        skeleton = Skeleton(lambda t: self.fakes.setdefault(id(t), self.fake(t)), first, self.staged)
+        self.clone, self.memo = skeleton.of(model), skeleton.memo
+
+    def fake(self, t: Tensor) -> Tensor:
+        kind = self.how.kind(t)
+        if self.how.real:
+            new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
+        else:
+            with self.mode:
+                new = torch.empty(tuple(t.shape), dtype=kind, device="cpu" if t.device.type == "meta" else t.device)
+        if isinstance(t, nn.Parameter):
+            return nn.Parameter(new, requires_grad=t.requires_grad)
+        return new.requires_grad_() if t.requires_grad else new
+
+    def resident(self) -> int:
+        """Bytes of parameters and buffers."""
+        held = {id(t): t for t in itertools.chain(self.model.parameters(), self.model.buffers())}
+        return sum(t.numel() * self.how.kind(t).itemsize for t in held.values())
+
+    def hooks(self, tracer: Tracer) -> list[Any]:
+        """What tells the tracer of stages, of what communicates inside of them, and of the modules between."""
+        handles: list[Any] = []
+
+        def watch(module: nn.Module, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
+            handles.append(module.register_forward_pre_hook(lambda m, a, k: before(a, k), with_kwargs=True))
+            handles.append(module.register_forward_hook(lambda m, a, out: after(out)))
+
+        for stage in self.stages:
+            module = self.memo.get(id(stage.module), stage.module)
+            watch(module, partial(tracer.before_stage, stage), tracer.after_stage)
+            for inside in stage.inside:
+                own = self.memo.get(id(inside.module))
+                if own is not None:  # else its stage is the twin of another
+                    watch(own, partial(tracer.enter_inside, inside), lambda out: tracer.leave_inside())
+        copies = {id(self.memo[id(m)]): path for path, m in self.model.named_modules() if id(m) in self.memo}
+        staged = {id(self.memo[k]) for k in self.staged if k in self.memo}
+        for module in self.clone.modules():
+            if id(module) not in staged and (path := copies.get(id(module))):
+                watch(module, partial(tracer.enter_module, clean(path)), lambda out: tracer.leave_module())
+        return handles
+
+    def marks(self) -> list[Any]:
+        """What shows whether stages wrote to themselves."""
+        return [fingerprint(self.memo[id(group[0])], foreign) for group in self.groups]
+
+    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
+        """The record of a call with such inputs; None if stages that count as alike turned out not to be."""
+        how = self.how
+        args, kwargs = pytree.tree_map_only(Tensor, self.fake, (args, dict(kwargs)))
+        tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
+        bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
+        tracer.root_inputs(bound, how.given or {})
+        tracer.resident = {t.untyped_storage()._cdata for t in self.fakes.values()}
+        handles, before = self.hooks(tracer), self.marks()
+        once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
+        try:
+            cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if how.real else ()
+            drawn = torch.random.fork_rng(devices=cuda) if how.real else nullcontext()
+            with drawn, self.mode, tracer.watch, tracer, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+                tracer.root_outputs(self.clone(*args, **kwargs), how.gather_output)
+        finally:
+            tracer.abandon()
+            for handle in handles:
+                handle.remove()
+        if before != self.marks():
+            return None
+        declared = {id(b.tensor) for b in bound if b.pattern is not None}
+        found = tracer.trace(self.resident())
+        whole = [t for t in tensors_in((args, kwargs)) if node(t) in tracer.reached and id(t) not in declared]
+        whole_grads = [t.numel() * t.element_size() for t in whole]
+        return replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads)

@@ -1,0 +1,140 @@
+"""What a step of a plan sends, by phase and by kind of collective, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from dsp.inside import Sends, Sent, add_sent
+from dsp.plan.program import Program
+from dsp.plan.script import Sending, Where
+from dsp.plan.solve import Goal, Solved, Step
+from dsp.planner import Move, Value, chunk_sizes, fuses, price
+
+
+class Traffic:
+    """The collectives of a step. `sendings` are those of a forward outside of stages, `own_call` the moves that make a
+    call of their own there, and no other move's."""
+
+    def __init__(self, found: Solved, program: Program, goal: Goal) -> None:
+        self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
+        self.recomputing = {event.region for event in self.trace.events if event.grad}
+        self.sends: dict[str, Sent] = {phase: {} for phase in ("forward", "backward", "recompute")}
+        self.sendings: list[Sending] = []
+        self.own_call: dict[Move, int] = {}
+        self.count_moves()
+        for step in found.steps:
+            self.count_step(step)
+        self.count_inputs()
+        if found.size == 1:
+            self.sends, self.sendings = {phase: {} for phase in self.sends}, []
+
+    def count(self, phase: str, *sent: Sent) -> None:
+        self.sends[phase] = add_sent(self.sends[phase], *sent)
+
+    def where(self, at: int) -> Where:
+        return self.trace.events[at].kind, self.trace.events[at].index, self.trace.ops[at].name
+
+    # --- moves between layouts ---
+
+    def count_moves(self) -> None:
+        by_grad = {(v, k) for s in self.found.steps if s.event.grad for v, k in zip(s.op.inputs, s.choice.needs)}
+        by_grad |= {(m.value, m.src) for m in self.found.solution.moves}
+        seen: set[Hashable] = set()
+        for m in (m for m in self.found.solution.moves if m.kind != "split"):
+            value = self.trace.values[m.value]
+            for phase, kind, nbytes in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
+                new = int((phase, self.collective(m)) not in seen)
+                seen.add((phase, self.collective(m)))
+                self.count(phase, {kind: (nbytes, new)})
+                if phase == "forward":
+                    self.own_call[m] = new
+                    at = self.where(m.after if self.program.pushed(m) else m.before)
+                    self.sendings.append(Sending(at, m.kind, new, value, m.src, m.dst))
+
+    def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, int]]:
+        """When a move is made, as which collective, and what the busiest rank sends then."""
+        yield "forward", m.kind, m.bytes
+        if differentiated:
+            kind = "reduce_scatter" if m.kind == "gather" else m.kind
+            yield "backward", kind, adjoint_bytes(self.trace.values[m.value], m, self.found.size)
+        if self.recomputed(m):
+            yield "recompute", m.kind, m.bytes
+
+    def collective(self, m: Move) -> Hashable:
+        """The same for moves that share one: switches of small tensors at one place."""
+        if m.kind != "switch" or not fuses(self.trace.values[m.value].nbytes, self.found.size):
+            return m
+        return ("push", m.after) if self.program.pushed(m) else ("use", m.before)
+
+    # --- what recomputation repeats ---
+
+    def again(self, at: int, after: bool) -> bool:
+        """Whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
+        t = self.trace
+        region = t.events[at].region if at >= 0 else None
+        if region is None or region not in self.recomputing:
+            return False
+        if region in t.saves:
+            return t.saves[region] > at or (t.saves[region] == at and not after)
+        return any(e.region == region and e.kind == "stage" for e in t.events[at + after :])
+
+    def recomputed(self, m: Move) -> bool:
+        if self.program.pushed(m):
+            return self.again(m.after, after=True)
+        # a copy made of what came from outside the region is still there
+        events = self.trace.events
+        inside = m.after < 0 or events[m.after].region == events[m.before].region
+        return inside and self.again(m.before, after=False)
+
+    # --- what ops send by themselves ---
+
+    def count_step(self, step: Step) -> None:
+        event, inside = step.event, Sends()
+        if event.kind == "stage":
+            inside = event.sends[step.taken]
+        elif (passing := step.passing) is not None:
+            self.sendings.append(Sending(self.where(step.at), passing.kind, 1, each=passing.forward))
+            there, home = {passing.kind: (max(passing.forward), 1)}, {passing.adjoint: (max(passing.backward), 1)}
+            inside = Sends(there, home if any(passing.backward) else {}, there)
+        self.count("forward", inside.forward)
+        if event.grad:
+            self.count("backward", inside.backward)
+        self.count("recompute", *[inside.recompute] * self.times_again(step))
+        if event.grad:
+            for around, after in ((inside.before, False), (inside.after, True)):
+                if self.again(step.at, after):
+                    self.count("recompute", around)
+
+    def times_again(self, step: Step) -> int:
+        """How often backward runs an op's own collectives again."""
+        if step.event.kind != "stage":
+            return int(self.again(step.at, after=True))
+        if self.goal.kept_inside or not step.event.grad:
+            return 0
+        # a stage is recomputed as a whole: what it saves lies behind what it sends. Twice, if it is a checkpoint
+        # within a region that is one, which saves the inputs of its last stage and stops there
+        itself = self.goal.again_inside or step.event.own
+        return itself + self.again(step.at, after=itself)
+
+    def count_inputs(self) -> None:
+        """An input that asks for its gradient gets it whole: by an all-gather if it was split, else an all-reduce."""
+        t, n = self.trace, self.found.size
+        summed = list(t.whole_grads)
+        for v in t.inputs.values():
+            if t.grads[v] and t.values[v].home == (None,):
+                layouts = self.program.used.get(v, set())
+                if len(layouts) == 1 and None not in layouts:
+                    self.count("backward", {"gather": (price(t.values[v], next(iter(layouts)), None, n)[0], 1)})
+                else:
+                    summed.append(t.values[v].nbytes)
+        self.count("backward", *({"all_reduce": (-(-2 * size * (n - 1) // n), 1)} for size in summed))
+
+
+def adjoint_bytes(value: Value, m: Move, n: int) -> int:
+    """What the busiest rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
+    if m.kind == "switch":
+        return price(value, m.dst, m.src, n)[0]
+    if m.kind == "gather" and m.src is not None:  # a reduce-scatter: all but this rank's own chunk
+        size = dict(value.sizes)[m.src]
+        return value.nbytes // size * (size - chunk_sizes(size, n)[-1])
+    return 0

@@ -1,0 +1,155 @@
+"""The values of the planner as a forward makes them: tracked tensors, their layouts, and the ops between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from dsp.layout import Cut, separable
+from dsp.notation import BATCH_NAMES
+from dsp.plan.events import Event, Sym
+from dsp.planner import Op, Value
+from dsp.private import StorageWeakRef, checkpoint_frame
+from dsp.tensors import memory, node
+
+
+def is_batch(key: str) -> bool:
+    return key.rstrip("'") in BATCH_NAMES
+
+
+class Values:
+    """Every tensor that may be sharded as a value, with each dim that it may be sharded along."""
+
+    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.n, self.root_sizes = n, dict(root_sizes)
+        self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
+        self.values: list[Value] = []
+        self.nodes: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
+        self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
+        self.syms: list[Sym] = []
+        self.cuts: list[dict[str, Cut]] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
+        self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
+        self.viewed: set[int] = set()  # values of which there are views
+        self.whole: list[bool] = []  # whether a value may be whole without a gather
+        self.ops: list[Op] = []
+        self.events: list[Event] = []
+        self.longest = 0  # bytes of the longest value so far
+        self.frames: list[Any] = []  # the activation checkpoints
+
+    def value(
+        self, t: Tensor, name: str, sizes: Mapping[str, int], cuts: dict[str, Cut], whole: bool, letters: Sequence[str]
+    ) -> int:
+        """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded; `letters`:
+        what each dim of the tensor is made of."""
+        self.longest = max(self.longest, t.numel() * t.element_size())
+        dims = tuple((k, sizes[k]) for k in cuts)
+        self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
+        self.nodes.append({node(t)})
+        self.cuts.append(dict(cuts))
+        self.shapes.append(tuple(t.shape))
+        self.letters.append(letters)
+        self.whole.append(whole)
+        index = len(self.values) - 1
+        self.sharing.setdefault(memory(t), set()).add(index)
+        named = {c.dim for c in cuts.values()}
+        fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
+        spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.outer}
+        self.track(t, Sym(index, dict(cuts), spare))
+        return index
+
+    def track(self, t: Tensor, sym: Sym) -> None:
+        self.syms.append(sym)
+        t._dsp_sym = sym  # type: ignore[attr-defined]
+
+    def sym(self, t: Tensor) -> Sym | None:
+        """What is known of a tensor, with the dims of its value that another use has named since."""
+        found: Sym | None = getattr(t, "_dsp_sym", None)
+        if found is not None:
+            known = {cut: key for key, cut in self.cuts[found.value].items()}
+            for d in list(found.spare):
+                if (key := known.get(self.spare_cut(found.value, d))) is not None:
+                    found.cuts[key] = found.spare.pop(d)
+        return found
+
+    def spare_cut(self, value: int, d: int) -> Cut:
+        """Along a dim that nobody named: the first is a fold with batch, as a rule, which is not for sharding."""
+        return Cut(d, self.batch if d == 0 and self.shapes[value][0] % self.batch == 0 else 1)
+
+    def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
+        """Let a value be sharded along the dims of this tensor that nobody named, or along the one `wanted`."""
+        for d, cut in list(sym.spare.items()):
+            if wanted is not None and cut != wanted:
+                continue
+            del sym.spare[d]
+            value, known, base = self.values[sym.value], self.cuts[sym.value], self.spare_cut(sym.value, d)
+            named = next((key for key, c in known.items() if c == base), None)
+            if named is not None:  # by another view of it
+                sym.cuts[named] = cut
+                continue
+            key = apart_from(known, f"dim{d}")
+            extent = self.shapes[sym.value][d] // base.outer
+            self.values[sym.value] = replace(value, sizes=(*value.sizes, (key, extent)))
+            known[key] = base
+            sym.cuts[key] = cut
+
+    def align(self, tracked: Sequence[Tensor], syms: Sequence[Sym | None]) -> None:
+        """What one operand may be sharded along, the others may be, too, where their dims meet."""
+        known = {
+            (c.dim - t.ndim, c.outer, t.shape[c.dim])
+            for t, s in zip(tracked, syms) if s is not None
+            for c in s.cuts.values()
+        }  # fmt: skip
+        for t, s in zip(tracked, syms):
+            for cut in list(s.spare.values()) if s is not None else []:
+                if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
+                    self.name_spare(s, cut)  # type: ignore[arg-type]
+
+    def fix(self, t: Tensor, value: int) -> bool:
+        """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
+        kin = self.sharing.get(memory(t), set()) | {value}
+        if len(kin) == 1 and value not in self.viewed:
+            return False
+        for v in kin:
+            self.values[v] = replace(self.values[v], fixed=True)
+        return True
+
+    def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:
+        """If they were written in place, a gradient comes to them another way since."""
+        for t, s in zip(tensors, syms):
+            if s is not None:
+                self.nodes[s.value].add(node(t))
+
+    def apart(self, v: int) -> frozenset[frozenset[str]]:
+        """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
+        pairs = itertools.combinations(self.cuts[v].items(), 2)
+        return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
+
+    def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
+        event.region = self.region()
+        self.made.append([self.nodes[v] for v in op.outputs] or [{node(t)} for t in outputs])
+        self.ops.append(op)
+        self.events.append(event)
+
+    def region(self) -> int | None:
+        """The number of the activation checkpoint that runs now."""
+        frame = checkpoint_frame()
+        if frame is None:
+            return None
+        if not any(f is frame for f in self.frames):
+            self.frames.append(frame)
+        return next(i for i, f in enumerate(self.frames) if f is frame)
+
+
+def apart_from(known: Iterable[str], key: str) -> str:
+    """The key, or one like it that is not known yet."""
+    while key in known:
+        key += "'"
+    return key

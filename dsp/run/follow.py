@@ -1,0 +1,180 @@
+"""An operation of glue by its recipe: its tensors moved to where it needs them, the call on parts, the results."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.collectives import summed_in
+from dsp.layout import Cut
+from dsp.moves import Part
+from dsp.randomness import forked
+from dsp.rules import Outcome, localize_source, with_operands, without_operands
+from dsp.rules.functions import ALIASES, DENSE, RANDOM
+from dsp.run.homes import home_of
+from dsp.run.recipes import Operation, Recipe
+from dsp.sharded import Moved, Sharded, bare, plain
+from dsp.tensors import NO, map_tensors, memory, tensors_in, version
+
+
+def follow(op: Operation, recipe: Recipe) -> Any:
+    """Run an operation by its recipe."""
+    run = op.run
+    if any(recipe.via):
+        run.copy_first(op.shells, recipe.via)
+    moved = iter(run.move_all([(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and s.at.cut != c]))
+    parts: list[Tensor] = []
+    for t, s, c in zip(op.tensors, op.shells, recipe.wanted):
+        if s is None:
+            parts.append(t if c is None else run.axis.narrow(t, c))
+        else:
+            parts.append(s if s.at.cut == c else next(moved))
+    if recipe.outcome is None:
+        return on_wholes(op, parts, recipe.wanted, recipe.push)
+    narrow = recipe.outcome.narrow
+    parts = [run.axis.narrow(t, narrow[i]) if i in narrow else t for i, t in enumerate(parts)]
+    before = [version(t) for t in parts]
+    if op.what.changing:
+        with NO():
+            _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
+    out = on_parts(op, recipe, recipe.outcome, parts)
+    if recipe.outcome.cut is None:
+        return out
+    made = results(op, recipe, recipe.outcome.cut, parts, out)
+    if recipe.quick is not None and before == [version(t) for t in parts]:
+        recipe.ats = tuple(t.at for t in made)
+    return map_tensors(out, made)
+
+
+def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], push: Sequence[Cut | None] = ()) -> Any:
+    """The call on whole tensors, and of its results this rank's part where the plan wants it."""
+    stream: Any = iter(tensors)
+    args = tuple(with_operands(a, stream) for a in op.args)
+    kwargs = {k: with_operands(v, stream) for k, v in op.kwargs.items()}
+    with writes(op, tensors, cuts) as views:
+        out = views(op.func(*args, **kwargs))
+    if not any(push):
+        return out
+    run, found = op.run, tensors_in(out)
+    parted = [t if c is None else run.carry(run.axis.narrow(t, c), c, tuple(t.shape)) for t, c in zip(found, push)]
+    return map_tensors(out, parted)
+
+
+def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
+    """The call on local parts, as the rule has it; summed over ranks, if that is what it says."""
+    run, frame, operands, name = op.run, recipe.frame, recipe.frame.operands(), op.what.name
+    table: dict[int, Any] = {id(o): t for o, t in zip(operands, parts)}
+    if outcome.rows:
+        read = run.read([(plain(parts[i]), recipe.wanted[i], rows) for i, rows in outcome.rows.items()])
+        table |= {id(operands[i]): own for i, own in zip(outcome.rows, read)}
+    args = without_operands(frame.args if outcome.args is None else outcome.args, table)
+    named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
+    kwargs = {k: without_operands(v, table) for k, v in named.items()}
+    call = torch.Tensor.sum if outcome.reduce is not None and name == "mean" else outcome.func or op.func
+    with writes(op, parts, recipe.wanted) as views:
+        own = [t for t in parts if isinstance(t, Sharded)]
+        with bare(own), quiet(parts), forked(run.axis) if name in RANDOM else nullcontext():
+            if outcome.numbers is not None:
+                mine = outcome.numbers.of(*args)[None]
+                args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *args)
+            out = call(*args, **kwargs)
+        if outcome.reduce is None:
+            return views(out)
+        total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
+        out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
+        if name in ("select", "getitem"):  # would be a view
+            run.mark(out, lent_by(op.tensors[0]) or memory(op.tensors[0]))
+        return out
+
+
+def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
+    """What was made of local parts, in global shape, and where the plan wants it."""
+    outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
+    assert outcome is not None
+    made, lent = [], []
+    for k, own in enumerate(tensors_in(out)):
+        t = plain(own)
+        shape = list(t.shape)
+        shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
+        target = recipe.push[k] if k < len(recipe.push) else None
+        if op.what.name in DENSE:
+            t = copied(t, parts[0], op.tensors[0], cut, shape)
+        made.append(Part(t, cut, target or cut, tuple(shape)))
+        if outcome.rows and aliases:  # would be a view
+            lent.append(lent_by(op.tensors[0]) or memory(op.tensors[0]))
+        else:
+            lent.append(None if target not in (None, cut) else lent_by(own))
+    wrapped = [run.carry(p.local, p.dst, p.shape, of) for p, of in zip(run.push_all(made), lent)]
+    if recipe.view and op.shells[0] is not None:
+        for t in wrapped:
+            t._dsp_view = op.shells[0], op.func, recipe.frame  # type: ignore[attr-defined]
+    return wrapped
+
+
+def source(op: Operation, cut: Cut) -> Any:
+    """A whole tensor stretched: each rank makes its part alone."""
+    frame = op.frame([None] * len(op.tensors))
+    stretch, args, size = localize_source(frame, cut)
+    out = stretch(*without_operands(args, {id(o): t for o, t in zip(frame.operands(), op.tensors)}))
+    shape = list(out.shape)
+    shape[cut.dim] = size
+    return op.run.carry(out, cut, tuple(shape))
+
+
+def copied(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
+    """A result that has its own memory if it would on one device; parts of size 1 are contiguous too often."""
+    if t.shape[cut.dim] > cut.outer or memory(t) != memory(local):
+        return t
+    model = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+    dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
+    return t if memory(dense) == memory(model) else t.clone()
+
+
+def lent_by(t: Tensor) -> Any:
+    return t.__dict__.get("_dsp_lent")
+
+
+@contextmanager
+def writes(op: Operation, parts: list[Tensor], cuts: Sequence[Cut | None]) -> Iterator[Any]:
+    """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
+
+    Yields a function to mark those of its results that are views of a copy.
+    """
+    run, versions = op.run, [version(t) for t in parts]
+
+    def views(out: Any) -> Any:
+        run.lend(tensors_in(out), zip(op.tensors, op.shells, parts))
+        return out
+
+    yield views
+    for i, (t, x, s, c, before) in enumerate(zip(op.tensors, parts, op.shells, cuts, versions)):
+        if version(x) == before and not (op.what.changing and i == 0 and x.is_inference()):
+            continue
+        if s is not None:
+            home_of(s).forget()
+        run.wrote(f"{op.what.name}() between stages", t if s is None else s, x)
+        if s is not None and memory(x) != memory(s):
+            if c is None:  # written whole, on every rank
+                x, c = run.axis.narrow(x, s.at.cut), s.at.cut
+            if type(s) is Sharded:
+                s.__class__ = Moved
+            s.now = run.carry(x, c, s.at.shape)  # type: ignore[attr-defined]
+
+
+def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:
+    """No warnings about statistics of nothing on a rank that holds nothing."""
+    if all(t.numel() for t in tensors):
+        return nullcontext()
+    return _ignored()
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
