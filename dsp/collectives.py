@@ -67,7 +67,7 @@ def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: 
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
-def _wait(x: Tensor) -> Tensor:
+def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
@@ -208,7 +208,7 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     parts = chunk_sizes(size, n)
     lead = x.movedim(dim, 0).contiguous()
     if len(set(parts)) == 1:
-        out = _wait(torch.ops._c10d_functional.all_gather_into_tensor(_as_sent(lead)[0], n, group)).view(x.dtype)
+        out = wait(torch.ops._c10d_functional.all_gather_into_tensor(_as_sent(lead)[0], n, group)).view(x.dtype)
     else:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
@@ -231,7 +231,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     wide = x.to(added_in(x.dtype)).contiguous()
     if wide.is_complex():
         wide = torch.view_as_real(wide)
-    total = _wait(torch.ops._c10d_functional.all_reduce(wide, "sum", group))
+    total = wait(torch.ops._c10d_functional.all_reduce(wide, "sum", group))
     return (torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype)
 
 
@@ -379,51 +379,3 @@ torch.library.register_autograd(
     setup_context=_keep("group"),
     lib=_lib,
 )
-
-
-class PendingSwitch:
-    """A switch under way. Forward and backward each run in two halves, so both can overlap with computation.
-
-    The two halves are tied by an empty token tensor: uneven buffers may not travel through autograd, which checks
-    shapes.
-    """
-
-    def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
-        self.args = (src, dst, src_size, group)
-        self.waited = False
-        self.token = _Launch.apply(x, self)
-
-    def wait(self) -> Tensor:
-        if self.waited:
-            raise RuntimeError("this switch was already waited for; wait() may be called once")
-        self.waited = True
-        return _Await.apply(self.token, self)
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
-        ctx.pending = pending
-        plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
-        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
-        pending = ctx.pending
-        return pending.back.unpack(_wait(pending.__dict__.pop("grad_buffer"))), None
-
-
-class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
-        ctx.pending = pending
-        return pending.there.unpack(_wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        pending = ctx.pending
-        src, dst, _, group = pending.args
-        pending.back = switch_plan(grad, dst, src, pending.there.shape[dst], group)
-        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
-        return grad.new_empty(0), None

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dsp import collectives
 from dsp.gradients import connected_local, covered_exit
 from dsp.layout import Axis, Cut, factor, sp_view
 from dsp.moves import SplitInput, gather_local, localize, mean_local, sums, switch_local
+from dsp.pending import PendingSwitch
 from dsp.sharded import as_dtensor
 
 
@@ -66,7 +66,7 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
         return SwitchHandle(lambda: x)
     fine, (src, dst) = factor(shape, (cut, target))
     local = connected_local(x)
-    pending = collectives.PendingSwitch(local.reshape(localize(fine, src, sp)), src, dst, fine[src], sp.group)
+    pending = PendingSwitch(local.reshape(localize(fine, src, sp)), src, dst, fine[src], sp.group)
     return SwitchHandle(lambda: _rewrap(pending.wait().reshape(sp.local_shape(shape, target)), x, sp, index, target))
 
 

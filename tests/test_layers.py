@@ -10,7 +10,7 @@ import pytest
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private notation planner hardware
-tensors collectives sent rows count gradients layout sharded moves ops randomness
+tensors collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded
 """.split()
@@ -21,7 +21,7 @@ ROOMS = {
         residual table solve program traffic cost advice make choose""",
     "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",
     "check": "report compare modes independence check",
-    "discover": "dims nodes search patterns discover",
+    "discover": "dims nodes search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dsp
 import zoo
-from dsp.collectives import PendingSwitch
 from dsp.layout import Axis
+from dsp.pending import PendingSwitch
 from dsp.run.agreement import Agreement
 from gpu_parts import Cases, Machine, Part, Row, mesh_of
 from gpu_parts.group import functions

@@ -1,0 +1,109 @@
+"""From what the search of `discover` found to a choice: which submodules become stages."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from dsp.discover.dims import Dim, GlueOp, atoms, places
+from dsp.discover.folds import Folds
+from dsp.discover.nodes import Group, Node, known
+from dsp.discover.search import Search
+
+
+class Choice(Folds):
+    """Which submodules become stages; those `opened` do not, but for what is inside of them."""
+
+    def __init__(self, search: Search, root: Node, opened: Set[str] = frozenset()) -> None:
+        self.search, self.root, self.opened = search, root.copy(), opened
+        root = self.root
+        self.sequence = search.sequence(root)
+        self.batch = set(atoms(search.batch))
+        self.calls: dict[str, list[Node]] = {}
+        for node in root.walk():
+            self.calls.setdefault(node.path, []).append(node)
+        self.merged = {}
+        self.own = {}
+        self.choose_stages()
+        while self.settle_folds():  # what no pattern can say is not free, and the choice is made without it
+            self.choose_stages()
+
+    def choose_stages(self) -> None:
+        self.chosen = {}
+        for child in self.root.children:
+            self.visit(child)
+        # to be named in the root pattern: the main input, and those with a dim that may be sharded
+        self.declared = [
+            i
+            for i, axes in enumerate(self.root.inputs)
+            if i == self.search.main or {d for axis in known(axes) for d in axis} & self.sequence
+        ]
+
+    def visit(self, node: Node) -> None:
+        if not node.live or not node.tested or not node.outputs:
+            return
+        if node.path in self.opened or node.hides:
+            for k in node.children:
+                self.visit(k)
+            return
+        if node.local:
+            if not self.transparent(node):
+                self.choose(node)
+            return
+        kids = [k for k in node.children if k.live and k.tested]
+        blocked = node.blocked() & self.sequence
+        # what mixes positions is its own forward; or taken apart, it would not leave more dims free than as one
+        whole = all(k.local for k in kids) or bool(
+            node.free() & self.sequence
+            and (any(self.refused(op) for op in node.ops if op.live) or any(k.blocked() >= blocked for k in kids))
+        )
+        scalar = any(not axes for axes in node.outputs)  # which no pattern can describe
+        if whole and not (scalar and kids):
+            self.choose(node)
+        else:
+            for k in kids:
+                self.visit(k)
+
+    def refused(self, op: GlueOp) -> bool:
+        """Whether there is a sequence dim that an operation between submodules cannot run along."""
+        return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
+
+    def transparent(self, node: Node) -> bool:
+        """Whether glue can do all that a submodule does, along every dim that it is independent along."""
+        free = node.free()
+        ops = [op for n in node.walk() for op in n.ops if op.live]
+        return all(ok for op in ops for d, ok in op.accepts.items() if free & set(d.atoms()))
+
+    def choose(self, node: Node) -> None:
+        """All calls of a submodule have one pattern: keep what is free in each of them."""
+        calls = [n for n in self.calls[node.path] if n.tested]
+        base = max(calls, key=lambda n: (len(n.params), -n.index))
+        kept = []
+        for n, g in enumerate(base.groups):
+            if all(any(aligned(base, g, other, h) for h in other.groups) for other in calls if other is not base):
+                kept.append(base.groups[n])
+        base.groups = kept
+        self.chosen[node.path] = base
+        self.own[base] = {
+            d: Dim(d.size, d.order)
+            for p, axes in zip(base.params, base.inputs)
+            for n, axis in enumerate(known(axes))
+            for d in axis
+            for other in calls
+            if p in other.params and all(d not in a for a in known(other.inputs[other.params.index(p)])[n : n + 1])
+        }
+
+
+def aligned(one: Node, g: Group, two: Node, h: Group) -> bool:
+    """Whether two calls of a submodule are independent along the same dim of the arguments that they share."""
+
+    def at(node: Node, group: Group, param: str) -> Any:
+        i = node.params.index(param)
+        cut = group.cuts[i]
+        if cut is None:
+            return None
+        order = [c for _, c in places(known(node.inputs[i])) if c.dim == cut.dim]
+        return cut.dim, order.index(cut) if cut in order else cut
+
+    shared = [p for p in one.params if p in two.params]
+    return all(at(one, g, p) == at(two, h, p) for p in shared)

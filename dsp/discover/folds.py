@@ -1,0 +1,142 @@
+"""The dims of stages as a pattern may name them: which lie side by side always, and which folds can be opened."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dsp.discover.dims import Dim, places
+from dsp.discover.nodes import Node, known
+
+Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to
+Row = list[list[Item]]  # a tensor: for each axis the dims it folds
+Chain = tuple[Dim, ...]
+
+
+class Symbol(NamedTuple):
+    """What has one name in a pattern: dims that lie side by side, and the groups they are free in (none: computed)."""
+
+    dims: Chain
+    groups: tuple[int, ...]
+
+
+class Folds:
+    """The dims of a model's inputs, of which `declared` have a pattern, and of the submodules `chosen` as stages."""
+
+    root: Node
+    declared: list[int]
+    chosen: dict[str, Node]
+    own: dict[Node, dict[Dim, Dim]]  # dims of a stage that are not the same in each of its calls
+    merged: dict[Node, list[tuple[int, ...]]]
+
+    def rows(self, node: Node) -> tuple[list[Row], list[Row]]:
+        """The items of every axis of every tensor of a call: inputs, outputs."""
+        inputs: list[Row] = []
+        outputs: list[Row] = []
+        own = self.own[node]
+        for i, axes in enumerate(node.inputs):
+            inputs.append([[] for _ in axes])
+            for d, c in places(known(axes)):
+                inputs[-1][c.dim].append((own.get(d, d), node.group(i, c)))
+        for k, axes in enumerate(node.outputs):
+            outputs.append([[] for _ in axes])
+            for d, c in places(known(axes)):
+                number = next((n for n, g in enumerate(node.groups) if g.outputs[k] == c), None)
+                outputs[-1][c.dim].append((own.get(d, d), number))
+        return inputs, outputs
+
+    def chain(self) -> None:
+        """Dims that never part are one dim: find for each the whole that it belongs to."""
+        every = [[(d, False) for d in axis] for i in self.declared for axis in known(self.root.inputs[i])]
+        for node in self.chosen.values():
+            for row in itertools.chain(*self.rows(node)):
+                every += [[(d, g is not None) for d, g in axis] for axis in row]
+        after: dict[Dim, set[Dim | None]] = {}
+        before: dict[Dim, set[Dim | None]] = {}
+        for axis in every:
+            for n, (d, is_free) in enumerate(axis):
+                for links, m in ((after, n + 1), (before, n - 1)):
+                    other = axis[m] if 0 <= m < len(axis) else (None, False)
+                    links.setdefault(d, set()).add(other[0] if other[1] == is_free else None)
+        self.chains: dict[Dim, Chain] = {}
+        for d in after:
+            chain = [d]
+            while len(nexts := after[chain[-1]]) == 1:
+                (e,) = nexts
+                if e is None or before[e] != {chain[-1]}:
+                    break
+                chain.append(e)
+            if len(chain) > len(self.chains.get(d, ())):
+                self.chains.update(dict.fromkeys(chain, tuple(chain)))
+
+    def wholes(self, axis: tuple[Dim, ...]) -> list[Chain]:
+        return list(dict.fromkeys(self.chains[d] for d in axis))
+
+    def known_sizes(self) -> set[Chain]:
+        """The dims whose sizes the root pattern fixes."""
+        found: set[Chain] = set()
+        folds = [self.wholes(axis) for i in self.declared for axis in known(self.root.inputs[i])]
+        for _ in folds:
+            for fold in folds:
+                unknown = [c for c in fold if c not in found]
+                if len(unknown) == 1:
+                    found.add(unknown[0])
+        return found
+
+    def symbols(self, node: Node, axis: list[Item]) -> list[Symbol]:
+        """What an axis is called: each free dim of its own, what is computed over in between as one."""
+        found: list[Symbol] = []
+        for is_free, run in itertools.groupby(axis, lambda item: item[1] is not None):
+            items = list(run)
+            if not is_free:
+                found.append(Symbol(tuple(d for d, _ in items), ()))
+                continue
+            for _, part in itertools.groupby(items, lambda item: self.chains[item[0]]):
+                part_items = list(part)
+                found.append(Symbol(tuple(d for d, _ in part_items), tuple(g for _, g in part_items if g is not None)))
+        for merged in self.merged.get(node, ()):
+            for n in range(len(found)):
+                for m in range(n + 2, len(found) + 1):
+                    if tuple(g for s in found[n:m] for g in s.groups) == merged:
+                        found[n:m] = [Symbol(tuple(d for s in found[n:m] for d in s.dims), merged)]
+                        break
+        return found
+
+    def settle_folds(self) -> bool:
+        """A fold can be opened if all its sizes but one are known: elsewhere its parts are one dim, free or not.
+
+        Returns whether something that was free is no longer.
+        """
+        dropped = False
+        while True:
+            self.chain()
+            self.sizes = self.known_sizes()
+            found = next((f for f in map(self.settle_fold, self.chosen.values()) if f), "")
+            dropped |= found == "dropped"
+            if not found:
+                return dropped
+
+    def settle_fold(self, node: Node) -> str:
+        inputs, outputs = self.rows(node)
+        axes = [self.symbols(node, axis) for row in inputs for axis in row]
+        sizes = self.sizes | {axis[0].dims for axis in axes if len(axis) == 1}
+        for axis in axes:
+            unknown = [s for s in axis if s.dims not in sizes]
+            if len(unknown) < 2:
+                continue
+            groups = tuple(g for s in unknown for g in s.groups)
+            runs = [[g for _, g in line] for row in outputs for line in row]
+            together = axis[axis.index(unknown[0]) :][: len(unknown)] == unknown and all(s.groups for s in unknown)
+            if together and sum(contains(run, groups) for run in runs) == len(outputs):
+                self.merged.setdefault(node, []).append(groups)
+                return "merged"
+            groups = groups or tuple(g for s in axis for g in s.groups)
+            node.groups = [g for n, g in enumerate(node.groups) if n not in groups]
+            self.merged.pop(node, None)
+            return "dropped"
+        return ""
+
+
+def contains(run: Sequence[Any], part: Sequence[Any]) -> bool:
+    return any(tuple(run[n : n + len(part)]) == tuple(part) for n in range(len(run)))

@@ -1,0 +1,58 @@
+"""A switch in two halves, to overlap with computation: forward and backward each launch it and wait for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.collectives import switch_plan, wait
+
+
+class PendingSwitch:
+    """A switch under way. Forward and backward each run in two halves, so both can overlap with computation.
+
+    The two halves are tied by an empty token tensor: uneven buffers may not travel through autograd, which checks
+    shapes.
+    """
+
+    def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
+        self.args = (src, dst, src_size, group)
+        self.waited = False
+        self.token = _Launch.apply(x, self)
+
+    def wait(self) -> Tensor:
+        if self.waited:
+            raise RuntimeError("this switch was already waited for; wait() may be called once")
+        self.waited = True
+        return _Await.apply(self.token, self)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
+        ctx.pending = pending
+        plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
+        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+        pending = ctx.pending
+        return pending.back.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
+
+
+class _Await(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
+        ctx.pending = pending
+        return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        pending = ctx.pending
+        src, dst, _, group = pending.args
+        pending.back = switch_plan(grad, dst, src, pending.there.shape[dst], group)
+        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
+        return grad.new_empty(0), None
