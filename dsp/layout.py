@@ -5,7 +5,6 @@ A `Cut` names one sharded dim of a tensor. Chunks follow `torch.chunk`: 5 frames
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -214,7 +213,3 @@ def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, li
         shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
     sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]
     return Axis.of(sub), index, cut, shape
-
-
-def numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dsp.layout import Axis
 
@@ -29,13 +30,24 @@ def forked(axis: Axis) -> Iterator[None]:
 
 
 def fork(axis: Axis) -> Any:
-    seed = int(torch.randint(2**62, (), device="cpu"))
+    """From here on this rank draws numbers of its own; what is returned is to be given to `join`."""
+    drawn = int(torch.randint(2**62, (), device="cpu"))
+    return _begin(axis, (drawn + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63)
+
+
+def share(axis: Axis) -> Any:
+    """From here on all ranks draw the same numbers: from a stream seeded by rank 0. To be ended likewise."""
+    drawn = torch.randint(2**62, (1,), device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
+    dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
+    return _begin(axis, int(drawn))
+
+
+def _begin(axis: Axis, value: int) -> Any:
     cuda = axis.mesh.device_type == "cuda"
     state = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
-    own = (seed + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63
-    torch.default_generator.manual_seed(own)
+    torch.default_generator.manual_seed(value)
     if cuda:
-        torch.cuda.manual_seed(own)
+        torch.cuda.manual_seed(value)
     return state
 
 

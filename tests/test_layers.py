@@ -1,4 +1,4 @@
-"""The order of the library's layers: a file imports from those before it, and nothing private."""
+"""The order of the library's layers: a file imports from those before it, and nothing private; and its measures."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ def test_a_file_imports_from_layers_before_its_own(file: Path) -> None:
                 assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
             if node.module != "dsp.private":  # which is there to name what is torch's own
                 assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"
+
+
+# the public functions whose options are all named, and what follows a signature of torch
+WIDE = {"plan", "choose", "trailing", "windowed", "_backward", "_"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(HOME).as_posix())
+def test_files_and_functions_are_short(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert len([a for a in taken if a.arg not in ("self", "cls")]) <= 7 or node.name in WIDE, node.name
+            assert (node.end_lineno or 0) - node.lineno < 60, node.name

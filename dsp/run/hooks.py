@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dsp.plan.skeleton import foreign
 from dsp.private import pytree
 from dsp.sharded import ACTIVE, Own, Sharded, plain
 
 
-def count(*_: Any, uncounted: bool) -> None:
+def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[nn.Module]) -> None:
+    """Put our hooks, of which `own` has module and keys, outside of those that came later (fully_shard's).
+
+    Those must see local tensors: ours go first in and last out. And on modules `between` stages no plan counted what
+    others do.
+    """
+    for module, pre, post in own:
+        if next(iter(module._forward_pre_hooks)) != pre:
+            module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
+        if next(reversed(module._forward_hooks)) != post:
+            module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
+    for module in between:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if not isinstance(hook, Aside) and foreign(hook):
+                    hooks[key] = Aside(hook)
+
+
+def leave_out(model: nn.Module, left_out: set[int]) -> None:
+    """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the borders
+    of a module that holds stages, to gather weights, is in the run alone: it is not counted."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and id(module) not in left_out:
+            left_out.add(id(module))
+            for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                register(partial(_count, uncounted=True), prepend=True)
+                register(partial(_count, uncounted=False))
+
+
+def _count(*_: Any, uncounted: bool) -> None:
     current = ACTIVE.get()
     if current is not None:
         current[1].mode.uncounted = uncounted

@@ -9,40 +9,34 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from dsp.gradients import connected_local, covered_exit
-from dsp.layout import Axis, Cut, cut_of
-from dsp.moves import ScaleGradient, SplitInput, WholeInput
+from dsp.gradients import covered_exit
+from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.recorder import Recorder
-from dsp.plan.skeleton import foreign
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import trace
 from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
-from dsp.randomness import join
+from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
-from dsp.run.hooks import Aside, count
-from dsp.run.inputs import describe, given, without_data
+from dsp.run.hooks import leave_out, settle
+from dsp.run.inputs import describe, given_cuts, split, with_true_gradients, without_data
 from dsp.run.ledger import Ledger, Word
-from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.sharded import ACTIVE, plain
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
@@ -131,30 +125,6 @@ class Runtime:
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         self.between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
 
-    def settle_hooks(self) -> None:
-        # hooks that came later (fully_shard's) must see local tensors: ours go first in and last out
-        for module, pre, post in self.hooks:
-            if next(iter(module._forward_pre_hooks)) != pre:
-                module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
-            if next(reversed(module._forward_hooks)) != post:
-                module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
-        # between stages no plan counted what they do
-        for module in self.between:
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in hooks.items():
-                    if not isinstance(hook, Aside) and foreign(hook):
-                        hooks[key] = Aside(hook)
-
-    def leave_out_hooks(self) -> None:
-        """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the
-        borders of a module that holds stages, to gather weights, is in the run alone: it is not counted."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule) and id(module) not in self.left_out:
-                self.left_out.add(id(module))
-                for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                    register(partial(count, uncounted=True), prepend=True)
-                    register(partial(count, uncounted=False))
-
     # --- the model ---
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,22 +150,25 @@ class Runtime:
             self.idle.release()
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.settle_hooks()
+        settle(self.hooks, self.between)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         plan, sizes, fresh = self.plan_for(key, args, kwargs)
         if fresh:
-            self.leave_out_hooks()
+            leave_out(self.model, self.left_out)
         self.agreement.start(leaves, spec, key, wait=fresh)
-        args, kwargs = self.enter(plan, args, kwargs)
+        if self.signature is not None:
+            args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
+        args, kwargs = with_true_gradients(self.axis, args, kwargs)
         run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
         if plan is None:
             run.recorder = Recorder(self.axis.size, sizes)
             if self.signature is not None:
-                run.observe("root_inputs", self.signature.bind(args, kwargs)[1], self.given(args, kwargs))
+                bound = self.signature.bind(args, kwargs)[1]
+                run.observe("root_inputs", bound, given_cuts(self.signature, args, kwargs))
         state = None
         if plan is None or plan.script.random_glue:
-            state = self.shared_randomness()
+            state = share(self.axis)
         ledger = Ledger(run)
         try:
             with ledger.listening():
@@ -247,14 +220,8 @@ class Runtime:
             del self.sizes[self.plans.popitem(last=False)[0]]
         return plan, self.sizes[key], True
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Cut]:
-        """The inputs that arrive already sharded."""
-        bound = self.signature.bind(args, kwargs)[1] if self.signature is not None else []
-        cuts = {b.param: cut_of(b.tensor.placements[0]) for b in bound if isinstance(b.tensor, DTensor)}
-        return {k: c for k, c in cuts.items() if c is not None}
-
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        given = self.given(args, kwargs)
+        given = given_cuts(self.signature, args, kwargs)
 
         def traced(stages: list[Stage]) -> Trace:
             return trace(
@@ -282,40 +249,6 @@ class Runtime:
     def solve(self, t: Trace, more: Sequence[Stage] = ()) -> Plan:
         return make_plan(t, {s.name: s for s in (*self.stages, *more)}, Goal(self.axis.size))
 
-    def enter(self, plan: Plan | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Split the declared inputs; give every input whose gradient is asked its true one."""
-        cuts: dict[str, Cut | None] = plan.script.inputs if plan else {}
-        if self.signature is not None:
-            call, bound = self.signature.bind(args, kwargs)
-            for b in bound:
-                cut = cuts.get(b.param)
-                if b.pattern is None or cut is None or isinstance(b.tensor, DTensor):
-                    continue
-                if b.tensor.requires_grad and torch.is_grad_enabled():
-                    local = SplitInput.apply(b.tensor, self.axis, cut)
-                else:
-                    local = self.axis.narrow(b.tensor, cut)
-                shard = carry(local, self.axis.at(b.tensor.shape, cut))
-                if local._is_view():  # of the caller's tensor
-                    shard._dsp_lent = f"the model's own input {b.param!r}"  # type: ignore[attr-defined]
-                call.replace(b, shard)
-            args, kwargs = tuple(call.args), call.kwargs
-
-        def true_gradient(t: Tensor) -> Tensor:
-            if not t.requires_grad or isinstance(t, Sharded):  # split above
-                return t
-            if not isinstance(t, DTensor):
-                return WholeInput.apply(t, self.axis)
-            if not given(t):  # split above, or computed: averaging over ranks is still to come
-                return t
-            cut = cut_of(t.placements[0])
-            assert cut is not None
-            return carry(ScaleGradient.apply(connected_local(t), self.axis.size), self.axis.at(t.shape, cut))
-
-        if torch.is_grad_enabled():
-            args, kwargs = pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
-        return args, kwargs
-
     def leave(self, run: Run, output: Any) -> Any:
         finished = []
         for i, t in enumerate(tensors_in(output)):
@@ -335,17 +268,6 @@ class Runtime:
                         f"the model returned shape {tuple(t.shape)}, but its root pattern says '{pattern}'"
                     )
         return map_tensors(output, finished)
-
-    def shared_randomness(self) -> Any:
-        """Glue draws the same numbers on every rank: from a stream seeded by rank 0."""
-        cuda = self.axis.mesh.device_type == "cuda"
-        seed = torch.randint(2**62, (1,), device="cuda" if cuda else "cpu")
-        dist.broadcast(seed, group=self.axis.mesh.get_group(), group_src=0)
-        state = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
-        torch.default_generator.manual_seed(int(seed))
-        if cuda:
-            torch.cuda.manual_seed(int(seed))
-        return state
 
 
 @uncompiled
