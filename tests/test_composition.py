@@ -139,6 +139,28 @@ def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
         same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Doubled(Layered):
+    def forward(self, x: Tensor) -> Tensor:
+        return Twice.apply(super().forward(x))
+
+
+def test_a_function_of_autograd_at_the_end() -> None:
+    """As fully_shard puts there. Some versions of torch forget what is behind it once its output is gone."""
+    plan, plain = (dsp.plan(model(), torch.randn(1, 7, 5, toys.C), size=2) for model in (Doubled, Layered))
+    assert plan.bytes == plain.bytes
+    assert plan.bytes["backward"] > 0
+
+
 class Compared(nn.Module):
     """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
 

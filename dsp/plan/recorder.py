@@ -152,7 +152,7 @@ class Recorder(Operations):
             self.inputs[b.param] = index
 
     def root_outputs(self, output: Any, gather: bool) -> None:
-        self.ends = [node(t) for t in tensors_in(output)]
+        self.ends = tensors_in(output)  # not their nodes: those of others' functions fall apart without a tensor
         for i, t in enumerate(tensors_in(output)):
             self.root_output(i, t, gather)
 
@@ -173,7 +173,7 @@ class Recorder(Operations):
 
     def leave_out_dead_ends(self) -> None:
         """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
-        self.reached = leading_to(self.ends)
+        self.reached = leading_to(node(t) for t in self.ends)
         for event, made in zip(self.events, self.made):
             event.grad &= any(nodes & self.reached for nodes in made)
         self.grads = [bool(nodes & self.reached) for nodes in self.nodes]
