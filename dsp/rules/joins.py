@@ -117,6 +117,8 @@ def drop(f: Frame) -> Outcome:
     if dim == cut.dim:
         if f.name == "select":
             return one_of(f, x, cut, f.get(2, "index"), ())
+        if not x.shape[dim]:  # nothing, taken apart, is nothing
+            return Outcome(None)
         raise f.refuse("it takes parts of the sharded dim")
     return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
 
