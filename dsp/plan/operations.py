@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ from dsp.tensors import memory, overwritten, tensors_in
 SAME = frozenset("contiguous flatten ravel to type type_as float double half bfloat16 real conj resolve_conj".split())
 
 Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
+COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
 
 
 @dataclass
@@ -272,7 +274,7 @@ class Operations(Values):
         if any(not k for k in keys):
             found.refusal = op.frame({}).refuse("no dim of it can be sharded")
         combos: Iterable[Combo] = itertools.product(*keys)
-        if len(op.values) > 3:
+        if math.prod(map(len, keys)) > COMBOS:
             every = set(keys[0]).intersection(*keys[1:])
             combos = [(k,) * len(op.values) for k in keys[0] if k in every]
         for combo in combos:

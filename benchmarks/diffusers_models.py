@@ -1,0 +1,265 @@
+"""Unmodified models of diffusers under `dsp.parallelize`, held to one process: the table of docs/diffusers.md.
+
+    python benchmarks/diffusers_models.py [--ranks 2 3] [--models Flux Wan] [--write]
+
+Each is a small one of its class with random weights, in float64, and gets one line: the names of its inputs' dims. On
+gloo ranks its output, the gradient of every input and of every parameter are compared with one process. Bytes are those
+of the plan, forward, but for the gather of the output, over what Ulysses would send: queries, keys, values and outputs
+of every self-attention, each switched. Errors are relative to the largest value, of gradients to the largest of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import dsp
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/diffusers.md"
+MARK = "<!-- table: models -->\n"
+
+
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    line: str  # of stages: the root pattern
+
+
+class Decoder(nn.Module):
+    """An autoencoder's decode as a forward."""
+
+    def __init__(self, vae: nn.Module) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.vae.decode(z, return_dict=False)[0]
+
+
+class Encoder(Decoder):
+    def forward(self, z: Tensor) -> Tensor:
+        return self.vae.encode(z, return_dict=False)[0].parameters
+
+
+def _made(name: str, **config: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, name)(**config)
+
+    return build
+
+
+def _video(c: int, t: int, side: int, text: int = 10, e: int = 16, **more: Any) -> Callable[[], dict[str, Any]]:
+    def inputs() -> dict[str, Any]:
+        found = {"hidden_states": torch.randn(1, c, t, side, side), "encoder_hidden_states": torch.randn(1, text, e)}
+        return found | {"timestep": torch.tensor([3])} | {k: make() for k, make in more.items()}
+
+    return inputs
+
+
+def _latents(*shape: int) -> Callable[[], dict[str, Any]]:
+    return lambda: {"z": torch.randn(*shape)}
+
+
+def _frames_first(make: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def inputs() -> dict[str, Any]:
+        found = make()
+        return found | {"hidden_states": found["hidden_states"].transpose(1, 2).contiguous()}
+
+    return inputs
+
+
+def _mask(text: int, dtype: torch.dtype = torch.bool) -> Callable[[], Tensor]:
+    return lambda: torch.ones(1, text, dtype=dtype)
+
+
+VIDEO = "hidden_states=b c t h w, encoder_hidden_states=b n e"
+HUNYUAN = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 8, "num_layers": 1,
+    "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "text_embed_dim": 16,
+    "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 2),
+}  # fmt: skip
+CASES = {
+    "WanTransformer3DModel": Case(
+        _made("WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=6, attention_head_dim=12,
+              in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, rope_max_seq_len=32),
+        _video(4, 3, 16), VIDEO,
+    ),
+    "CogVideoXTransformer3DModel": Case(
+        _made("CogVideoXTransformer3DModel", num_attention_heads=6, attention_head_dim=16, in_channels=4,
+              out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2, sample_width=16, sample_height=16,
+              sample_frames=9, patch_size=2, max_text_seq_length=10),
+        _frames_first(_video(4, 3, 16)), "hidden_states=b t c h w, encoder_hidden_states=b n e",
+    ),
+    "HunyuanVideoTransformer3DModel": Case(
+        _made("HunyuanVideoTransformer3DModel", **HUNYUAN),
+        _video(4, 3, 16, encoder_attention_mask=_mask(10, torch.float32), pooled_projections=lambda: torch.randn(1, 8),
+               guidance=lambda: torch.tensor([4.0])), VIDEO,
+    ),
+    "MochiTransformer3DModel": Case(
+        _made("MochiTransformer3DModel", patch_size=2, num_attention_heads=6, attention_head_dim=8, num_layers=2,
+              pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=10),
+        _video(4, 3, 16, encoder_attention_mask=_mask(10)), VIDEO,
+    ),
+    "LTXVideoTransformer3DModel": Case(
+        _made("LTXVideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=6, attention_head_dim=8,
+              cross_attention_dim=48, num_layers=2, caption_channels=16),
+        lambda: {"hidden_states": torch.randn(1, 192, 4), "encoder_hidden_states": torch.randn(1, 10, 16),
+                 "timestep": torch.tensor([3]), "encoder_attention_mask": torch.ones(1, 10).bool(), "num_frames": 3,
+                 "height": 8, "width": 8}, "hidden_states=b s c, encoder_hidden_states=b n e",
+    ),
+    "FluxTransformer2DModel": Case(
+        _made("FluxTransformer2DModel", patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
+              attention_head_dim=16, num_attention_heads=6, joint_attention_dim=32, pooled_projection_dim=32,
+              axes_dims_rope=[4, 4, 8]),
+        lambda: {"hidden_states": torch.randn(1, 192, 4), "encoder_hidden_states": torch.randn(1, 10, 32),
+                 "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([1.0]),
+                 "img_ids": torch.randn(192, 3), "txt_ids": torch.randn(10, 3)},
+        "hidden_states=b s c, encoder_hidden_states=b n e",
+    ),
+    "AutoencoderKLHunyuanVideo, decoder": Case(
+        lambda: Decoder(_made("AutoencoderKLHunyuanVideo", latent_channels=4, block_out_channels=(8, 8, 8, 8),
+                              layers_per_block=1, norm_num_groups=4)()),
+        _latents(1, 4, 3, 6, 10), "z=b c t h w",
+    ),
+    "AutoencoderKLHunyuanVideo, encoder": Case(
+        lambda: Encoder(_made("AutoencoderKLHunyuanVideo", latent_channels=4, block_out_channels=(8, 8, 8, 8),
+                              layers_per_block=1, norm_num_groups=4)()),
+        _latents(1, 3, 5, 48, 64), "z=b c t h w",
+    ),
+    "AutoencoderKLCogVideoX, decoder": Case(
+        lambda: Decoder(_made("AutoencoderKLCogVideoX", block_out_channels=(8, 8, 8, 8), latent_channels=4,
+                              down_block_types=("CogVideoXDownBlock3D",) * 4,
+                              up_block_types=("CogVideoXUpBlock3D",) * 4, layers_per_block=1, norm_num_groups=2)()),
+        _latents(1, 4, 2, 6, 10), "z=b c t h w",
+    ),
+    "AutoencoderKLTemporalDecoder, encoder": Case(
+        lambda: Encoder(_made("AutoencoderKLTemporalDecoder", block_out_channels=(32, 32), latent_channels=4,
+                              down_block_types=("DownEncoderBlock2D",) * 2)()),
+        _latents(2, 3, 24, 32), "z=b c h w",
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = CASES[name].build().double()
+    for p in model.parameters():
+        if not p.abs().max():
+            nn.init.normal_(p, std=0.1)
+    kwargs = CASES[name].inputs()
+    return model, {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
+
+
+def step(model: nn.Module, kwargs: Mapping[str, Any], line: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradients of what `line` names."""
+    leaves = {k: v.clone().requires_grad_() for k, v in kwargs.items() if f"{k}=" in line}
+    rest = {} if "z" in kwargs else {"return_dict": False}
+    out = next(t for t in pytree.tree_leaves(model(**{**kwargs, **leaves}, **rest)) if isinstance(t, Tensor))
+    (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+    return out.detach(), {k: v.grad for k, v in leaves.items()}
+
+
+class Attentions(TorchFunctionMode):
+    """Bytes of queries, keys, values and outputs of every self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            q, k, v = (args + tuple((kwargs or {}).get(name) for name in ("query", "key", "value")[len(args) :]))[:3]
+            if q.shape[-2] == k.shape[-2]:
+                self.bytes += sum(t.numel() * t.element_size() for t in (q, k, v, out))
+        return out
+
+
+def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
+    """One step on the ranks of a mesh beside one on this process alone: errors, bytes, the largest share."""
+    line = CASES[name].line
+    single, kwargs = made(name)
+    model = copy.deepcopy(single)
+    n, rest = mesh.size(), {} if "z" in kwargs else {"return_dict": False}
+    plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line})
+    with Attentions() as attentions:
+        expected, inputs = step(single, kwargs, line)
+    dsp.parallelize(model, mesh, {"": line})
+    out, own = step(model, kwargs, line)
+    group = mesh.get_group()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    for g in grads:
+        dist.all_reduce(g, group=group)
+    whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in single.parameters()]
+    largest = max(float(g.abs().max()) for g in whole)
+    return {
+        "output": float((out - expected).abs().max() / expected.abs().max()),
+        "inputs": max(float((own[k] - g).abs().max() / g.abs().max()) for k, g in inputs.items()),
+        "parameters": max(float((g / n - w).abs().max()) for g, w in zip(grads, whole)) / largest,
+        "share": plan.share,
+        "planned": plan.bytes["forward"],
+        "ulysses": attentions.bytes * (n - 1) / n**2,
+    }
+
+
+def _rank(rank: int, n: int, store: str, name: str, into: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
+    found = held(init_device_mesh("cpu", (n,), mesh_dim_names=("sp",)), name)
+    if rank == 0:
+        torch.save(found, into)
+    dist.destroy_process_group()
+
+
+def row(name: str, n: int) -> str:
+    with tempfile.TemporaryDirectory() as at:
+        torch.multiprocessing.spawn(_rank, (n, f"{at}/store", name, f"{at}/found"), nprocs=n)
+        found = torch.load(f"{at}/found")
+    ratio = "-" if name.startswith("Autoencoder") else f"{found['planned'] / found['ulysses']:.2f}"
+    errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
+    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.2f} | {ratio} |"
+
+
+def table(models: list[str], sizes: list[int]) -> str:
+    head = "| model | the one line | N | output | gradients | largest share | bytes / Ulysses |"
+    rows = ["|---" * 7 + "|"]
+    for name in models:
+        for n in sizes:
+            rows.append(row(name, n))
+            print(rows[-1], flush=True)
+    return "\n".join([head, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--models", nargs="+", default=[""], help="parts of their names")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    made = table([name for name in CASES if any(part in name for part in args.models)], args.ranks)
+    if args.write:
+        before, _, after = PAGE.read_text().partition(MARK)
+        PAGE.write_text(f"{before}{MARK}{made}\n{after[after.index('<!-- end -->') :]}")
+
+
+if __name__ == "__main__":
+    main()
