@@ -174,6 +174,6 @@ def test_planned_bytes_are_counted_bytes(ranks, n: int, ckpt: bool) -> None:
         busiest = {p: max(r[name][0][p] for r in results) for p in ("forward", "backward", "recompute")}
         planned = results[0][name][1]
         if name == "token among the frames":  # 1 + t s is uneven: another rank is the busiest in another move
-            assert all(busiest[p] <= planned[p] <= 1.05 * busiest[p] for p in planned), (busiest, planned)
+            assert all(busiest[p] <= planned[p] <= 1.07 * busiest[p] for p in planned), (busiest, planned)
         else:
             assert busiest == planned, name

@@ -522,7 +522,8 @@ def refuse(mesh: DeviceMesh, names: list[str]) -> None:
 
 @pytest.mark.parametrize("n", [2, slow(3)])
 def test_refused_by_name(ranks, n: int) -> None:
-    ranks(refuse, n, list(REFUSED))
+    exact = {"what a copy was made of, for a view"} if n == 3 else set()  # there no copy is made
+    ranks(refuse, n, [name for name in REFUSED if name not in exact])
 
 
 def inspected(mesh: DeviceMesh) -> list[str]:

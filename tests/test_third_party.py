@@ -195,8 +195,8 @@ def test_bytes_equal_the_formula(ranks, n: int, name: str) -> None:
             sent = sum(v["bytes"] for v in counted[phase].values())
             if name == "timesformer":  # the bytes of channels and tokens in turn are a bound
                 assert set(counted[phase]) <= {"switch", "all_reduce", "gather", "reduce_scatter", "rows"}
-                assert sent <= expect / 2
-                assert sent - losses <= planned[phase] <= 1.1 * sent
+                assert sent <= 0.6 * expect
+                assert sent - losses <= planned[phase] <= 1.5 * sent  # another rank is the busiest in another move
             else:  # every rank the same
                 assert set(counted[phase]) <= {"switch", "all_reduce"}
                 assert sent == expect + losses, (phase, counted)

@@ -149,7 +149,7 @@ def conv_transpose(f: Frame) -> Outcome:
 
     def reads(a: int, b: int) -> tuple[int, int]:
         stop = (b - 1 + lead) // step + 1 + gap
-        return min(-((reach - a - lead) // step), stop - 1), stop
+        return min(-((reach - a - lead) // step), (a + lead) // step), stop
 
     rest = {
         "bias": bias, "stride": stride, "padding": padding, "output_padding": more,
