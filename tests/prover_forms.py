@@ -30,6 +30,13 @@ def flags(*shape: int) -> Tensor:
     return ints(*shape, high=3) > 0
 
 
+def logits(length: int) -> Tensor:
+    """(4, length) logits near -900, whose exponential is 0; parts are masked, and of the last row everything."""
+    low = x(4, length, grad=False) - 900
+    low[0, :2] = low[1, 2:] = low[3] = -torch.inf
+    return low.requires_grad_()
+
+
 A, B = (4, 6, 3), (2, 5, 4)  # even and uneven over 2 and 3 ranks; with 4 over 3 the last rank holds nothing
 AUTOMATIC: list[Form] = [
     form(x(3, 4)),
@@ -172,8 +179,10 @@ FORMS: dict[str, list[Form]] = {
     "repeat_interleave": [form(x(*A), 2, 1), form(x(*A), 3, dim=0), form(x(*A), repeats=2, dim=-1),
         form(x(*A), 2), form(x(*A), torch.tensor([1, 2, 3]), 2),
                           form(x(5), 2), form(x(*A), 2, 1, output_size=12)],
-    **each("softmax log_softmax softmin cumsum cumprod logcumsumexp glu", [*DIMS, form(x(4, 6), -1),
+    **each("cumsum cumprod logcumsumexp glu", [*DIMS, form(x(4, 6), -1),
         form(x(4, 6), dim=1), form(x(*A))]),
+    **each("softmax log_softmax softmin", [*DIMS, form(x(4, 6), -1), form(x(4, 6), dim=1), form(x(*A)),
+        form(logits(6), -1), form(logits(4), -1), form(logits(6), 0), form(-logits(4), 1)]),
     "normalize": [form(x(*A)), form(x(*A), dim=-1), form(x(*A), 2.0, 0), form(x(*A), p=1.0, dim=1)],
     "flip": [form(x(*A), 1), form(x(*A), (0, 2)), form(x(*A), dims=(-1,)), form(x(*A), 0, 1), form(x(*A), [1])],
     "roll": [form(x(*A), 1, 1), form(x(*A), (1, 2), (0, 2)), form(x(*A), shifts=2, dims=-1), form(x(*A), 1),

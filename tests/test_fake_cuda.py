@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from slow import slow
 from test_zoo_parallel import CASES, example
 from torch import Tensor, nn
@@ -31,10 +32,11 @@ import dsp.embedded
 import zoo
 from dsp import collectives
 from dsp.embedded import blocks
-from dsp.layout import Axis, chunk
+from dsp.layout import Axis, Cut, chunk
 from dsp.plan.watch import Watch
 from dsp.planner import chunk_sizes
 from dsp.randomness import forked
+from dsp.rules import RULES, Frame, Operand
 from dsp.run.agreement import SLOTS, Agreement
 from dsp.tensors import tensors_in
 
@@ -147,6 +149,27 @@ def test_models_stay_on_the_device(case: str) -> None:
 @pytest.mark.usefixtures("unanswered")
 def test_dtypes_under_autocast(case: str) -> None:
     assert run(case, 4, 1, True) == run(case, 1, 0, True)
+
+
+STATISTICS = {
+    "softmax": (F.softmax, (-1,)), "log_softmax": (F.log_softmax, (-1,)), "layer_norm": (F.layer_norm, ((6,),)),
+    "rms_norm": (F.rms_norm, ((6,),)), "group_norm": (F.group_norm, (2,)), "instance_norm": (F.instance_norm, ()),
+    "var": (torch.var, (-1,)), "std": (torch.std, (-1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_over_ranks_return_what_autocast_says(name: str) -> None:
+    func, rest = STATISTICS[name]
+    with fake(), autocast(torch.bfloat16):
+        x = torch.empty(2, 4, 6, device=CUDA, dtype=torch.bfloat16)
+        operand = Operand((2, 4, 6), Cut(2))
+        outcome = RULES[name](Frame(name, (operand, *rest), {}, n=2, func=func))
+        assert outcome.func is not None
+        assert outcome.numbers is not None
+        every = torch.stack([outcome.numbers.of(x[..., :3])] * 2)
+        more = [None] * (name.endswith("_norm") * 2)
+        assert outcome.func(every, x[..., :3], *more).dtype == func(x, *rest).dtype
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring", "megatron_lm", "megatron_sp", "dsp_ulysses", "dsp_ring"])

@@ -110,27 +110,30 @@ def test_windows_and_statistics_along_a_sharded_dim(ranks: Callable, n: int, hei
     assert found[0][2] <= 1 / n + 0.2
 
 
-def masked(mesh: DeviceMesh) -> None:
-    """Places that are masked on one rank entirely leave no nan behind."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 6, dtype=torch.float64)
-    x[:, :3] = -torch.inf
+class Softmax(nn.Module):
+    stages = {"": "x=b l"}
 
-    class Softmax(nn.Module):
-        stages = {"": "x=b l"}
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(-1) + x.log_softmax(-1).exp() + x.softmax(-1, dtype=torch.float32)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x.softmax(-1) + x.softmax(-1, dtype=torch.float32)
 
+def masked(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
+    """Ranks that hold nothing, or what is masked, leave no nan behind, however low the others are."""
+    x = (torch.arange(4.0 * length).view(4, length) * 1.7).sin().to(dtype) - 900
+    half = -(-length // mesh.size())
+    x[0, :half] = x[1, half:] = x[3] = -torch.inf  # the last row is nan on one device, too
     leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
     single = Softmax()(leaf)
     out = dsp.parallelize(Softmax(), mesh)(own)
-    weight = torch.arange(6.0).double()
+    weight = torch.arange(length).to(dtype)
     for y in (single, out):
         (y * weight).sum().backward()
-    torch.testing.assert_close(out.detach(), single.detach())
-    torch.testing.assert_close(own.grad, leaf.grad)
+    assert single[:3].isfinite().all()
+    torch.testing.assert_close(out.detach(), single.detach(), equal_nan=True)
+    torch.testing.assert_close(own.grad, leaf.grad, equal_nan=True)
 
 
-def test_a_part_that_is_masked_entirely(ranks: Callable) -> None:
-    ranks(masked, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
+def test_parts_that_are_masked_or_empty(ranks: Callable, n: int, length: int, dtype: torch.dtype) -> None:
+    ranks(masked, n, length, dtype)

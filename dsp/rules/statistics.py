@@ -7,12 +7,13 @@ those of all, in fp32 at least, and the operation goes on with them: nothing els
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsp.collectives import summed_in
@@ -21,6 +22,23 @@ from dsp.planner import chunk_sizes
 from dsp.rules.call import Frame, Numbers, Operand, Outcome
 
 Dims = Sequence[int]
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda t: t.softmax(-1),
+    "log_softmax": lambda t: t.log_softmax(-1),
+    "layer_norm": lambda t: F.layer_norm(t, t.shape[-1:]),
+    "rms_norm": lambda t: F.rms_norm(t, t.shape[-1:]),
+    "group_norm": lambda t: F.group_norm(t, 1),
+    "instance_norm": F.instance_norm,
+    "var": lambda t: t.var(-1),
+    "std": lambda t: t.std(-1),
+}
+
+
+def made_in(f: Frame, t: Tensor) -> torch.dtype:
+    """What the plain operation makes of t's dtype: autocast may have a say."""
+    if not torch.is_autocast_enabled(t.device.type):
+        return t.dtype
+    return PLAIN[f.name](t.new_zeros(1, 1, 2)).dtype
 
 
 def moments(x: Tensor, dims: Dims) -> Tensor:
@@ -72,7 +90,7 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
         mean, squares = together(every, counts)
         made = ((opened(t) - mean) * (squares / sum(counts) + eps).rsqrt()).reshape(t.shape)
         per_channel = [p if p is None else p.reshape(c, *[1] * (x.ndim - 2)) for p in affine]
-        return affinely(made, *per_channel).to(t.dtype)
+        return affinely(made, *per_channel).to(made_in(f, t))
 
     numbers = Numbers(lambda t, *rest: moments(opened(t), dims), 2 * b * groups)
     return Outcome(cut, x.shape[cut.dim], args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
@@ -98,25 +116,30 @@ def trailing(
     def run(every: Tensor, t: Tensor, *affine: Tensor | None) -> Tensor:
         mean, total = together(every, counts) if centred else (0, every.sum(0))
         small = torch.finfo(every.dtype).eps if eps is None else eps
-        return affinely((t - mean) * (total / sum(counts) + small).rsqrt(), *affine).to(t.dtype)
+        return affinely((t - mean) * (total / sum(counts) + small).rsqrt(), *affine).to(made_in(f, t))
 
     numbers = Numbers(lambda t, *rest: moments(t, dims) if centred else squares(t), (1 + centred) * kept(x, dims))
     return Outcome(cut, x.shape[cut.dim], narrow, args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
 
 
 def exponentials(t: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """(2 ...): the largest along `dim`, and the sum of exponentials of what is left without it."""
+    """(2 ...): the largest along `dim`, and the sum of exponentials of what is left without it.
+
+    A part that is empty, or masked entirely, has -inf and 0: it counts nothing, however low the others are.
+    """
     t = t.to(summed_in(dtype or t.dtype))
     if not t.shape[dim]:
-        return torch.stack([t.sum(dim, keepdim=True)] * 2)
+        total = t.sum(dim, keepdim=True)
+        return torch.stack([torch.full_like(total, -math.inf), total])
     top = t.detach().amax(dim, keepdim=True)
-    top = top.masked_fill(top == -math.inf, 0)
-    return torch.stack([top, (t - top).exp().sum(dim, keepdim=True)])
+    near = top.masked_fill(top == -math.inf, 0)  # -inf less -inf is nan
+    return torch.stack([top, (t - near).exp().sum(dim, keepdim=True)])
 
 
 def all_exponentials(every: Tensor) -> tuple[Tensor, Tensor]:
-    top = every[:, 0].detach().amax(0)
-    return top, (every[:, 1] * (every[:, 0].detach() - top).exp()).sum(0)
+    tops = every[:, 0].detach()
+    top = tops.amax(0)
+    return top, (every[:, 1] * (tops - top).exp()).sum(0)  # all masked: nan, as on one device
 
 
 def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
@@ -125,7 +148,7 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
     def run(every: Tensor, t: Tensor) -> Tensor:
         top, total = all_exponentials(every)
         less = t.to(every.dtype) - top
-        return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or t.dtype)
+        return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or made_in(f, t))
 
     counted(f, x, cut, [cut.dim])
     numbers = Numbers(partial(exponentials, dim=cut.dim, dtype=dtype), 2 * kept(x, [cut.dim]))
@@ -139,7 +162,7 @@ def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: f
     def run(every: Tensor, t: Tensor) -> Tensor:
         made = together(every, counts)[1] / max(sum(counts) - correction, 0)
         made = made.sqrt() if f.name == "std" else made
-        return (made if keep else made.squeeze(tuple(dims))).to(t.dtype)
+        return (made if keep else made.squeeze(tuple(dims))).to(made_in(f, t))
 
     numbers = Numbers(partial(moments, dims=dims), 2 * kept(x, dims))
     return Outcome(None, args=(x,), kwargs={}, func=run, numbers=numbers)
