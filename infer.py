@@ -4,6 +4,7 @@
     python infer.py runs/video --prompt "a boat on a lake" --format mp4
     torchrun --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
     torchrun --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
+    python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
     python infer.py runs/demo --help
 
 All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
@@ -26,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dsp
 from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
+from zoo.training.show import dca
 from zoo.training.task import Task
 from zoo.training.tracking import duration
 
@@ -48,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     """Every rank reads the same command line: rank 0 speaks for all."""
 
     def error(self, message: str) -> NoReturn:
-        error = UserError(f"{message}; infer.py RUN --help explains every option")
+        error = UserError(f"{message}; {self.prog} --help explains every option")
         error.told = not first_rank()
         raise error
 
@@ -91,9 +93,22 @@ def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., No
     return on_step
 
 
+def direct_coupling_analysis(arguments: Sequence[str]) -> int:
+    """Contacts from alignments, which takes no model: one process does it."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("--dca is done by one process: python infer.py --dca ...")
+    parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    dca.arguments(parser)
+    for path in dca.run(parser.parse_args(arguments)):
+        print(f"wrote {path}")
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     usage = "infer.py RUN [options]   (RUN: the directory of a run, or of one of its checkpoints)"
     try:
+        if arguments[:1] == ["--dca"]:
+            return direct_coupling_analysis(arguments[1:])
         if not arguments or arguments[0].startswith("-"):
             if first_rank():
                 print(f"usage: {usage}\n\n{(__doc__ or '').partition(chr(10))[2].strip(chr(10))}")

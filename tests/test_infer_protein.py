@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_infer import infer, infer_here
 from test_train import Runs, trainer  # noqa: F401 (a fixture)
+
+from zoo.data.protein.record import LETTERS
+from zoo.data.protein.synthetic import PottsFamilies
+from zoo.protein.coevolution import direct_couplings
 
 STRUCTURES = Path(__file__).parent / "structures"
 TINY = """
@@ -161,3 +166,39 @@ def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
     assert "no structures or alignments in" in error(empty)
     bad = [shutil.copy(files / "bad.cif", tmp_path / name) for name in ("x.cif", "y.cif")]
     assert "none of 2 proteins can be read; the first: " in error(*bad)
+
+
+def test_direct_couplings_need_no_checkpoint(tmp_path, capsys):
+    family = PottsFamilies(families=1, residues=24, rows=40).protein(0)
+    rows = ["".join(LETTERS[a] for a in row) for row in family.msa]
+    file = alignment(tmp_path / "one.a3m", *rows, "-" * 20 + rows[0][20:])
+    assert infer("--dca", file, "--out", tmp_path / "dca") == 0
+    out = capsys.readouterr().out
+    assert "one: 24 residues, 40 of 41 rows, which count as 40, 0.00 GiB; its structure is not known" in out
+    score = arrays(tmp_path / "dca/one.npz")["score"]
+    assert (score == score.T).all()
+    expected = direct_couplings(torch.from_numpy(family.msa)).score.numpy()
+    np.testing.assert_allclose(score, expected, rtol=1e-4, atol=1e-5)
+    with (tmp_path / "dca/one.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert 0 < len(table) < 18 * 19 / 2
+    found = [float(row["score"]) for row in table]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == pytest.approx(score[int(table[0]["i"]), int(table[0]["j"])], abs=1e-4)
+    with Image.open(tmp_path / "dca/one.png") as image:
+        assert image.width > 400
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        (CHAINS[:1], [], "one: its sequence alone, and couplings are read off an alignment: give one"),
+        ((CHAINS[0], "-" * 13 + "F"), [], "one: no row but the first has less than 50% gaps: raise --gaps"),
+        ((CHAINS[0],) * 2, ["--identity", 2], "--identity 2.0: must be above 0 and at most 1"),
+        ((CHAINS[0],) * 2, ["--nonsense"], "unrecognized arguments: --nonsense; infer.py --dca --help explains"),
+    ],
+    ids=["alone", "gaps", "share", "unknown"],
+)
+def test_direct_couplings_that_cannot_be(tmp_path, capsys, rows, options, said):
+    assert infer("--dca", alignment(tmp_path / "one.a3m", *rows), *options, "--out", tmp_path) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")

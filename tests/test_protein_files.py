@@ -234,6 +234,33 @@ def test_files_that_say_nothing_of_sequences(tmp_path):
     np.testing.assert_array_equal(protein.positions, whole.positions)
 
 
+RARE = [("SEC", "U"), ("PYL", "O"), ("DAL", "A"), ("DTR", "W"), ("MED", "M"), ("MSE", "M"), ("XYZ", "X")]
+
+
+@pytest.mark.parametrize(("name", "letter"), RARE)
+def test_rare_residues_have_their_letters(name, letter, tmp_path):
+    """In mmCIF, in PDB with and without SEQRES; an unknown one is X, and without SEQRES nobody knows that it is one."""
+    text = gzip.decompress((STRUCTURES / "1A8O.pdb.gz").read_bytes()).decode()
+    expected = read_structure(STRUCTURES / "1A8O.pdb.gz").sequence
+    assert expected[1] == "D"
+    expected = expected[0] + letter + expected[2:]
+    lines = text.splitlines()
+    there = [line[:17] + name + line[20:] if line[:4] == "ATOM" and line[22:26] == " 152" else line for line in lines]
+    named = [re.sub(r"^(SEQRES   1 A   70  \w\w\w) ASP", rf"\1 {name}", line) for line in there]
+    (tmp_path / "a.pdb").write_text("\n".join(named))
+    protein = read_structure(tmp_path / "a.pdb")
+    assert protein.sequence == expected
+    assert protein.resolved[1, :3].all()
+    if letter != "X":
+        (tmp_path / "b.pdb").write_text("\n".join(line for line in there if line[:6] != "SEQRES"))
+        assert read_structure(tmp_path / "b.pdb").sequence == expected
+    cif = gzip.decompress((STRUCTURES / "1A8O.cif.gz").read_bytes()).decode()
+    cif = re.sub(r"^((?:ATOM|HETATM) .* )ASP( A 1 2 .*)$", rf"\1{name}\2", cif, flags=re.MULTILINE)
+    cif = re.sub(r"^(A 1 2 +)ASP( .*)$", rf"\1{name}\2", cif, flags=re.MULTILINE)
+    (tmp_path / "a.cif").write_text(cif)
+    assert read_structure(tmp_path / "a.cif").sequence == expected
+
+
 def test_the_text_says_the_format_and_b_factors_say_nothing(tmp_path):
     whole = read_structure(STRUCTURES / "1A8O.cif.gz")
     path = unpacked("1A8O.cif", tmp_path, as_name="1A8O.pdb")
@@ -445,6 +472,14 @@ def test_a3m(tmp_path):
     np.testing.assert_array_equal(read_alignment(tmp_path / "b.a3m.gz").msa, alignment.msa)
 
 
+def test_a_gap_in_the_query_of_an_a3m_is_no_column(tmp_path):
+    """As in FASTA: what a row has there is left out, with its insertions before and after."""
+    alignment = read_alignment(write(tmp_path / "a.a3m", [("q", "-MK--V"), ("r", "CMaKDccEgV"), ("s", "-M---V")]))
+    assert alignment.query == "MKV"
+    assert ["".join(LETTERS[a] for a in row) for row in alignment.msa] == ["MKV", "MKV", "M-V"]
+    assert alignment.deletions.tolist() == [[0, 0, 0], [1, 1, 5], [0, 0, 0]]
+
+
 STOCKHOLM = """# STOCKHOLM 1.0
 #=GS one/1-5 DE a protein TaxID=83333 of it
 query        MK..VL
@@ -478,6 +513,7 @@ def test_fasta_and_stockholm_leave_out_what_the_query_has_not(tmp_path):
         ("a.a3m", ">q\nMKV\n>r\nMK\n", r"row 2 \(r\) has 2 columns, the first row 3: not an alignment"),
         ("a.fa", ">q\nMKV\n>r\nMKVL\n", r"row 2 \(r\) has 4 columns, the first row 3"),
         ("a.fa", ">q\n---\n>r\nMKV\n", r"first row \(q\) is nothing but gaps"),
+        ("a.a3m", ">q\n---\n>r\nMKV\n", r"first row \(q\) is nothing but gaps"),
         ("a.a3m", ">q\nMKV\n>r\nM1V\n", r"row 2 \(r\) has '1' in column 2"),
         ("a.sto", STOCKHOLM.replace("//", ""), "no // at its end"),
         ("a.sto", STOCKHOLM.replace("gA", "gAA"), "a.sto: not a readable Stockholm file"),

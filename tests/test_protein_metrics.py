@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from sklearn.metrics import mutual_info_score
 from slow import slow
 from test_parallel import averaged, same
 from torch import nn
@@ -28,8 +27,6 @@ from zoo.protein.metrics import (
     contact_precision,
     distance_lddt,
     masked_accuracy,
-    mutual_information,
-    plain_mutual_information,
     range_of_pairs,
 )
 from zoo.protein.objective import Frequencies, ProteinObjective
@@ -139,26 +136,6 @@ def test_lddt_of_calpha_atoms_against_biotite():
         exact = distances(*[torch.from_numpy(alpha)] * 2)
         assert Predicted(protein, -exact, exact).measure()["lDDT-Cα"] == 1
     assert sum(ceilings) / len(ceilings) == pytest.approx(0.683, abs=0.002)  # docs/proteins.md
-
-
-def test_mutual_information_against_sklearn():
-    msa = torch.from_numpy(PottsFamilies(families=1, residues=12, rows=50).protein(0).msa)
-    msa[::7, 3:5] = 21
-    msa[1, 2] = 20  # unknown, as a gap
-    plain = plain_mutual_information(msa, columns=5)
-    clamped = msa.long().clamp(max=20).numpy()
-    for i in range(12):
-        for j in range(12):
-            assert plain[i, j].item() == pytest.approx(mutual_info_score(clamped[:, i], clamped[:, j]), abs=2e-6)
-    apc = mutual_information(msa)
-    mean = [sum(plain[i, j].item() for j in range(12) if j != i) / 11 for i in range(12)]
-    for i in range(12):
-        assert apc[i, i] == 0
-        for j in set(range(12)) - {i}:
-            assert apc[i, j].item() == pytest.approx(
-                plain[i, j].item() - mean[i] * mean[j] / (sum(mean) / 12), abs=1e-5
-            )
-    assert (mutual_information(msa[:1]) == 0).all()
 
 
 def test_masked_accuracy_and_average():

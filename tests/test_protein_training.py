@@ -55,8 +55,9 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     floors = {key: value for record in records for key, value in record.items() if "floor" in key}
     assert 4 < floors["frequency_floor"] < 12
     assert floors["frequency_floor loss_msa"] + floors["frequency_floor loss_distogram"] == floors["frequency_floor"]
-    for name in ("apc_floor short P@L/5", "frequency_floor short P@L/5", "frequency_floor lDDT-Cα"):
+    for name in ("apc_floor short P@L/5", "dca_floor short P@L/5", "frequency_floor short P@L/5"):
         assert 0 <= floors[name] <= 1
+    assert 0 < floors["frequency_floor lDDT-Cα"] < 1
     out = capsys.readouterr().out
     assert "step 4: val_short P@L " in out
     assert "frequencies of letters in a column, of distances by separation" in out
@@ -76,8 +77,8 @@ def test_micro_batches_and_resuming(run):
 def test_real_structures(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
     values = {key: value for record in records for key, value in record.items()}
-    assert "alignments of one row: mutual information is not defined" in capsys.readouterr().out
-    assert not any("apc_floor" in key or "accuracy" in key for key in values)
+    assert "alignments of one row: nothing is coupled" in capsys.readouterr().out
+    assert not any("apc_floor" in key or "dca_floor" in key or "accuracy" in key for key in values)
     assert values["frequency_floor loss_msa"] == 0  # the sequence tells the letters that are hidden in it
     assert values["frequency_floor"] == values["frequency_floor loss_distogram"] > 0.5
 

@@ -1,4 +1,4 @@
-"""How good predicted contacts, distances and letters are, and what can be had without a model.
+"""How good predicted contacts, distances and letters are.
 
 Letters: s rows of the alignment, r residues, i j the residues of a pair. Distances in Å.
 """
@@ -16,12 +16,10 @@ __all__ = [
     "contact_precision",
     "distance_lddt",
     "masked_accuracy",
-    "mutual_information",
     "range_of_pairs",
 ]
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
-_GAP_OR_X = 20
 
 
 def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
@@ -71,41 +69,6 @@ def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | 
 def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:
     """The share of the chosen letters that were told, [...] each."""
     return (letters == target)[chosen.bool()].double().mean().item()
-
-
-def mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
-    """Mutual information of all pairs of columns of an alignment [s, r], in nats, with APC: [r, r], zero diagonal.
-
-    Of relative frequencies of the 20 letters and a gap (X is one too), without weights or pseudocounts. APC takes off
-    what a column shares with all others: I_ij - mean_i mean_j / mean (Dunn et al. 2008). Pairs are counted for
-    `columns` columns at a time.
-    """
-    return average_product_correction(plain_mutual_information(msa, columns))
-
-
-def plain_mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
-    """The same without the correction."""
-    (s, r), classes = msa.shape, _GAP_OR_X + 1
-    one_hot = torch.nn.functional.one_hot(msa.long().clamp(max=classes - 1), classes).float()  # (s, r, a)
-    flat = one_hot.flatten(1)
-    frequency = flat.mean(0)
-    entropy = -(frequency * frequency.clamp(min=1e-30).log()).view(r, classes).sum(1)
-    joint = torch.empty(r, r)
-    for i in range(0, r, columns):
-        p = flat[:, i * classes : (i + columns) * classes].T @ flat / s
-        cells = -(p * p.clamp(min=1e-30).log()).view(-1, classes, r, classes)
-        joint[i : i + columns] = cells.sum((1, 3))
-    return entropy[:, None] + entropy - joint
-
-
-def average_product_correction(score: Tensor) -> Tensor:
-    """A symmetric score [r, r] of pairs less the product of its rows' means, over its mean; zero on the diagonal."""
-    n = len(score)
-    off = score * (1 - torch.eye(n, dtype=score.dtype, device=score.device))
-    mean = off.sum(1) / max(1, n - 1)
-    whole = mean.mean()
-    corrected = off - mean[:, None] * mean / whole if whole > 0 else off
-    return corrected.fill_diagonal_(0)
 
 
 def average(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

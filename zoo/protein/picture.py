@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ from zoo.pictures import whole_file
 from zoo.protein.distogram import CONTACT, distances
 from zoo.protein.metrics import RANGES, range_of_pairs
 
-__all__ = ["ContactMap", "save_contact_maps", "write_contacts"]
+__all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_scores"]
 
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
 SHADE = np.array([150, 178, 224])  # of a pair that is in contact for certain but not among those counted
 SIDE = 420  # pixels of a map, about
-COLUMNS = (
-    "i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range", "probability", "distance"
-)  # fmt: skip
+COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range")
 
 
 @dataclass
@@ -118,19 +116,31 @@ def write_contacts(path: Path, protein: Protein, probability: Tensor, distance: 
 
     i and j count the residues of all chains from 0, numbers are those of the authors; distances are means, in Å.
     """
+    _write_pairs(path, protein, probability >= least, {"probability": (probability, 4), "distance": (distance, 2)})
+
+
+def write_scores(path: Path, protein: Protein, score: Tensor) -> None:
+    """The same table of pairs [r, r] that have a score and no probability: those above 0, the mean after APC."""
+    _write_pairs(path, protein, score > 0, {"score": (score, 5)})
+
+
+def _write_pairs(path: Path, protein: Protein, chosen: Tensor, numbers: Mapping[str, tuple[Tensor, int]]) -> None:
+    """The chosen pairs [r, r] in the order of the first of their `numbers` ([r, r], digits), the highest first."""
     residues = [
         (protein.chains[chain], letter, number)
         for chain, letter, number in zip(protein.asym_id, protein.sequence, protein.residue_ids)
     ]
     ranges = range_of_pairs(*(torch.from_numpy(x) for x in (protein.residue_index, protein.asym_id)))
-    rows = []
-    for name, pairs in ranges.items():
-        for i, j in (pairs & (probability >= least)).nonzero().tolist():
-            rows.append((probability[i, j].item(), i, j, name, distance[i, j].item()))
-    rows.sort(key=lambda row: (-row[0], row[1:3]))
+    rows = [
+        ([values[i, j].item() for values, _ in numbers.values()], i, j, name)
+        for name, pairs in ranges.items()
+        for i, j in (pairs & chosen).nonzero().tolist()
+    ]
+    rows.sort(key=lambda row: (-row[0][0], row[1:3]))
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(COLUMNS)
-        for p, i, j, name, d in rows:
+        table.writerow([*COLUMNS, *numbers])
+        for values, i, j, name in rows:
             both = [value for pair in zip(residues[i], residues[j]) for value in pair]
-            table.writerow([i, j, *both, name, f"{p:.4f}", f"{d:.2f}"])
+            texts = [f"{value:.{digits}f}" for value, (_, digits) in zip(values, numbers.values())]
+            table.writerow([i, j, *both, name, *texts])

@@ -54,7 +54,7 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
         if len(rows) > max_rows:
             raise ValueError(f"{len(rows)} rows, and the limit is {max_rows}")
         columns, left_out = _a3m(names, rows) if suffix == ".a3m" else _aligned(names, rows)
-        return Alignment(tuple(names), columns, left_out, str(path))
+        return Alignment(tuple(names), *_of_query(names, columns, left_out), str(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -107,8 +107,7 @@ def _a3m(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndar
     _refuse_unequal(names, lengths)
     inserted = np.cumsum(classes == _LOWER)[kept].reshape(len(rows), -1)
     before = np.concatenate([[0], np.cumsum(np.bincount(row[classes == _LOWER], minlength=len(rows)))[:-1]])
-    deletions = np.diff(inserted, axis=1, prepend=before[:, None])
-    return classes[kept].reshape(len(rows), -1), _counts(deletions)
+    return classes[kept].reshape(len(rows), -1), np.diff(inserted, axis=1, prepend=before[:, None])
 
 
 def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -119,15 +118,17 @@ def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.
     classes, row = _classes(rows)
     _refuse_strange(names, rows, classes, row)
     classes = np.where(classes == _SKIP, GAP, classes).reshape(len(rows), -1)
+    return classes, np.zeros(classes.shape, np.int64)
+
+
+def _of_query(names: Sequence[str], classes: np.ndarray, left_out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The columns [s, r] in which the query has a residue; what rows have in the others counts as left out."""
     kept = classes[0] != GAP
     if not kept.any():
         raise ValueError(f"its first row ({_short(names[0])}) is nothing but gaps, and it is the query")
-    inserted = np.cumsum((classes != GAP) & ~kept, axis=1)[:, kept]
-    return np.ascontiguousarray(classes[:, kept]), _counts(np.diff(inserted, axis=1, prepend=0))
-
-
-def _counts(deletions: np.ndarray) -> np.ndarray:
-    return np.minimum(deletions, np.iinfo(np.uint16).max).astype(np.uint16)
+    inserted = np.cumsum(left_out + ((classes != GAP) & ~kept), axis=1)[:, kept]
+    counts = np.minimum(np.diff(inserted, axis=1, prepend=0), np.iinfo(np.uint16).max)
+    return np.ascontiguousarray(classes[:, kept]), counts.astype(np.uint16)
 
 
 def _refuse_unequal(names: Sequence[str], lengths: np.ndarray) -> None:
@@ -154,7 +155,7 @@ def species_of(name: str) -> str | None:
 def describe_difference(query: str, sequence: str) -> str:
     """How like two sequences are that should be one, and where they begin to differ."""
     aligner = PairwiseAligner(scoring="blastp")
-    alignment = aligner.align(sequence.replace("-", "X"), query.replace("-", "X"))[0]
+    alignment = aligner.align(*(re.sub("[-JOU]", "X", text) for text in (sequence, query)))[0]  # no letters of BLOSUM
     pairs = [
         (i, j)
         for (a, b), (c, d) in zip(*alignment.aligned)

@@ -72,7 +72,8 @@ def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Ten
     """The alignment [s, r] with a share of its letters hidden, and which they are [s, r]; at least one.
 
     As in AlphaFold 2 (supplement, 1.2.7): of those chosen 70% become MASK, 10% a random amino acid, 10% a letter of the
-    same column (that of a random row) and 10% stay as they are.
+    same column and 10% stay as they are. The letter of the column is that of a random one of the rows given, which are
+    those that were sampled for the model; AlphaFold draws it from the profile of the whole alignment.
     """
     s, r = msa.shape
     u = torch.rand(s, r, generator=random)

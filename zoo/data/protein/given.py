@@ -82,7 +82,7 @@ def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
     r = sum(lengths)
     protein = Protein(
         name=name,
-        sequence="".join(queries).replace("-", "X"),
+        sequence="".join(queries),
         chains=tuple(_letters(i) for i in range(len(queries))),
         asym_id=np.repeat(np.arange(len(queries)), lengths),
         entity_id=np.repeat([entities.index(query) for query in queries], lengths),

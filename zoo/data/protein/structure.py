@@ -3,7 +3,8 @@
 What is read: the protein chains of the first model (nucleic acids, ligands and water are left out), every residue
 that was in the experiment, and its backbone and Cβ atoms where they were seen. Numbering is that of the sequence
 (label ids and _pdbx_poly_seq_scheme in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A modified residue
-has the letter of what it was made from (selenomethionine is M). Of alternative atoms the one of highest occupancy
+has the letter of what it was made from (selenomethionine is M), one of the other hand that of its mirror image;
+selenocysteine is U and pyrrolysine O, which models see as C and X. Of alternative atoms the one of highest occupancy
 counts, of equal ones the first in the alphabet; an atom of no occupancy was not seen. B factors, which may hold
 confidences, are not looked at.
 
@@ -29,6 +30,13 @@ from zoo.data.protein.record import ATOMS, Protein, encode
 __all__ = ["SUFFIXES", "read_structure"]
 
 SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
+
+# what Biopython's table leaves out: amino acids beyond the twenty, either of two, and those of the other hand
+_LETTERS = protein_letters_3to1_extended | {
+    "SEC": "U", "PYL": "O", "ASX": "B", "GLX": "Z", "DAL": "A", "DAR": "R", "DSG": "N", "DAS": "D", "DCY": "C",
+    "DGN": "Q", "DGL": "E", "DHI": "H", "DIL": "I", "DLE": "L", "DLY": "K", "MED": "M", "DPN": "F", "DPR": "P",
+    "DSN": "S", "DTH": "T", "DTR": "W", "DTY": "Y", "DVA": "V",
+}  # fmt: skip
 
 
 @dataclass
@@ -163,11 +171,11 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
 
 def one_letter(name: str) -> str:
     """The letter of a residue's three-letter name, modified ones included; X for one that has none."""
-    return protein_letters_3to1_extended.get(name, "X")
+    return _LETTERS.get(name, "X")
 
 
 def _is_protein(names: Sequence[str]) -> bool:
-    known = sum(name in protein_letters_3to1_extended or name == "UNK" for name in names)
+    known = sum(name in _LETTERS or name == "UNK" for name in names)
     return 2 * known > len(names)
 
 

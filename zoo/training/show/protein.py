@@ -14,13 +14,13 @@ from torch import Tensor
 from zoo.data.protein.example import Example, draw
 from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
+from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information
 from zoo.protein.distogram import CONTACT, contact_probability, distances, edges, expected_distance
 from zoo.protein.metrics import (
     average,
     contact_precision,
     distance_lddt,
     masked_accuracy,
-    mutual_information,
     range_of_pairs,
 )
 from zoo.protein.objective import Frequencies
@@ -111,7 +111,7 @@ class Show(task.Show):
         terms = average([frequencies.losses(sample) for sample in told])
         words = "frequencies of letters in a column, of distances by separation"
         floors = [Floor("frequency_floor", words, sum(terms.values()))]
-        by_frequency, by_information = [], []
+        by_frequency, by_information, by_couplings = [], [], []
         for example in self.task.validation_examples(self.config.sample.proteins):
             protein = example().protein
             known = truth(protein)
@@ -119,15 +119,18 @@ class Show(task.Show):
             guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
             by_frequency.append(guess.measure())
             if len(protein.msa) > 1:
-                by_information.append(contact_precision(mutual_information(torch.from_numpy(protein.msa)), *known))
+                msa = torch.from_numpy(protein.msa)
+                by_information.append(contact_precision(mutual_information(filled_rows(msa)), *known))
+                by_couplings.append(contact_precision(direct_couplings(msa).score, *known))
         for key, words, found in (
             ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
             ("frequency_floor", "frequencies of distances", average(by_frequency)),
             ("apc_floor", "mutual information of the same rows", average(by_information)),
+            ("dca_floor", "direct couplings of the same rows", average(by_couplings)),
         ):
             floors += [Floor(f"{key} {name}", f"{words}, {name}", value) for name, value in found.items()]
         if not by_information:
-            say("alignments of one row: mutual information is not defined, and hidden letters stand in the sequence")
+            say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         return floors
 
 

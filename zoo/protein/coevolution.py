@@ -1,0 +1,137 @@
+"""What an alignment says of contacts without a model that was trained: mutual information, and direct couplings.
+
+Columns that are in contact change together. Mutual information counts that pair by pair. Direct coupling analysis asks
+which pairs explain it all: of a Potts model p(x) ~ exp(sum_i h_i(x_i) + sum_ij e_ij(x_i, x_j)) the couplings e are, in
+mean field, minus the inverse of the covariance of letters (Morcos et al. 2011). Both are ranked after APC.
+
+Letters: s rows of an alignment, r residues, i j two columns, a b letters, q of them (20 amino acids and a gap).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "Coevolution",
+    "average_product_correction",
+    "couplings",
+    "direct_couplings",
+    "filled_rows",
+    "memory_of_couplings",
+    "mutual_information",
+    "sequence_weights",
+]
+
+_GAP_OR_X = 20
+_LETTERS = 20
+_CLASSES = _LETTERS + 1
+_ROWS = 256  # of an alignment, handled at a time
+
+
+class Coevolution(NamedTuple):
+    """Scores of all pairs, and what they rest on."""
+
+    score: Tensor  # [r, r] float32, symmetric, zero diagonal; the higher, the likelier a contact
+    rows: int  # of the alignment that were used
+    effective: float  # the sum of their weights: about as many independent sequences
+
+
+def filled_rows(msa: Tensor, gaps: float = 0.5) -> Tensor:
+    """The rows [s, r] of an alignment in which less than that share is gaps (or X), and the first.
+
+    Where whole stretches are missing in many rows, the stretches are what goes together: they would rank first.
+    """
+    few = (msa >= _GAP_OR_X).float().mean(1) < gaps
+    few[0] = True
+    return msa[few]
+
+
+def mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
+    """Mutual information of all pairs of columns of an alignment [s, r], in nats, with APC: [r, r], zero diagonal.
+
+    Of relative frequencies of the 20 letters and a gap (X is one too), without weights or pseudocounts. Pairs are
+    counted for `columns` columns at a time.
+    """
+    return average_product_correction(plain_mutual_information(msa, columns))
+
+
+def plain_mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
+    """The same without the correction."""
+    s, r = msa.shape
+    flat = F.one_hot(msa.long().clamp(max=_GAP_OR_X), _CLASSES).float().flatten(1)
+    frequency = flat.mean(0)
+    entropy = -(frequency * frequency.clamp(min=1e-30).log()).view(r, _CLASSES).sum(1)
+    joint = torch.empty(r, r)
+    for i in range(0, r, columns):
+        p = flat[:, i * _CLASSES : (i + columns) * _CLASSES].T @ flat / s
+        cells = -(p * p.clamp(min=1e-30).log()).view(-1, _CLASSES, r, _CLASSES)
+        joint[i : i + columns] = cells.sum((1, 3))
+    return entropy[:, None] + entropy - joint
+
+
+def average_product_correction(score: Tensor) -> Tensor:
+    """A symmetric score [r, r] of pairs less what its columns share with all others; zero on the diagonal.
+
+    S_ij - mean_i mean_j / mean (Dunn et al. 2008).
+    """
+    n = len(score)
+    off = score * (1 - torch.eye(n, dtype=score.dtype, device=score.device))
+    mean = off.sum(1) / max(1, n - 1)
+    whole = mean.mean()
+    corrected = off - mean[:, None] * mean / whole if whole > 0 else off
+    return corrected.fill_diagonal_(0)
+
+
+def sequence_weights(msa: Tensor, identity: float = 0.8) -> Tensor:
+    """One over how many rows, itself included, share at least that part of the letters of a row: [s], float32."""
+    x = msa.clamp(max=_GAP_OR_X).float()
+    most = (1 - identity) * x.shape[1] + 1e-4  # letters in which they may differ
+    return torch.cat([1 / (torch.cdist(part, x, p=0.0) <= most).sum(1) for part in x.split(_ROWS)])
+
+
+def couplings(msa: Tensor, weights: Tensor, pseudocount: float = 0.5) -> Tensor:
+    """The couplings e_ij(a, b) of the mean-field Potts model of an alignment [s, r]: [r, 20, r, 20] float64.
+
+    In the gauge in which those with a gap are zero. `pseudocount` is the share of the frequencies that is uniform.
+    """
+    r, n = msa.shape[1], _LETTERS * msa.shape[1]
+    single, pair = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+    for rows, weight in zip(msa.split(_ROWS), weights.split(_ROWS)):
+        x = F.one_hot(rows.long().clamp(max=_GAP_OR_X), _CLASSES)[..., :_LETTERS].flatten(1).float()
+        single += weight @ x
+        pair += (x * weight[:, None]).T @ x
+    share = (1 - pseudocount) / weights.sum().double()
+    single.mul_(share).add_(pseudocount / _CLASSES)
+    pair.mul_(share).add_(pseudocount / _CLASSES**2)
+    same = pair.view(r, _LETTERS, r, _LETTERS).diagonal(dim1=0, dim2=2)  # (a b i): one letter a column
+    same.copy_(torch.diag_embed(single.view(r, _LETTERS)).permute(1, 2, 0))
+    covariance = pair.addr_(single, single, alpha=-1)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance, out=covariance))
+    return inverse.neg_().view(r, _LETTERS, r, _LETTERS)
+
+
+def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, pseudocount: float = 0.5) -> Coevolution:
+    """Mean-field direct coupling analysis of an alignment [s, r] (classes as in LETTERS).
+
+    Rows of at least a share `gaps` of gaps are left out, and rows that share `identity` of their letters count as one.
+    The score of a pair is the Frobenius norm of its couplings, those with a gap left out, in the gauge in which they
+    sum to zero (Ekeberg et al. 2013), with APC. It takes 6400 r² bytes besides the alignment.
+    """
+    used = filled_rows(msa, gaps)
+    weights = sequence_weights(used, identity)
+    norms = [_norms(part) for part in couplings(used, weights, pseudocount).split(8)]
+    return Coevolution(average_product_correction(torch.cat(norms)).float(), len(used), weights.sum().item())
+
+
+def _norms(coupling: Tensor) -> Tensor:
+    """Of couplings [i, 20, r, 20] that are zero with a gap, the norms [i, r] in the zero-sum gauge."""
+    left, right = (coupling.sum(dim, keepdim=True) / _CLASSES for dim in (1, 3))
+    both = left.sum(3, keepdim=True) / _CLASSES
+    return (coupling - left - right + both).square().sum((1, 3)).sqrt()
+
+
+def memory_of_couplings(residues: int) -> int:
+    """Bytes that `direct_couplings` takes at its peak, about: the covariance of letters and its inverse."""
+    return 2 * 8 * (_LETTERS * residues) ** 2
