@@ -110,7 +110,7 @@ def test_a_block_is_flash_linear_attentions(fla, reverse, dtype, tolerance):
     torch.manual_seed(0)
     oracle = Both(fla)
     randomise(oracle)
-    mixers = [TimeMix(32, 8, 6, 8, 0.5), ChannelMix(32, 40, 0.5)]
+    mixers = [TimeMix(32, 8, 6, 8, 1, 2), ChannelMix(32, 40, 1, 2)]
     model = Block(32, "s", [Norm(32, bias=True), Norm(32, bias=True)], mixers, reverse)
     nn.init.zeros_(model.modulation.linear.weight)  # gates of one, and no other modulation
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """MSA module and Pairformer, the trunk of AlphaFold 3 (Abramson et al. 2024), trained as the Evoformer is.
 
     size   MSA blocks  blocks  c_m  c_z  c_s   parameters
-    af3             4      48   64  128  384   150,782,167
+    af3             4      48   64  128  384   150,634,711
 
 The alignment m (b s r c) is left behind after a few blocks; single residues s (b r c) and pairs z (b i j c) go on
 (algorithms 8 and 17). Masked tokens are predicted where the alignment is left. The last block of the MSA module updates
@@ -67,7 +67,7 @@ class Config:
     msa_depth: int = 4  # blocks of the MSA module
     depth: int = 48  # blocks of the Pairformer
     msa_heads: int = 8
-    msa_head_dim: int = 32
+    msa_head_dim: int = 8
     pair_heads: int = 4
     pair_head_dim: int = 32
     single_heads: int = 16

@@ -233,6 +233,13 @@ class STMamba(ScanModel):
 
         super().__init__(config, block)
 
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """As every model of scans; what a mixer adds starts smaller by the root of their number (mamba_ssm, GPT-2)."""
+        super().init_weights()
+        for block in self.running():
+            block.mixers[0].out_proj.weight.div_(math.sqrt(self.config.depth))
+
 
 # Published mixers
 

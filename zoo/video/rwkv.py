@@ -54,12 +54,12 @@ def to_previous(x: Tensor) -> Tensor:
 class TimeMix(nn.Module):
     """Linear attention whose decay, and whose mix of each position with the one before, depend on the data (section 4).
 
-    (b n c) -> (b n c). ``layer``, from 0 to almost 1, is its place in the model: for the initial weights alone.
+    (b n c) -> (b n c). It is ``layer`` of so many ``layers`` over space, or over time: for the initial weights alone.
     """
 
-    def __init__(self, dim: int, head_dim: int, mix_rank: int, decay_rank: int, layer: float):
+    def __init__(self, dim: int, head_dim: int, mix_rank: int, decay_rank: int, layer: int, layers: int):
         super().__init__()
-        self.heads, self.layer = dim // head_dim, layer
+        self.heads, self.layer, self.layers = dim // head_dim, layer, layers
         self.mix_first = nn.Parameter(torch.empty(dim))
         self.mix_down = nn.Linear(dim, 5 * mix_rank, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, mix_rank, dim))
@@ -84,28 +84,36 @@ class TimeMix(nn.Module):
         return self.out(y * F.silu(self.gate(g)))
 
     def init_weights(self) -> None:
-        """As RWKV-LM: channels forget at different speeds, later layers sooner, and mix in less of what was before."""
-        place = channel_places(self.mix_first)
-        mixed = 1 - place ** (1 - self.layer)
+        """As RWKV-LM's RWKV_Tmix_x060 and generate_init_weight, but for ``out``.
+
+        Channels forget at different speeds, later layers sooner, and mix in less of what was before. ``out`` starts as
+        zero there; here the gate of adaLN-Zero does, and with both nothing would ever move.
+        """
+        depth, left = self.layer / max(1, self.layers - 1), 1 - self.layer / self.layers  # 0 to 1, 1 to almost 0
+        mixed, more = (1 - channel_places(self.mix_first) ** (share * left) for share in (1, 0.5))
         self.mix_first.copy_(mixed)
-        more = 1 - place ** (0.5 * (1 - self.layer))
-        self.mix.copy_(torch.stack([mixed, mixed, mixed - 0.3 * self.layer, more, more]))
-        self.decay_up.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.layer))
-        zigzag = 0.1 * (torch.arange(len(place), device=place.device) % 3 - 1)
-        self.bonus.copy_((self.layer * (1 - place) + zigzag).view_as(self.bonus))
-        for low_rank in (self.mix_down.weight, self.mix_up, self.decay_down.weight, self.decay_up.weight):
-            nn.init.uniform_(low_rank, -1e-4, 1e-4)
-        for linear in (self.key, self.value, self.receptance, self.gate, self.out):
-            nn.init.xavier_uniform_(linear.weight)
+        self.mix.copy_(torch.stack([mixed, mixed, mixed - 0.3 * depth, more, more]))
+        ends = torch.linspace(0, 1, len(mixed), device=mixed.device)
+        self.decay_up.bias.copy_(-6 + 5 * ends ** (0.7 + 1.3 * depth))
+        zigzag = 0.1 * ((torch.arange(len(mixed), device=mixed.device) + 1) % 3 - 1)
+        self.bonus.copy_((depth * (1 - ends) + zigzag).view_as(self.bonus))
+        for down, up in ((self.mix_down.weight, self.mix_up), (self.decay_down.weight, self.decay_up.weight)):
+            nn.init.zeros_(down)
+            nn.init.uniform_(up, -0.01, 0.01)
+        for linear in (self.receptance, self.value, self.out):
+            nn.init.orthogonal_(linear.weight)
+        for linear in (self.key, self.gate):
+            nn.init.orthogonal_(linear.weight, gain=0.1)
         self.norm.reset_parameters()
+        self.norm.weight.fill_(((self.layer + 1) / self.layers) ** 0.7)
 
 
 class ChannelMix(nn.Module):
     """A gated MLP of squared ReLUs on each position of (b n c) and the one before it."""
 
-    def __init__(self, dim: int, inner: int, layer: float):
+    def __init__(self, dim: int, inner: int, layer: int, layers: int):
         super().__init__()
-        self.layer = layer
+        self.layer, self.layers = layer, layers
         self.mix = nn.Parameter(torch.empty(2, dim))
         self.key = nn.Linear(dim, inner, bias=False)
         self.value = nn.Linear(inner, dim, bias=False)
@@ -116,14 +124,15 @@ class ChannelMix(nn.Module):
         return self.receptance(r).sigmoid() * self.value(F.relu(self.key(k)).square())
 
     def init_weights(self) -> None:
-        self.mix.copy_(1 - channel_places(self.mix[0]) ** (1 - self.layer))
+        """As RWKV-LM's RWKV_CMix_x060, but for ``value`` and ``receptance``: zero there, and the gate's part here."""
+        self.mix.copy_(1 - channel_places(self.mix[0]) ** (1 - self.layer / self.layers))
         for linear in (self.key, self.value, self.receptance):
-            nn.init.xavier_uniform_(linear.weight)
+            nn.init.orthogonal_(linear.weight)
 
 
 def channel_places(like: Tensor) -> Tensor:
-    """0 for the first channel to 1 for the last."""
-    return torch.linspace(0, 1, len(like), device=like.device)
+    """0 for the first channel to almost 1 for the last."""
+    return torch.arange(len(like), device=like.device) / len(like)
 
 
 class STRWKV(ScanModel):
@@ -133,9 +142,9 @@ class STRWKV(ScanModel):
         dim = config.hidden
 
         def block(over: str, index: int) -> Block:
-            layer = index * len(config.order) / (config.depth * config.order.count(over))  # 0 to almost 1
-            time = TimeMix(dim, config.head_dim, config.mix_rank, config.decay_rank, layer)
-            channel = ChannelMix(dim, int(config.mlp_ratio * dim), layer)
+            place = index, config.depth * config.order.count(over) // len(config.order)
+            time = TimeMix(dim, config.head_dim, config.mix_rank, config.decay_rank, *place)
+            channel = ChannelMix(dim, int(config.mlp_ratio * dim), *place)
             norms = [Norm(dim, bias=True), Norm(dim, bias=True)]
             return Block(dim, over, norms, [time, channel], reverse=index % 2 == 1)
 
