@@ -97,6 +97,21 @@ def test_recycles_change_what_is_predicted(run, tmp_path, files):
     assert np.abs(zero - two).max() > 1e-6
 
 
+def test_all_rows_are_taken_and_several_numbers_compared(run, tmp_path, capsys):
+    rows = ["".join(LETTERS[a] for a in row) for row in PottsFamilies(families=1, residues=12, rows=9).protein(0).msa]
+    file = alignment(tmp_path / "many.a3m", *rows)
+    assert infer(run, file, "--out", tmp_path / "all") == 0
+    assert "many: 12 residues, 9 of 9 rows" in capsys.readouterr().out  # the model was trained with 5
+    assert infer(run, file, "--out", tmp_path / "some", "--rows", 100, 2, 9) == 0
+    out = capsys.readouterr().out
+    assert out.index("2 of 9 rows") < out.index("9 of 9 rows")
+    assert {path.name for path in (tmp_path / "some").glob("*.csv")} == {"many-2.csv", "many-9.csv"}
+    every = arrays(tmp_path / "some/many-9.npz")["contact"]
+    np.testing.assert_allclose(every, arrays(tmp_path / "all/many.npz")["contact"], atol=1e-6)
+    assert infer(run, file, "--rows", 3, 0, "--out", tmp_path) == 2
+    assert "--rows 0: must be at least 1" in capsys.readouterr().err
+
+
 def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, whole_world):
     assert infer(run, files / "alone.a3m", "--out", tmp_path / "plain") == 0
     plain, options = arrays(tmp_path / "plain/alone.npz"), ("--distogram", "--out")

@@ -30,6 +30,7 @@ from zoo.training.ranks import on_first_rank, say
 from zoo.training.task import Floor
 from zoo.training.tasks.protein import Task
 
+ROWS = 512  # of an alignment, unless another number is asked for: as many as AlphaFold 2 attends to
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
@@ -152,7 +153,10 @@ class Infer(task.Infer):
         parser.add_argument(
             "--complex", action="store_true", help="alignments without a structure are the chains of one complex"
         )
-        parser.add_argument("--rows", type=int, default=data.rows, help="rows of the alignment")
+        parser.add_argument(
+            "--rows", type=int, nargs="+", default=[max(ROWS, data.rows)],
+            help="rows of the alignment, of those that there are; of several numbers each has a result, to be compared",
+        )  # fmt: skip
         if data.extra_rows:
             parser.add_argument("--extra-rows", type=int, default=data.extra_rows, help="rows of the extra one")
         parser.add_argument(
@@ -169,9 +173,13 @@ class Infer(task.Infer):
     def run(
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
     ) -> list[Path]:
-        for name, least in (("rows", 1), ("extra_rows", 1), ("recycles", 0)):
-            if getattr(options, name, least) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+        given_numbers = [("rows", n, 1) for n in options.rows]
+        given_numbers += [
+            (name, getattr(options, name, least), least) for name, least in (("extra_rows", 1), ("recycles", 0))
+        ]
+        for name, number, least in given_numbers:
+            if number < least:
+                raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least {least}")
         given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
         written, measured, skipped = [], [], []
         for i, one in enumerate(given):
@@ -183,16 +191,16 @@ class Infer(task.Infer):
                 skipped.append(str(error))
                 say(f"skipped {error}")
                 continue
-            rows = min(options.rows, len(protein.msa))
-            sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
-            example = draw(protein, "inference", options.seed, **sizes, share=0)
-            asked = {"recycles": options.recycles, "distogram": options.distogram}
-            predicted = self.show.predict(model, example, device, **asked)
-            files, found = on_first_rank(partial(write, options.out, predicted, options.least))
-            written += files
+            numbers = sorted({min(rows, len(protein.msa)) for rows in options.rows})
+            for rows in numbers:
+                predicted = self.predict(model, protein, rows, options, device)
+                name = f"{protein.name}-{rows}" if len(numbers) > 1 else protein.name
+                files, found = on_first_rank(partial(write, options.out / name, predicted, options.least))
+                written += files
+                chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
+                of = f"{rows} of {len(protein.msa)} rows"
+                say(f"{protein.name}: {len(protein)} residues{chains}, {of}; {words(found)}")
             measured.append(found)
-            chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
-            say(f"{protein.name}: {len(protein)} residues{chains}, {rows} of {len(protein.msa)} rows; {words(found)}")
             on_step(i + 1, len(given))
         if not written:
             raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
@@ -201,16 +209,25 @@ class Infer(task.Infer):
             say(f"{len(measured)} of {len(given)} proteins predicted, {len(skipped)} skipped{mean}")
         return written
 
+    def predict(
+        self, model: Callable[..., Any], protein: Protein, rows: int, options: Namespace, device: torch.device
+    ) -> Predicted:
+        """What the model says from so many rows; fewer are among the more, if only the number differs."""
+        sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+        example = draw(protein, "inference", options.seed, **sizes, share=0)
+        asked = {"recycles": options.recycles, "distogram": options.distogram}
+        return self.show.predict(model, example, device, **asked)
+
 
 def words(measured: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in measured.items()) or "its structure is not known"
 
 
-def write(directory: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
+def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
     """NAME.csv, NAME.npz and NAME.png; and what was measured."""
     protein, measured = predicted.protein, predicted.measure()
-    directory.mkdir(parents=True, exist_ok=True)
-    table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
+    name.parent.mkdir(parents=True, exist_ok=True)
+    table, arrays, picture = (name.parent / f"{name.name}.{suffix}" for suffix in ("csv", "npz", "png"))
     write_contacts(table, protein, predicted.contact, predicted.distance, least)
     values = {
         "contact": predicted.contact.numpy(), "distance": predicted.distance.numpy(),
