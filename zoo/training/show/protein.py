@@ -213,7 +213,7 @@ class Infer(task.Infer):
         self, model: Callable[..., Any], protein: Protein, rows: int, options: Namespace, device: torch.device
     ) -> Predicted:
         """What the model says from so many rows; fewer are among the more, if only the number differs."""
-        sizes = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+        sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         example = draw(protein, "inference", options.seed, **sizes, share=0)
         asked = {"recycles": options.recycles, "distogram": options.distogram}
         return self.show.predict(model, example, device, **asked)
