@@ -4,13 +4,15 @@
     "b [t] s [c], context=b [l c]"           `context` is bound by the name of the forward parameter
     "(b t) [s c]"                            a folded dim, as in einops
     "b i [k] c, b j [k] c -> b i j c"        two operands and the output
+    "b i +k c, b j +k c -> b i j c"          the same, said to be a sum over k: each rank may add up its part of k
 
 The root pattern, of the model itself, may also state sizes that its tensors do not tell:
 
     "x=(b t) s c, num_frames=t"              an int argument of forward, or an attribute of the model or its config
     "x=b s c, p=4"                           a number, for a dim that no input has but a fold inside the model
 
-A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. This module only parses; it knows no tensors.
+A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. One with a plus is summed over: f(x) is the
+sum of f over the slices of x. This module only parses; it knows no tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_TOKEN = re.compile(r"\s*(->|[\[\](),=]|[A-Za-z_][A-Za-z0-9_]*|[0-9]+(?![A-Za-z_])|\S)")
+_TOKEN = re.compile(r"\s*(->|[\[\](),=]|\+?[A-Za-z_][A-Za-z0-9_]*|[0-9]+(?![A-Za-z_])|\S)")
 BATCH_NAMES = frozenset({"b", "batch", "B"})
 
 
@@ -38,11 +40,15 @@ class Ambiguous(NotationError):
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """One tensor: its axes in order, each a tuple of dim names (several for a fold, none for a literal 1)."""
+    """One tensor: its axes in order, each a tuple of dim names (several for a fold, none for a literal 1).
+
+    Of the dims that are `computed` over some are `summed` over.
+    """
 
     axes: tuple[tuple[str, ...], ...]
     computed: frozenset[str]
     param: str | None = None
+    summed: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +59,7 @@ class TensorPattern:
 
     def __str__(self) -> str:
         def show(name: str) -> str:
-            return f"[{name}]" if name in self.computed else name
+            return f"+{name}" if name in self.summed else f"[{name}]" if name in self.computed else name
 
         text = " ".join(
             "1" if not axis else show(axis[0]) if len(axis) == 1 else f"({' '.join(map(show, axis))})"
@@ -84,6 +90,11 @@ class StagePattern:
         seen = dict.fromkeys(n for p in self.inputs for n in p.names if n not in self.computed)
         return tuple(sorted(seen, key=lambda n: n in BATCH_NAMES))
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Dims of the inputs that are summed over, in order of appearance."""
+        return tuple(dict.fromkeys(n for p in self.inputs for n in p.names if n in p.summed))
+
 
 def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
     param = None
@@ -93,9 +104,11 @@ def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
             raise NotationError(f"{text!r}: {param!r} before '=' is not a parameter name")
     axes: list[tuple[str, ...]] = []
     computed: set[str] = set()
+    summed: set[str] = set()
     fold: list[str] | None = None
     bracket = False
     for token in tokens:
+        name = token.removeprefix("+")
         if token == "[":
             if bracket:
                 raise NotationError(f"{text!r}: '[' inside '['; one pair of brackets is enough")
@@ -116,21 +129,25 @@ def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
         elif token == "1":
             if fold is None:
                 axes.append(())
-        elif token.isidentifier():
-            if bracket:
-                computed.add(token)
+        elif name.isidentifier():
+            if name != token and bracket:
+                raise NotationError(f"{text!r}: a sum over a dim stands outside brackets, as {token}")
+            if name != token:
+                summed.add(name)
+            if name != token or bracket:
+                computed.add(name)
             if fold is not None:
-                fold.append(token)
+                fold.append(name)
             else:
-                axes.append((token,))
+                axes.append((name,))
         else:
             raise NotationError(
-                f"{text!r}: unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], 1, "
+                f"{text!r}: unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1, "
                 "name=pattern, commas and one ->"
             )
     if bracket or fold is not None:
         raise NotationError(f"{text!r}: {'[' if bracket else '('} is never closed")
-    pattern = TensorPattern(tuple(axes), frozenset(computed), param)
+    pattern = TensorPattern(tuple(axes), frozenset(computed), param, frozenset(summed))
     names = pattern.names
     for name in names:
         if names.count(name) > 1:
@@ -197,7 +214,23 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
                     f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}; the stage "
                     f"reduces over it: write [{lost[0]}], or add it to the output"
                 )
+    _check_sums(stage)
     return stage
+
+
+def _check_sums(stage: StagePattern) -> None:
+    for name in stage.summed:
+        if stage.root:
+            raise NotationError(f"{stage.text!r}: the root pattern names dims alone; +{name} is for a stage")
+        if not stage.explicit_output or any(name in p.names for p in stage.outputs):
+            raise NotationError(
+                f"{stage.text!r}: {name!r} is summed over, so the output lacks it: write the output after '->', "
+                f"without {name}"
+            )
+        if len(stage.outputs) > 1:
+            raise NotationError(f"{stage.text!r}: a stage that sums over a dim, +{name}, has one output")
+        if any(name in p.names and name not in p.summed for p in stage.inputs):
+            raise NotationError(f"{stage.text!r}: {name!r} is summed over; write +{name} wherever an input has it")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -19,12 +19,21 @@ from dsp.signature import Bound, Signature
 
 @dataclass(frozen=True)
 class Option:
-    """One dim a call may be sharded along: the cut it needs of every bound tensor (None: whole)."""
+    """One dim a call may be sharded along: the cut it needs of every bound tensor (None: whole).
+
+    onto: where the dim is summed over, that of the results along which the ranks' sums are added up.
+    """
 
     name: str | None
     cuts: tuple[Cut | None, ...]
     size: int
     last_resort: bool = False
+    onto: str | None = None
+
+    @property
+    def lands(self) -> str | None:
+        """The dim that its results are sharded along."""
+        return self.onto or self.name
 
     def share(self, n: int) -> float:
         """What the busiest of n ranks has of the work: 7 frames on 4 ranks give it 2/7."""
@@ -60,7 +69,8 @@ class Stage:
         """Every way to shard this call over n ranks, batch last; run whole if there is none."""
         found = []
         names = self.pattern.free if self.reach is None else (self.reach,)
-        for name in names if not self.whole else ():
+        sums = self.pattern.summed if not (self.inside or self.around or self.reach) else ()
+        for name in (*names, *sums) if not self.whole else ():
             if sizes.get(name, 1) < 2:
                 continue
             cuts: list[Cut | None] = []
@@ -70,10 +80,15 @@ class Stage:
                 cuts.append(cut)
                 fits = fits and (cut is None or fits_fold(b.pattern, name, sizes, n))
             if fits and any(c is not None for c in cuts):
-                found.append(Option(name, tuple(cuts), sizes[name], name in BATCH_NAMES))
+                along = [None] if name in names else [d for d in self.pattern.free if self.adds_up(d, sizes)]
+                found += [Option(name, tuple(cuts), sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
         if found:
             self.refuse_statistics(found)
         return found or [Option(None, (None,) * len(bound), 1)]
+
+    def adds_up(self, name: str, sizes: Mapping[str, int]) -> bool:
+        """Whether sums of all results may be left sharded along a dim."""
+        return sizes.get(name, 1) > 1 and all((name,) in p.axes for p in self.pattern.outputs)
 
     def refuse_statistics(self, options: list[Option]) -> None:
         """A batch norm in training has statistics over more than a slice, whatever the pattern says."""

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from dsp.check.modes import called
 from dsp.check.report import Report
+from dsp.layout import Cut
 from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.slices import call_part, error, part, slices
 from dsp.stages import Stage, clean, cut_for
 from dsp.tensors import tensors_in
+
+Cuts = list[Cut | None]
 
 
 def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
@@ -48,7 +51,7 @@ def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any
     short: dict[str, list[str]] = {}
     for stage, args, kwargs in calls:
         sizes = stage.sizes(stage.signature.bind(args, kwargs)[1], root)
-        for name in stage.pattern.free:
+        for name in (*stage.pattern.free, *stage.pattern.summed):
             if sizes.get(name, 1) < 2 and (stage.name, name) not in report.slices:
                 short.setdefault(name, []).append(stage.name)
     for name, names in short.items():
@@ -66,41 +69,55 @@ def module_at(model: nn.Module, clean_name: str) -> nn.Module:
 def compare_slices(
     stage: Stage, args: Any, kwargs: Any, root_sizes: Mapping[str, int], report: Report, tolerance: float
 ) -> None:
-    """f(slice) == slice of f, along every dim outside brackets, in uneven parts."""
+    """f(slice) == slice of f along every dim outside brackets, in uneven parts; f(x) == Σ f(slice) where it sums."""
     _, bound = stage.signature.bind(args, kwargs)
     sizes = stage.sizes(bound, root_sizes)
-
-    def run(args: Any, kwargs: Any) -> list[Tensor]:
-        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a stage may write into them
-        with torch.no_grad():
-            return tensors_in(stage.module(*args, **kwargs))
-
-    whole = run(args, kwargs)
-    patterns = stage.outputs(whole)
-    for name in stage.pattern.free:
-        size = sizes.get(name, 1)
-        if size < 2:
+    whole = run(stage, args, kwargs)
+    for name in (*stage.pattern.free, *stage.pattern.summed):
+        if sizes.get(name, 1) < 2:
             continue
         cuts = [cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound]
-        worst, failure = 0.0, ""
-        for start, length in slices(size):
-            call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
-            try:
-                outputs = run(call.args, call.kwargs)
-            except Exception as reason:
-                worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
-                break
-            for t, w, p in zip(outputs, whole, patterns):
-                out_sizes = {**{m: w.shape[p.axis_of(m)] for m in p.names if len(p.axes[p.axis_of(m)]) == 1}, **sizes}
-                cut = cut_for(p, w.shape, name, out_sizes)
-                expected = part(w, cut, size, start, length) if cut is not None else w
-                worst = max(worst, error(t, expected))
+        sums = name in stage.pattern.summed
+        try:
+            worst = (sums_off if sums else slices_off)(stage, args, kwargs, cuts, name, sizes, whole)
+            how = "a sum over" if sums else "independent along"
+            what = "the sum of f(slice) is off by {} from f" if sums else "f(slice) is off by {} from the slice of f"
+            failure = f"is not {how} {name!r}: {what.format(f'{worst:.1e}')}"
+        except Exception as reason:
+            worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
         report.slices[(stage.name, name)] = max(worst, report.slices.get((stage.name, name), 0.0))
         if not worst <= tolerance:
-            failure = failure or (
-                f"is not independent along {name!r}: f(slice) is off by {worst:.1e} from the slice of f"
-            )
             report.problems.append(
                 f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}', or, if one of its other tensors "
                 f"varies along {name!r}, give that one a pattern"
             )
+
+
+def run(stage: Stage, args: Any, kwargs: Any) -> list[Tensor]:
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a stage may write into them
+    with torch.no_grad():
+        return tensors_in(stage.module(*args, **kwargs))
+
+
+def slices_off(
+    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor]
+) -> float:
+    """The largest error of f(slice)."""
+    worst, size = 0.0, sizes[name]
+    for start, length in slices(size):
+        call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
+        for t, w, p in zip(run(stage, call.args, call.kwargs), whole, stage.outputs(whole)):
+            out_sizes = {**{m: w.shape[p.axis_of(m)] for m in p.names if len(p.axes[p.axis_of(m)]) == 1}, **sizes}
+            cut = cut_for(p, w.shape, name, out_sizes)
+            worst = max(worst, error(t, part(w, cut, size, start, length) if cut is not None else w))
+    return worst
+
+
+def sums_off(
+    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor]
+) -> float:
+    """The error of the sum of f(slice) over slices that cover the dim."""
+    size = sizes[name]
+    calls = [call_part(stage.signature, args, kwargs, cuts, size, *own) for own in slices(size)[:2]]
+    one, two = (run(stage, call.args, call.kwargs) for call in calls)
+    return max(error(a + b, w) for a, b, w in zip(one, two, whole))

@@ -47,6 +47,8 @@ class Loads:
             return 0, 0
         own = [self.local(v, key) for v, key in self.layouts(step)]
         whole = [self.trace.values[v].nbytes for v, _ in self.layouts(step)]
+        if step.event.kind == "stage" and step.passing is not None:  # its sums are of everything
+            own += whole
         return max([*own, int(step.event.largest * self.shares[step.at])]), max([*whole, step.event.largest])
 
     @cached_property
@@ -138,5 +140,7 @@ def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> st
     texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
+        if passing and step.event.options:
+            passing = [f"+{along} → {step.event.options[step.taken].onto}"]
         texts += dict.fromkeys([*inside, *passing])
     return ", ".join(texts)

@@ -25,7 +25,7 @@ class Sym:
 
 
 class Passing(NamedTuple):
-    """A collective inside an operation of glue, its adjoint, and the bytes that each rank sends in either."""
+    """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either."""
 
     kind: str
     adjoint: str
@@ -53,7 +53,7 @@ class Event:
     random: bool = False
     sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
     largest: int = 0  # bytes of the largest tensor it makes
-    passing: list[Passing | None] = field(default_factory=list)  # per choice, of glue
+    passing: list[Passing | None] = field(default_factory=list)  # per choice; of a stage, where it sums
     copied: list[bool] = field(default_factory=list)  # likewise: whether what would be a view is a copy
     module: str = ""  # the module whose forward it is in
     shared: bool = False  # a glue op that writes into memory of which there are views

@@ -108,10 +108,11 @@ class Program:
         event = step.event
         pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]
         if event.kind == "stage":
-            option, ways = event.options[step.taken].name, self.via(event.operands, step.at)
-            script.stages.append(StageStep(event.name, option, pushes, event.random, ways, event.constants))
+            option, ways = event.options[step.taken], self.via(event.operands, step.at)
+            how = pushes, event.random, ways, event.constants, option.onto
+            script.stages.append(StageStep(event.name, option.name, *how))
             # run whole on every rank, it has to draw the same numbers there, as glue does
-            script.random_glue |= event.random and option is None
+            script.random_glue |= event.random and option.name is None
         elif event.kind == "output":
             [script.outputs[event.index]] = self.via(event.operands, step.at)
         elif event.kind == "source":

@@ -11,11 +11,11 @@ from torch import Tensor
 from dsp.inside import Sends
 from dsp.layout import Cut
 from dsp.notation import NotationError, TensorPattern, solve_sizes
-from dsp.plan.events import Event, Sym, Trace
+from dsp.plan.events import Event, Passing, Sym, Trace
 from dsp.plan.names import rename
 from dsp.plan.operations import Operations
 from dsp.plan.values import is_batch
-from dsp.planner import Choice, Layout, Op
+from dsp.planner import Choice, Layout, Op, Value, scattered
 from dsp.signature import Bound
 from dsp.stages import Option, Stage, cut_for, fits_fold
 from dsp.tensors import constants_in, leading_to, node, tensors_in
@@ -64,21 +64,23 @@ class Recorder(Operations):
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         results = [(t, p, self.sizes_of_result(stage, t, p, sizes)) for t, p in zip(tensors, stage.outputs(tensors))]
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
-        choices, inside = [], list[Sends]()
+        choices, inside, passing = [], list[Sends](), list[Passing | None]()
         for option in options:
             needs = self.needs(option, values, syms)
             share, sends = option.share(self.n), measured.sends.get(option.name, Sends())
             inside.append(sends)
+            passing.append(adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None)
+            sums = max(passing[-1].forward) if passing[-1] is not None else 0
             kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
             choices.append(
                 Choice(
                     needs,
-                    tuple(option.name if option.name in c else None for c in out_cuts),
-                    work=int(measured.work * share),
+                    tuple(option.lands if option.lands in c else None for c in out_cuts),
+                    work=int(measured.work * share) + (tensors[0].nbytes if option.onto else 0),
                     saved=int(measured.saved * share) + kept,
                     rank=int(option.last_resort),
-                    bytes=sum(nbytes for nbytes, _ in sends.forward.values()),
-                    calls=sum(calls for _, calls in sends.forward.values()),
+                    bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + sums,
+                    calls=sum(calls for _, calls in sends.forward.values()) + (option.onto is not None),
                 )
             )
         produced = [
@@ -89,7 +91,7 @@ class Recorder(Operations):
             "stage", index, stage.name, options=options, operands=syms, sizes=sizes, flops=measured.flops,
             memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=constants_in(output),
-            sends=inside,
+            sends=inside, passing=passing if any(passing) else [],
         )  # fmt: skip
         self.used((b.tensor for b in bound), syms)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, tensors)
@@ -196,6 +198,13 @@ class Recorder(Operations):
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
             resident, saves=self.saves, copies=self.copies, same=self.same, names=self.names, sizes=self.root_sizes,
         )  # fmt: skip
+
+
+def adding_up(along: str, t: Tensor, sizes: Mapping[str, int], n: int) -> Passing:
+    """What is sent where a stage's results, one sum for each rank, are added up and left sharded along a dim."""
+    value = Value("", ((along, sizes[along]),), t.element_size(), numel=t.numel())
+    back = tuple((n - 1) * value.local_bytes(along, n, rank) for rank in range(n))
+    return Passing("reduce_scatter", "gather", scattered(value, along, n), back)
 
 
 def letters_in(p: TensorPattern) -> list[str]:

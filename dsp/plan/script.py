@@ -19,6 +19,7 @@ class StageStep:
     random: bool
     via: list[list[Via]]  # the copies to be made of each tensor first, in this order
     constants: list[Any]  # what it returned beside tensors at full size
+    onto: str | None = None  # the dim along which the ranks' sums are added up
 
 
 @dataclass

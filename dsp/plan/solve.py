@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
     @property
     def passing(self) -> Passing | None:
-        """What is sent inside of it, if it is glue."""
+        """What puts its parts together, if something has to."""
         return self.event.passing[self.taken] if self.event.passing else None
 
 

@@ -89,13 +89,13 @@ class Traffic:
     # --- what ops send by themselves ---
 
     def count_step(self, step: Step) -> None:
-        event, inside = step.event, Sends()
-        if event.kind == "stage":
-            inside = event.sends[step.taken]
-        elif (passing := step.passing) is not None:
+        event, stage = step.event, step.event.kind == "stage"
+        inside = event.sends[step.taken] if stage else Sends()
+        if (passing := step.passing) is not None:
             self.sendings.append(Sending(self.where(step.at), passing.kind, 1, each=passing.forward))
             there, home = {passing.kind: (max(passing.forward), 1)}, {passing.adjoint: (max(passing.backward), 1)}
-            inside = Sends(there, home if any(passing.backward) else {}, there)
+            home = home if any(passing.backward) else {}
+            inside += Sends(there, home, after=there) if stage else Sends(there, home, there)
         self.count("forward", inside.forward)
         if event.grad:
             self.count("backward", inside.backward)

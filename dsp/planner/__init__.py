@@ -35,13 +35,14 @@ from dsp.planner.problem import (
     chunk_sizes,
     fuses,
     price,
+    scattered,
     sent_by,
 )
 from dsp.planner.sweep import Sweep
 
 __all__ = [
     "FUSE", "Choice", "Copies", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value", "chunk_sizes",
-    "fuses", "price", "sent_by", "solve",
+    "fuses", "price", "scattered", "sent_by", "solve",
 ]  # fmt: skip
 
 

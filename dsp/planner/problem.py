@@ -151,6 +151,11 @@ def price(value: Value, src: Layout, dst: Layout, n: int) -> tuple[int, int]:
     return value.nbytes * sent // max(sizes[src] * sizes[dst], 1), 1
 
 
+def scattered(value: Value, along: str, n: int) -> tuple[int, ...]:
+    """What each rank sends where sums of all ranks are added up along a dim: all but the chunk that it keeps."""
+    return tuple(value.nbytes - value.local_bytes(along, n, rank) if n > 1 else 0 for rank in range(n))
+
+
 def sent_by(value: Value, src: Layout, dst: Layout, n: int, rank: int) -> int:
     """Bytes that one of n ranks sends in a move; `price` has those of the busiest."""
     if n == 1 or src == dst or src is None:

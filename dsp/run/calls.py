@@ -159,9 +159,9 @@ class StageCalls:
         sizes = stage.sizes(bound, run.root_sizes)
         options = stage.options(bound, sizes, self.axis.size)
         shells = [run.open(b.tensor) for b in bound]
-        option = next((o for o in options if step and o.name == step.option), None)
+        option = next((o for o in options if step and (o.name, o.onto) == (step.option, step.onto)), None)
         if option is None:
-            step, option = None, min(options, key=lambda o: (o.last_resort, elements_moved(o, shells)))
+            step, option = None, min(options, key=lambda o: (o.last_resort, bool(o.onto), elements_moved(o, shells)))
         peers = Peers((self.axis.rank,), (1,))
         if option.name is not None:
             peers = Peers.all(option.size, self.axis.size)
@@ -249,7 +249,11 @@ class StageCalls:
             landings = way.landings[shapes] = [
                 self.landing(stage, way, t, pattern) for t, pattern in zip(tensors, stage.outputs(tensors))
             ]
-        if way.place.own == 0:
+        if way.option.onto is not None:
+            sums = [t if way.place.own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
+            group = self.axis.group
+            tensors = [torch.ops.dsp.reduce_scatter(t, at.cut.dim, group) for t, at in zip(sums, landings)]
+        elif way.place.own == 0:
             tensors = [t.narrow(at.cut.dim, 0, 0) for t, at in zip(tensors, landings)]
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
@@ -266,6 +270,8 @@ class StageCalls:
         """Where a stage's result lies. Its size along the sharded dim is checked."""
         name, size = way.option.name, way.option.size
         assert name is not None
+        if way.option.onto is not None:  # whole, until it is added up
+            return self.axis.at(t.shape, Cut(pattern.axis_of(way.option.onto)))
         own = way.place.own if stage.around is not None else max(way.place.own, 1)
         axis = pattern.axis_of(name)
         names = pattern.axes[axis]

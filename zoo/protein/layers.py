@@ -465,10 +465,10 @@ class PairBlock(nn.Module):
 
 PAIR = {
     "outgoing.project": "b i j [c], mask=b i j -> b i j [d], b i j [d], b i j [c]",
-    "outgoing.product": "b i [k] d, b j [k] d -> b i j d",
+    "outgoing.product": "b i +k d, b j +k d -> b i j d",
     "outgoing.update": "b i j [c], product=b i j [d], gate=b i j [c], keep=b 1 j [c]",
     "incoming.project": "b i j [c], mask=b i j -> b i j [d], b i j [d], b i j [c]",
-    "incoming.product": "b [k] i d, b [k] j d -> b i j d",
+    "incoming.product": "b +k i d, b +k j d -> b i j d",
     "incoming.update": "b i j [c], product=b i j [d], gate=b i j [c], keep=b 1 j [c]",
     "start.project": "b i j [c] -> b i j [c], b i j [h]",
     "start.attend": "b i [j c], x=b i [j c], bias=b [q k h], mask=b i [j], keep=b 1 [j c]",
