@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import toys
 from slow import slow
-from test_parallel import as_tuple, averaged, same, scalar, step
+from test_parallel import as_tuple, averaged, beside, same, scalar, step, unsharded
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,30 +28,23 @@ import dsp
 from dsp.stages import find_modules
 
 
-def full(g: Any) -> Tensor:
-    return g.full_tensor() if isinstance(g, DTensor) else g
+def pair(build: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    single = build().double()
+    return single, copy.deepcopy(single)
 
 
-def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool) -> None:
+def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool, gather: bool) -> None:
     """sp ranks share the parameters; gradients come back averaged over them."""
-    kwargs = toys.inputs(name, 1, 7, 5)
-    single, model = toys.make(name), toys.make(name)
-    _, loss, _ = step(single, kwargs)
-    dsp.parallelize(model, mesh, gather_output=False)
-    blocks = [m for c in model.children() if isinstance(c, nn.ModuleList) for m in c]
-    for block in blocks:
+    single, model = pair(lambda: toys.make(name))
+    dsp.parallelize(model, mesh, gather_output=gather)
+    for block in [m for c in model.children() if isinstance(c, nn.ModuleList) for m in c]:
         if ckpt:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if not root_only:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for _ in range(2):
-        model.zero_grad()
-        with dsp.count_comm() as comm:
-            got = scalar(as_tuple(model(**kwargs)))
-            got.backward()
-        torch.testing.assert_close(got, loss)
-        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+    for comm in beside(single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2):
         assert comm.recompute.calls["switch"] == 0
 
 
@@ -62,7 +55,6 @@ class Distance(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
         self.model = nn.Sequential(toys.Along(1), toys.Along(1), nn.Linear(toys.C, toys.C))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,18 +62,11 @@ class Distance(nn.Module):
 
 
 def inner_fsdp(mesh: DeviceMesh) -> None:
-    x = torch.randn(2, 7, 5, toys.C, generator=torch.Generator().manual_seed(3))
-    single, model = Distance(), Distance()
-    loss = single(x).square().mean()
-    loss.backward()
+    x = torch.randn(2, 7, 5, toys.C).double()
+    single, model = pair(Distance)
     dsp.parallelize(model, mesh, gather_output=False)
     fully_shard(model.model, mesh=mesh)
-    for _ in range(2):
-        model.zero_grad()
-        got = dsp.mean(model(dsp.split(x, mesh, 1)).square())
-        got.backward()
-        torch.testing.assert_close(got, loss)
-        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+    beside(single, model, mesh, (x,), (dsp.split(x, mesh, 1),), gradients=unsharded, rounds=2)
 
 
 def test_hooks_of_fsdp_between_stages_are_no_glue(ranks) -> None:
@@ -91,8 +76,8 @@ def test_hooks_of_fsdp_between_stages_are_no_glue(ranks) -> None:
 
 @pytest.mark.parametrize(("root_only", "ckpt"), [slow(False, False), (False, True), (True, False), slow(True, True)])
 def test_fsdp(ranks, root_only: bool, ckpt: bool) -> None:
-    ranks(fsdp, 4, "Grid", root_only, ckpt)
-    ranks(fsdp, 3, "Folded", root_only, ckpt)
+    ranks(fsdp, 4, "Grid", root_only, ckpt, root_only)
+    ranks(fsdp, 3, "Folded", root_only, ckpt, False)
 
 
 class Layered(nn.Module):
@@ -119,24 +104,14 @@ class Layered(nn.Module):
 
 
 def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
-    torch.manual_seed(0)
-    single = Layered().double()
-    torch.manual_seed(0)
-    model = Layered().double()
-    x = {"x": torch.randn(1, 7, 5, toys.C).double()}
-    _, loss, _ = step(single, x)
+    single, model = pair(Layered)
     dsp.parallelize(model, mesh, gather_output=False)
     for layer in model.layers:
         if ckpt:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    for _ in range(2):
-        model.zero_grad()
-        got = scalar(as_tuple(model(**x)))
-        got.backward()
-        torch.testing.assert_close(got, loss)
-        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
 
 
 class Twice(torch.autograd.Function):
@@ -177,23 +152,13 @@ class Compared(nn.Module):
 
 def fsdp_moves(mesh: DeviceMesh) -> None:
     """The operations of glue are found by their number, and those of fully_shard are none of them."""
-    torch.manual_seed(0)
-    single = Compared().double()
-    torch.manual_seed(0)
-    model = Compared().double()
-    x, y = torch.randn(2, 1, 7, 5, toys.C).double()
-    loss = single(x, y).mean()
-    loss.backward()
+    single, model = pair(Compared)
+    x = torch.randn(2, 1, 7, 5, toys.C).double()
     dsp.parallelize(model, mesh, gather_output=False)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model.model, mesh=mesh)
-    for _ in range(2):
-        model.zero_grad()
-        got = dsp.mean(model(dsp.split(x, mesh, 1), dsp.split(y, mesh, 1)))
-        got.backward()
-        torch.testing.assert_close(got, loss)
-        same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+    beside(single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2)
 
 
 def test_fsdp_where_glue_moves(ranks) -> None:
@@ -251,7 +216,7 @@ def data_parallel(mesh: DeviceMesh, sharded_params: bool) -> None:
     got = scalar(as_tuple(run(**mine)))
     got.backward()
     torch.testing.assert_close(torch.ops.dsp.all_reduce(got, mesh["dp"].get_group().group_name) / 2, loss)
-    same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
+    same(unsharded(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
 @pytest.mark.parametrize("sharded_params", [True, False])
@@ -266,11 +231,7 @@ def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
     expect = single(x, kwargs["cond"])
     scalar((expect,)).backward()
     dsp.parallelize(model, mesh, gather_output=False)
-    local = dsp.split(kwargs["x"], mesh, dim).to_local()
-    given = DTensor.from_local(
-        local, mesh, [dsp.split(kwargs["x"], mesh, dim).placements[0]], run_check=False,
-        shape=x.shape, stride=x.stride(),
-    ).requires_grad_()  # fmt: skip
+    given = dsp.split(kwargs["x"], mesh, dim).requires_grad_()
     out = model(given, kwargs["cond"])
     torch.testing.assert_close(dsp.gather(out), expect)
     scalar((out,)).backward()
@@ -447,17 +408,10 @@ class Kernel(nn.Module):
 
 
 def any_kernel(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    single = Kernel().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
-    x = torch.randn(1, 7, 5, toys.C).double()
-    single(x).square().mean().backward()
-    for _ in range(2):  # it cannot run on fake tensors: the first call is recorded, the second follows the plan
-        model.zero_grad()
-        out = model(x)
-        out.square().mean().backward()
-        torch.testing.assert_close(out, single(x))
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    single, model = pair(Kernel)
+    dsp.parallelize(model, mesh)
+    # it cannot run on fake tensors: the first call is recorded, the second follows the plan
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), rounds=2)
 
 
 def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(ranks) -> None:
@@ -482,21 +436,10 @@ class Remembers(nn.Module):
 
 
 def less_from_the_second_call_on(mesh: DeviceMesh) -> list[int]:
-    torch.manual_seed(0)
-    single = Remembers().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
-    x, text = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
-    single(x, text).square().mean().backward()
-    sent = []
-    for _ in range(4):
-        model.zero_grad()
-        with dsp.count_comm() as comm:
-            out = model(x, text)
-        out.square().mean().backward()
-        torch.testing.assert_close(out, single(x, text))
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
-        sent.append(sum(comm.forward.bytes.values()))
-    return sent
+    single, model = pair(Remembers)
+    dsp.parallelize(model, mesh)
+    inputs = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
+    return [sum(comm.forward.bytes.values()) for comm in beside(single, model, mesh, inputs, rounds=4)]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -876,14 +819,9 @@ class Chain(nn.Module):
 
 def chained(mesh: DeviceMesh) -> tuple[int, int, int]:
     x = torch.randn(1, 8, 8, toys.C).double()
-    torch.manual_seed(0)
-    single = Chain(False).double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False)
+    single, model = pair(lambda: Chain(False))
     plan = dsp.plan(single, (x,), size=mesh.size())
-    with dsp.count_comm() as comm:
-        dsp.mean(model(x).square()).backward()
-    single(x).square().mean().backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,))
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
     return comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]
 
@@ -903,36 +841,24 @@ def test_reentrant_checkpointing_is_refused(ranks) -> None:
     ranks(reentrant, 2)
 
 
+class Doubling(nn.Module):
+    """A caller that writes into the output: gathered it is an ordinary tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        out *= 2
+        return out
+
+
 def edited(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    single = Chain(False, edit=True).double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
-    x = torch.randn(1, 7, 5, toys.C).double()
-    out = model(x)
-    out *= 2  # a gathered output is an ordinary tensor
-    expect = single(x) * 2
-    torch.testing.assert_close(out, expect)
-    out.square().mean().backward()
-    expect.square().mean().backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    single, model = pair(lambda: Doubling(Chain(False, edit=True)))
+    dsp.parallelize(model.model, mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))
 
 
 def test_glue_and_callers_may_write_in_place(ranks) -> None:
     ranks(edited, 2)
-
-
-def gathered_fsdp(mesh: DeviceMesh) -> None:
-    kwargs = toys.inputs("Grid", 1, 7, 5)
-    single, model = toys.make("Grid"), toys.make("Grid")
-    expect = single(**kwargs).square().mean()
-    expect.backward()
-    dsp.parallelize(model, mesh)
-    fully_shard(model, mesh=mesh)
-    loss = model(**kwargs).square().mean()
-    loss.backward()
-    torch.testing.assert_close(loss, expect)
-    same({n: full(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in single.named_parameters()})
-
-
-def test_fsdp_with_gathered_outputs(ranks) -> None:
-    ranks(gathered_fsdp, 2)

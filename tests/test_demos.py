@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from slow import slow_but
-from test_train import Runs, _run_here, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
+from test_train import Runs, _run_here, alike, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 import zoo
 from zoo.training import config as cfg
@@ -42,14 +42,6 @@ class Demo(Runs):
         return super().arguments(*SHORT, *SHORT_TASK[self.data], *overrides)
 
 
-def same(a, b, tolerance):
-    for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
-        expected, curve = metrics(a, *keys), metrics(b, *keys)
-        assert list(curve) == list(expected)
-        for step, values in expected.items():
-            assert curve[step] == pytest.approx(values, rel=tolerance), (step, keys)
-
-
 @pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo"))
 def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
     run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
@@ -59,11 +51,11 @@ def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
         stop_at(trainer, patch, 2)
         run("name=again", expect=trainer.STOPPED)
     again = run("name=again", "resume=true")
-    same(plain, again, tolerance=0)  # bitwise
+    alike(plain, again, tolerance=0)  # bitwise
     if name in SHARED:
         whole_world = request.getfixturevalue("whole_world")
         whole_world(_run_here, 2, run.arguments("name=shared", "parallel.sp=2"))
-        same(plain, tmp_path / "runs/shared", tolerance=1e-4)
+        alike(plain, tmp_path / "runs/shared", tolerance=1e-4)
 
 
 def test_every_model_has_a_demo():

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from held import shares
 from slow import slow
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsp
 
@@ -139,41 +139,11 @@ def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None
             assert planned == {"forward": total, "backward": total, "recompute": 0}
 
 
-class Sizes(TorchDispatchMode):
-    """Elements of every tensor an op makes, above a floor that parameters and conditioning stay below."""
-
-    def __init__(self, floor: int) -> None:
-        super().__init__()
-        self.floor, self.total, self.largest = floor, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if any(r.alias_info is not None for r in func._schema.returns):
-            return out  # a view of what was counted
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, Tensor) and type(t) is Tensor and t.numel() > self.floor:
-                self.total += t.numel()
-                self.largest = max(self.largest, t.numel())
-        return out
-
-
 def held(mesh: DeviceMesh, backward: bool) -> tuple[float, float]:
-    frames, side, text = 16, 16, 32
-    kwargs = inputs(1, frames, side, text=text)
-    found = []
-    for parallel in (False, True):
-        model = build(frames, side, 1, heads=1).train()
-        if parallel:
-            dsp.parallelize(model, mesh, STAGES, gather_output=False)
-            model(**kwargs)
-        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
-            out = model(**kwargs).sample
-            loss = dsp.mean(out)
-            if backward:
-                loss.backward()
-        found.append(sizes)
-    single, sharded = found
-    return sharded.largest / single.largest, sharded.total / single.total
+    def parallelize(model: Any) -> None:
+        dsp.parallelize(model, mesh, STAGES, gather_output=False)
+
+    return shares(lambda: build(16, 16, 1, heads=1).train(), inputs(1, 16, 16, text=32), parallelize, backward=backward)
 
 
 @pytest.mark.parametrize("backward", [slow(False), True])

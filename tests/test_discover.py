@@ -36,7 +36,7 @@ ZOO = [
 ]
 MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
 # the rest takes longer to discover
-SHORT = ("Grid", "Folded", "Cube", "Loss", "Global", "Unplanned", "diffusers-latte", "axial")
+SHORT = ("Grid", "Folded", "Global", "Unplanned", "diffusers-latte", "axial")
 
 
 def build(name: str, frames: int = 7) -> nn.Module:

@@ -191,9 +191,16 @@ def test_every_contract_has_a_test_in_the_short_suite() -> None:
 
 
 def test_the_faults_stand_in_the_code() -> None:
-    """Each of tests/mutations.py once: whoever writes the line anew says anew what would be wrong with it."""
+    """Each of tests/mutations.py once: whoever writes the line anew says anew what would be wrong with it.
+
+    And the tests that it names are there.
+    """
     for fault in FAULTS:
         assert (HOME / fault.file).read_text().count(fault.text) == 1, f"{fault.file}, {fault.name}: {fault.text}"
+        for file, _, test in (name.partition("::") for name in fault.tests.split()):
+            path = HOME / f"tests/{file}.py"
+            assert path.exists(), f"{fault.name}: {path}"
+            assert f"def {test.partition('[')[0]}" in path.read_text(), f"{fault.name}: {file} {test}"
 
 
 def test_the_tree_is_the_tree() -> None:

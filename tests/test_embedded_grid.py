@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from slow import slow
 from test_embedded import parity, recomputed, sent, step
-from test_parallel import averaged, same
-from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
+from test_parallel import beside
+from test_train import _run_here, alike, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ from dsp.notation import NotationError
 from dsp.rules import GlueError
 
 METHODS = ("dsp_ulysses", "dsp_ring")
-LOSSES = ("loss", "grad_norm")
 
 
 @pytest.mark.parametrize(
@@ -127,17 +126,10 @@ def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     single, model = Toy().double(), Toy().double()
     model.load_state_dict(single.state_dict())
     inputs = {"x": torch.randn(2, t, s, 8).double(), "shared": torch.randn(2, 1, 8).double()}
-    given = [{k: v.clone().requires_grad_() for k, v in inputs.items()} for _ in range(2)]
-    expect = single(**given[0])
-    expect.square().mean().backward()
+    for x in inputs.values():
+        x.requires_grad_()
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = model(**given[1])
-        dsp.mean(out * out).backward()
-    torch.testing.assert_close(dsp.gather(out), expect)
-    for name in inputs:
-        torch.testing.assert_close(given[1][name].grad, given[0][name].grad)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    (comm,) = beside(single, model, mesh, inputs)
     assert comm.forward.calls["switch"] > 0
 
 
@@ -188,13 +180,7 @@ def folded(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
     single, model = Folded(fold).double(), Folded(fold).double()
     model.load_state_dict(single.state_dict())
     x = torch.randn(t, 2, s, fold, 8).double()
-    expect = single(x)
-    expect.square().mean().backward()
-    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    out = model(x)
-    dsp.mean(out * out).backward()
-    torch.testing.assert_close(dsp.gather(out), expect)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -329,5 +315,4 @@ def test_training_gives_the_losses_of_one_process(run, whole_world) -> None:  # 
     few = ("data.frames=2", "train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     grid = ("name=grid", "parallel={sp: 4, method: dsp_ulysses}", "train.checkpoint_activations=both")
     whole_world(_run_here, 4, run.arguments(*few, *grid))
-    expect, got = (metrics(run(*few, "name=one"), *LOSSES), metrics(run.directory / "runs/grid", *LOSSES))
-    assert {step: pytest.approx(values, rel=1e-4) for step, values in expect.items()} == got
+    alike(run(*few, "name=one"), run.directory / "runs/grid", 1e-4, [("loss", "grad_norm")])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 from slow import slow
-from test_parallel import same
-from test_train import _run_here, metrics, run, trainer  # noqa: F401 (fixtures)
+from test_parallel import beside
+from test_train import _run_here, alike, run, trainer  # noqa: F401 (fixtures)
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,19 +44,13 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     """Bytes, (planned, sent) by phase; those of the loss, a scalar's, apart."""
     single, model = build(case), build(case)
     inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-    expect = single(**inputs)
-    expect.square().mean().backward()
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = model(**inputs)
-        dsp.mean(out * out).backward()
-    torch.testing.assert_close(dsp.gather(out), expect)
+    (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
     weights = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     assert len(weights) > 10
     for name, p in weights.items():
         assert p.to_local().numel() * mesh.size() == single.get_parameter(name).numel()
-    same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
     assert not comm.recompute.bytes
     scalar = 2 * 8 * (mesh.size() - 1) // mesh.size()
     phases = {"forward": comm.forward, "backward": comm.backward}
@@ -116,12 +110,7 @@ def lengths(mesh: DeviceMesh, method: str) -> None:
     for height, width in ((2, 10), (2, 2), (6, 2)):
         inputs = doubled(example(single, 1, frames=3, height=height, width=width))
         single.zero_grad()
-        model.zero_grad()
-        single(**inputs).square().mean().backward()
-        with dsp.count_comm() as comm:
-            out = model(**inputs)
-            dsp.mean(out * out).backward()
-        same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+        (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
         calls = comm.recompute.calls
         assert calls["gather"] + calls["all_reduce"] == 2 * 3  # the three regions of each spatial block alone
     with pytest.raises(RuntimeError, match="outside of its parallelized model"):
@@ -230,15 +219,9 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
     single, model = made(), made()
     torch.manual_seed(1)
     inputs = single.example_inputs(1, rows=5, residues=7)
-    loss = sum(x.square().mean() for x in single(**inputs))
-    loss.backward()
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap")
     dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
-    with dsp.count_comm() as comm:
-        got = sum(dsp.mean(x * x) for x in model(**inputs))
-        got.backward()
-    torch.testing.assert_close(got, loss)
-    same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
     scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()
     return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
 
@@ -267,14 +250,9 @@ def test_training_is_that_of_one_process(run, whole_world, n: int) -> None:  # n
     whole = run(*options, "train.batch=4", "name=whole")
     cut = run.directory / "runs/cut"
 
-    def agree() -> None:
-        for keys in (("loss", "grad_norm", "lr"), ("val_loss",)):
-            expected, curve = metrics(whole, *keys), metrics(cut, *keys)
-            assert {step: pytest.approx(values, rel=1e-5) for step, values in expected.items()} == curve
-
     on = [*options, f"train.batch={8 // n}", "name=cut"]
     whole_world(_run_here, n, run.arguments(*on, f"parallel={{dp_shard: {n // 2}, sp: 2, method: megatron_sp}}"))
-    agree()
+    alike(whole, cut)
     with Image.open(whole / "samples/step-00000004.gif") as a, Image.open(cut / "samples/step-00000004.gif") as b:
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
     again = ["parallel={dp_replicate: 2, sp: 2, method: megatron_lm}", "train.checkpoint_activations=both"]
@@ -284,4 +262,4 @@ def test_training_is_that_of_one_process(run, whole_world, n: int) -> None:  # n
             whole_world(_run_here, 4, run.arguments(*on, *mesh, "resume=true"))
         else:
             run(*options, "train.batch=4", "name=cut", "resume=true")
-        agree()
+        alike(whole, cut)

@@ -133,7 +133,7 @@ def run(case: str, n: int, rank: int, cast: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        "transformer2d", "latte-text", slow("stdit-v3"), slow("st_mamba-2"), slow("st_rwkv"), slow("axial-video"),
+        slow("transformer2d"), "latte-text", slow("stdit-v3"), slow("st_mamba-2"), slow("st_rwkv"), slow("axial-video"),
         "axial-image-colour", "evoformer", slow("pairformer"),
     ],
 )  # fmt: skip

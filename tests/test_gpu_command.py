@@ -85,6 +85,7 @@ def test_what_fails_hangs_or_dies_is_in_the_report(script, tmp_path: Path) -> No
     assert "last" in kept[-1]
 
 
+@pytest.mark.slow
 def test_parts_that_measure_run_alone_and_are_told_what_was_found(script, tmp_path: Path) -> None:
     machine, parts = script("gpu_parts").Machine("cpu", "no GPU"), script("gpu_parts").Part
     told = parts("told", "", lambda m, earlier: {"seen": lambda: {"ok": "first" in earlier}}, 50, alone=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slow import slow
-from test_parallel import averaged, same
+from test_parallel import averaged, beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -237,13 +237,6 @@ def make(name: str, ckpt: bool) -> Model:
     return EXACT[name](ckpt).double()
 
 
-def step(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[list[Tensor], Any]:
-    x = args[0].clone().requires_grad_()
-    outputs = tensors_in(model(x, *args[1:]))
-    sum((y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum() for y in outputs).backward()
-    return outputs, x.grad
-
-
 def parity(mesh: DeviceMesh, names: list[str], shapes: list[tuple[int, int, int]], ckpt: bool) -> None:
     for name in names:
         single, model = make(name, ckpt), make(name, ckpt)
@@ -252,14 +245,7 @@ def parity(mesh: DeviceMesh, names: list[str], shapes: list[tuple[int, int, int]
             torch.manual_seed(2)
             args = tuple(a.double() if a.is_floating_point() else a for a in EXACT[name].inputs(*shape))
             single.zero_grad()
-            model.zero_grad()
-            expect, expect_x = step(single, args)
-            got, gx = step(model, args)
-            assert len(got) == len(expect)
-            for a, b in zip(got, expect):
-                torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
-            torch.testing.assert_close(gx, expect_x, msg=lambda m, name=name: f"{name}, gradient of x: {m}")
-            same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+            beside(single, model, mesh, (args[0].requires_grad_(), *args[1:]))
             for (n, a), b in zip(model.named_buffers(), single.buffers()):
                 torch.testing.assert_close(a, b, msg=lambda m, n=n: f"{n}: {m}")
 
@@ -279,10 +265,10 @@ def test_exact(ranks, n: int, shapes: list[tuple[int, int, int]], ckpt: bool) ->
     ranks(parity, n, list(EXACT), shapes, ckpt)
 
 
-def plan_and_count(mesh: DeviceMesh, names: list[str], ckpt: bool) -> dict[str, Any]:
+def plan_and_count(mesh: DeviceMesh, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
-        model = make(name, ckpt)
+        model = make(name, ckpt=True)
         args = tuple(a.double() if a.is_floating_point() else a for a in EXACT[name].inputs(2, 8, 8))
         own = mesh.get_local_rank() == 0  # one rank's plan will do
         plan = dsp.plan(model, args, size=mesh.size(), gather_output=True).bytes if own else None
@@ -297,10 +283,9 @@ def plan_and_count(mesh: DeviceMesh, names: list[str], ckpt: bool) -> dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ckpt", [False, True])
-def test_planned_bytes_are_counted_bytes(ranks, ckpt: bool) -> None:
+def test_planned_bytes_are_counted_bytes(ranks) -> None:
     names = [name for name in EXACT if name != "DataDependent"]  # no plan ahead of the run
-    results = ranks(plan_and_count, 2, names, ckpt)
+    results = ranks(plan_and_count, 2, names)
     for name in names:
         busiest = {p: max(r[name][0][p] for r in results) for p in ("forward", "backward", "recompute")}
         assert busiest == results[0][name][1], name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow
+from slow import slow, slow_but
 from test_parallel import averaged, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,7 +113,7 @@ def test_nothing_costs_nothing() -> None:
             assert dsp.plan(make(name), x, size=2, gather_output=True).bytes == least, name
 
 
-@pytest.mark.parametrize("name", [name for name in NOTHING if name != "stage"])
+@pytest.mark.parametrize("name", slow_but([n for n in NOTHING if n != "stage"], "rotary", "frames", "data"))
 def test_discover(name: str) -> None:
     assert dsp.discover(make(name), torch.randn(2, 7, 5, C)) == {**Model.stages, "": "x=b t s c -> b t s c"}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -116,10 +117,12 @@ class Pairs(nn.Module):
         return z + self.attention(z.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(
-    ("build", "shape"), [(DualPath, (1, 6, 9, 4)), (DualPath, (2, 5, 7, 4)), (Pairs, (1, 7, 7, 4))]
-)
+    ("build", "shape", "n"),
+    [
+        (DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), (Pairs, (1, 7, 7, 4), 3),
+    ],
+)  # fmt: skip
 def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n: int) -> None:
     for own, promised, _, told in ranks(sent, n, build, torch.randn(shape)):
         assert own == promised

@@ -173,6 +173,7 @@ def test_validation_is_the_same_for_any_number_of_groups():
     assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(run, tmp_path, whole_world):
     options = ["objective.recycles=1", "eval.every=4"]
     alone = run("name=alone", *options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_diffusers_latte import Sizes
+from held import Sizes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

@@ -8,24 +8,25 @@ import pytest
 from random_models import Judge, refusal, shrunk
 from random_programs import generate
 
-PROGRAMS = 200
+SEEDS = {2: range(90), 3: range(90, 160), 4: range(160, 200)}  # 200 programs, more of them where they are cheaper
 
 # seed -> the kind of its failure: it must fail so until it is mended, and be taken off this list then
 KNOWN: dict[int, str] = {}
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", SEEDS)
 def test_random_models(ranks, n: int) -> None:
-    seeds = range(n - 2, PROGRAMS, 3)
+    """Of forty programs one goes through `dsp.check` too, which costs as much as ten do."""
+    seeds = SEEDS[n]
     texts = [generate(s) for s in seeds]
-    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [k % 10 == 0 for k in range(len(texts))])))
+    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [s % 40 == 0 for s in seeds])))
     for text, (seed, v) in zip(texts, verdicts.items()):
         expected = (v.kind if v.failed else None) == KNOWN.get(seed)
         assert expected, f"program {seed} on {n} ranks: {v.kind} {v.reason}, listed: {KNOWN.get(seed)}\n{text}"
     refused = Counter(refusal(v.reason) for v in verdicts.values() if v.kind == "refused")
     assert refused.total() < 0.15 * len(seeds), refused
     shares = [v.share for v in verdicts.values() if v.shards]  # glue that no dim gets through runs whole, for nothing
-    assert sum(share >= 1 for share in shares) <= 0.3 * len(shares), sorted(shares)
+    assert sum(share >= 1 for share in shares) <= len(shares) / 3, sorted(shares)
 
 
 # what was wrong, and the program that showed it

@@ -118,7 +118,7 @@ def test_what_was_dropped_is_dropped_again(ranks, name, n):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
     expected = [ranks(dropping, size, name, "none") for size in (1, n)]
     assert expected[1][0][0] != expected[0][0][0]
-    for way in WAYS if name != "evoformer" else ("both",):
+    for way in WAYS if name != "evoformer" and n == 3 else ("both",):
         for size, before in zip((1, n), expected):
             for apart in (False, True) if size == 2 else (False,):
                 after = ranks(dropping, size, name, way, apart)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parallel import averaged, same
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,11 +38,7 @@ def inputs() -> Tensor:
 
 def parity(mesh: DeviceMesh, glue: Any) -> None:
     single, model = Model(glue), dsp.parallelize(Model(glue), mesh, STAGES)
-    y, z = single(inputs()), model(inputs())
-    torch.testing.assert_close(z, y)
-    for out in (y, z):
-        (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    beside(single, model, mesh, (inputs(),))
 
 
 class Unchanged(torch.autograd.Function):

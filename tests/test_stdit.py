@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slow import slow, slow_but
-from test_diffusers_latte import Sizes
+from slow import slow
 from test_zoo_parallel import build, doubled
 
 import dsp
@@ -161,26 +160,6 @@ def test_the_first_version_knows_no_clean_frames():
 # In parallel
 
 
-def without_mask(inputs, masked):
-    return inputs if masked else {k: v for k, v in inputs.items() if k != "x_mask"}
-
-
-def checked(mesh, version, masked, frames):
-    model = build(f"stdit-{version}")
-    inputs = without_mask(doubled(model.example_inputs(2, frames=frames, height=6, width=10)), masked)
-    # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
-    inputs = {k: v.round().long() if v.ndim == 1 else v for k, v in inputs.items()}
-    report = dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False)
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("case", slow_but(CASES, "v1", "v3-masked"))
-@pytest.mark.parametrize(("n", "frames"), [slow(2, 7), (3, 5)])
-def test_stages_are_what_they_say(ranks, case, n, frames):
-    version, _, masked = case.partition("-")
-    ranks(checked, n, version, bool(masked), frames)
-
-
 def moved(mesh, version, sharded):
     model = build(f"stdit-{version}")
     inputs = doubled(model.example_inputs(2, frames=7, height=6, width=6))
@@ -202,29 +181,3 @@ def test_two_switches_a_layer(ranks, version, sharded):
         # a mask that comes in parts is put together for each stage that is sharded along s: some bytes, B x T of them
         assert set(forward) == {"switch", "all_reduce"} | ({"gather"} if sharded else set())
         assert forward.get("gather", {"bytes": 0})["bytes"] <= 3 * 2 * 7
-
-
-def held(mesh, version, backward):
-    found = []
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        model = zoo.create("stdit", "test", version=version, depth=1, hidden=24, heads=1).double()
-        inputs = doubled(model.example_inputs(2, frames=16, height=16, width=16))
-        if parallel:
-            dsp.parallelize(model, mesh, gather_output=False)
-            model(**inputs)
-        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
-            loss = dsp.mean(model(**inputs)) if parallel else model(**inputs).mean()
-            if backward:
-                loss.backward()
-        found.append(sizes)
-    single, sharded = found
-    return sharded.largest / single.largest, sharded.total / single.total
-
-
-@pytest.mark.parametrize("backward", [slow(False), True])
-@pytest.mark.parametrize("version", ["v1", slow("v2"), "v3"])
-def test_no_rank_holds_more_than_its_share(ranks, version, backward):
-    for largest, total in ranks(held, 4, version, backward):
-        assert largest <= 1.1 / 4
-        assert total <= 1.1 / 4

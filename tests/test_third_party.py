@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from held import shares
 from slow import slow
-from test_diffusers_latte import Sizes
-from test_parallel import averaged, same
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -104,13 +104,6 @@ def make(name: str, one: int, two: int) -> nn.Module:
     return model.double().train()
 
 
-def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    leaves = {k: v.double().requires_grad_() for k, v in kwargs.items()}
-    outputs = [y for y in tensors_in(model(**leaves)) if y.requires_grad]
-    sum((dsp.gather(y).sin() * torch.linspace(0.5, 2, y.numel()).view(y.shape)).sum() for y in outputs).backward()
-    return outputs, {k: v.grad for k, v in leaves.items()}
-
-
 def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> None:
     single, model = make(name, *shape[1:]), make(name, *shape[1:])
     if ckpt and name == "timesformer":
@@ -118,15 +111,7 @@ def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool)
     dsp.parallelize(model, mesh, MODELS[name].stages)
     torch.manual_seed(1)
     kwargs = MODELS[name].inputs(*shape)
-    expect, expect_inputs = step(single, kwargs)
-    for _ in range(2):
-        model.zero_grad()
-        got, inputs = step(model, kwargs)
-        assert len(got) == len(expect)
-        for a, b in zip(got, expect):
-            torch.testing.assert_close(a, b)
-        same(inputs, expect_inputs)
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    beside(single, model, mesh, {k: v.double().requires_grad_() for k, v in kwargs.items()}, rounds=2)
 
 
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
@@ -208,18 +193,11 @@ def held(
     mesh: DeviceMesh, name: str, batch: int, one: int, two: int, stages: dict[str, str] | None = None
 ) -> tuple[float, float]:
     kwargs = {k: v.double() for k, v in MODELS[name].inputs(batch, one, two).items()}
-    found = []
-    for parallel in (False, True):
-        model = make(name, one, two)
-        if parallel:
-            dsp.parallelize(model, mesh, stages or MODELS[name].stages, gather_output=False)
-            model(**kwargs)
-        with Sizes(max(p.numel() for p in model.parameters())) as sizes:
-            outputs = [y for y in tensors_in(model(**kwargs)) if y.requires_grad]
-            sum(dsp.mean(y) for y in outputs).backward()
-        found.append(sizes)
-    single, sharded = found
-    return sharded.largest / single.largest, sharded.total / single.total
+
+    def parallelize(model: nn.Module) -> None:
+        dsp.parallelize(model, mesh, stages or MODELS[name].stages, gather_output=False)
+
+    return shares(lambda: make(name, one, two), kwargs, parallelize)
 
 
 @pytest.mark.parametrize("n", [2, slow(4)])

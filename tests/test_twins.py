@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from slow import slow_but
+from slow import slow, slow_but
 from test_parallel import wrap_checkpoints
 from torch import Tensor, nn
 
@@ -34,9 +34,7 @@ def same(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> None:
     assert described(traced(model, kwargs, True, **options)) == described(traced(model, kwargs, False, **options))
 
 
-@pytest.mark.parametrize(
-    "name", slow_but([name for name in toys.TOYS if name != "Unplanned"], "Folded", "Pair", "Loss", "Global")
-)
+@pytest.mark.parametrize("name", slow_but([name for name in toys.TOYS if name != "Unplanned"], "Folded", "Loss"))
 def test_the_same_trace(name: str) -> None:
     model, kwargs = toys.make(name), toys.inputs(name, 1, 7, 5)
     same(model, kwargs)
@@ -49,7 +47,7 @@ def test_the_same_trace(name: str) -> None:
         same(model.float(), {k: v.detach().float() for k, v in kwargs.items()})
 
 
-@pytest.mark.parametrize("name", ["Grid", "Folded", "Cube"])
+@pytest.mark.parametrize("name", [slow("Grid"), "Folded", slow("Cube")])
 def test_the_same_trace_under_checkpointing(name: str) -> None:
     model = toys.make(name)
     wrap_checkpoints(model)
@@ -57,7 +55,7 @@ def test_the_same_trace_under_checkpointing(name: str) -> None:
     same(model, toys.inputs(name, 1, 7, 5), stages=stages)
 
 
-@pytest.mark.parametrize("name", slow_but(zoo.list_models(), "evoformer", "latte", "st_mamba", "axial_image"))
+@pytest.mark.parametrize("name", slow_but(zoo.list_models(), "evoformer", "latte"))
 def test_the_same_trace_of_the_zoo(name: str) -> None:
     with torch.device("meta"):
         deep = {"axial_image": {"exterior": 4, "outer": 4, "inner": 4}}.get(name, {"depth": 6})
@@ -98,15 +96,15 @@ class Counted(nn.Module):
 
 
 def test_stages_alike_run_once_for_each_kind_of_input() -> None:
-    model = Layers(Counted, depth=100)
+    model = Layers(Counted, depth=30)
     RAN.clear()
     plan = dsp.plan(model, kwargs=X, size=2)
     # inputs that ask for no gradient, then some that do, then twice as long
     assert len(RAN) == 3
-    assert sum(row.name.startswith("blocks") for row in plan.stages) == 100
+    assert sum(row.name.startswith("blocks") for row in plan.stages) == 30
     RAN.clear()
     same(model, X)
-    assert len(RAN) == 3 + 100
+    assert len(RAN) == 3 + 30
     # not alike: in training or not, of another dtype, of another width inside
     model.blocks[3].train(False)
     model.blocks[5].act = nn.GELU()
