@@ -44,7 +44,7 @@ def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool, gather: bool)
         if not root_only:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for comm in beside(single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2):
+    for comm in beside(single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2, count=True):
         assert comm.recompute.calls["switch"] == 0
 
 
@@ -439,7 +439,7 @@ def less_from_the_second_call_on(mesh: DeviceMesh) -> list[int]:
     single, model = pair(Remembers)
     dsp.parallelize(model, mesh)
     inputs = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
-    return [sum(comm.forward.bytes.values()) for comm in beside(single, model, mesh, inputs, rounds=4)]
+    return [sum(comm.forward.bytes.values()) for comm in beside(single, model, mesh, inputs, rounds=4, count=True)]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -821,7 +821,7 @@ def chained(mesh: DeviceMesh) -> tuple[int, int, int]:
     x = torch.randn(1, 8, 8, toys.C).double()
     single, model = pair(lambda: Chain(False))
     plan = dsp.plan(single, (x,), size=mesh.size())
-    (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,))
+    (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), count=True)
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
     return comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]
 

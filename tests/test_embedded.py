@@ -200,7 +200,7 @@ def step(mesh: DeviceMesh, case: str, method: str, how: str | None, shape: dict[
     inputs = doubled(example(single, 2, **shape))
     recomputed(model, how)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    return beside(single, model, mesh, inputs)[0].by_collective()
+    return beside(single, model, mesh, inputs, count=True)[0].by_collective()
 
 
 def sent(counts: dict, phase: str, *collectives: str) -> int:
@@ -416,7 +416,7 @@ def full(mesh: DeviceMesh, shape: tuple[int, ...], heads: int, depth: int) -> No
     model.load_state_dict(single.state_dict())
     x = torch.randn(shape, dtype=torch.float64)
     plan = dsp.plan(model, (x,), size=mesh.size())
-    (comm,) = beside(single, dsp.parallelize(model, mesh), mesh, (x,))
+    (comm,) = beside(single, dsp.parallelize(model, mesh), mesh, (x,), count=True)
     layouts = {r.name.split(".")[0]: r.layout for r in plan.stages if r.pattern}
     assert layouts == {"heads": "l", "core": "n", "out": "l"}
     if mesh.size() == 2:  # even: Ulysses, by the planner alone

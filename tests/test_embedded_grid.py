@@ -129,7 +129,7 @@ def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     for x in inputs.values():
         x.requires_grad_()
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs)
+    (comm,) = beside(single, model, mesh, inputs, count=True)
     assert comm.forward.calls["switch"] > 0
 
 

@@ -46,7 +46,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
+    (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
     weights = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     assert len(weights) > 10
     for name, p in weights.items():
@@ -110,7 +110,7 @@ def lengths(mesh: DeviceMesh, method: str) -> None:
     for height, width in ((2, 10), (2, 2), (6, 2)):
         inputs = doubled(example(single, 1, frames=3, height=height, width=width))
         single.zero_grad()
-        (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
+        (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
         calls = comm.recompute.calls
         assert calls["gather"] + calls["all_reduce"] == 2 * 3  # the three regions of each spatial block alone
     with pytest.raises(RuntimeError, match="outside of its parallelized model"):
@@ -221,7 +221,7 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
     inputs = single.example_inputs(1, rows=5, residues=7)
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap")
     dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs, gradients=gradients)
+    (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
     scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()
     return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
 

@@ -164,7 +164,7 @@ def step(mesh: DeviceMesh, how: str | None) -> dict:
     dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
     if how != "blocks":
         recomputed(model, how)
-    return beside(single, model, mesh, inputs)[0].by_collective()
+    return beside(single, model, mesh, inputs, count=True)[0].by_collective()
 
 
 @pytest.mark.parametrize("how", [None, slow("stages"), slow("saved"), slow("blocks")])

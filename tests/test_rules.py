@@ -1,9 +1,10 @@
-"""Every operation of glue in a plan: the same numbers and gradients as on a whole tensor. The prover has the rules."""
+"""Every operation of glue, on every dim: the same numbers and gradients as on a whole tensor, or a refusal by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.layout import Axis, Cut
+from dsp.run import recipes
+from dsp.run.forward import Run
+from dsp.run.glue import active
 
 # x is [2, 4, 6, 8]; y has its shape; v is [8], w is [8, 5], m is [4, 1, 8]
 OPS: dict[str, Callable[..., Any]] = {
@@ -125,6 +130,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "nonzero": lambda x, y, v, w, m: x.nonzero(),
     "arange positions": lambda x, y, v, w, m: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None, None],
 }  # fmt: skip
+# what has to work along at least these dims
+WORKS = {
+    "add": 4, "fold 01": 3, "patches": 3, "linear": 3, "sum": 4, "mean": 4, "attention": 2, "cat": 3, "losses": 4,
+    "select": 4, "index": 4, "unfold": 3,
+    "two indices": 4, "index and slices": 3, "advanced index": 3, "set": 2, "set list": 2,
+}  # fmt: skip
 
 
 def set_to(x: Tensor, index: Any, value: Any) -> Tensor:
@@ -140,6 +151,65 @@ def augmented(x: Tensor, y: Tensor) -> Tensor:
     z += y
     z *= 2
     return z + alias
+
+
+def arguments() -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 6, 8), (2, 4, 6, 8), (8,), (8, 5), (4, 1, 8)]
+    return tuple(torch.randn(s, generator=g, dtype=torch.float64, requires_grad=True) for s in shapes)
+
+
+def every_op(mesh: DeviceMesh) -> dict[str, list[int]]:
+    axis = Axis.of(mesh)
+    allowed: dict[str, list[int]] = {}
+    for name, op in OPS.items():
+        inputs = arguments()
+        expect = op(*inputs)
+        grads: Any = [None] * 5
+        if expect.is_floating_point() and expect.requires_grad:
+            grads = torch.autograd.grad(expect.sin().sum(), inputs, allow_unused=True)
+        allowed[name] = []
+        for dim in range(4):
+            whole = arguments()
+            run = Run(axis, None, {}, {})
+            run.recorder = None
+            x, y = (run.carry(axis.narrow(t, Cut(dim)), Cut(dim), tuple(t.shape)) for t in whole[:2])
+            try:
+                with active(None, run), patch.object(recipes, "detour", refuse_detour):
+                    out = op(x, y, *whole[2:])
+            except dsp.GlueError:
+                continue
+            shell = run.open(out)
+            got = out if shell is None else run.move(shell, None)
+            where = f"{name} along {dim}"
+            assert got.shape == expect.shape, where
+            torch.testing.assert_close(got, expect, msg=lambda m, w=where: f"{w}: {m}")
+            if shell is not None:
+                assert tuple(out.shape) == tuple(expect.shape), where
+            if grads[0] is not None or grads[1] is not None:
+                got.sin().sum().backward()
+                for t, g in zip(whole, grads):
+                    if g is not None:
+                        mine = torch.zeros_like(t) if t.grad is None else t.grad
+                        mine = torch.ops.dsp.all_reduce(mine, axis.group) / axis.size
+                        torch.testing.assert_close(mine, g, msg=lambda m, w=where: f"{w}, gradient: {m}")
+            allowed[name].append(dim)
+    return allowed
+
+
+def refuse_detour(op: Any) -> Any:
+    raise dsp.GlueError(f"{op.what.name} between stages")
+
+
+def test_same_numbers_or_a_refusal(ranks) -> None:
+    results = ranks(every_op, 2)
+    assert all(r == results[0] for r in results)
+    for name, least in WORKS.items():
+        assert len(results[0][name]) >= least, (name, results[0][name])
+    working = [name for name, dims in results[0].items() if dims]
+    assert len(working) > 80
+    for name in ("kron", "mask index", "nonzero"):
+        assert not results[0][name]
 
 
 class Mix(nn.Module):
