@@ -202,6 +202,17 @@ def forward(self, m: (b, s, r, c)):
     x10 = F.layer_norm(x6, x6.shape[-1:])
     return x6
 """,
+    "an output that was written by way of what it is a view of": """
+b, t, s, c = 2, 6, 5, 4
+stages = {"": "x=b t s c"}
+s0 = Gate()
+s2 = Scribble()
+def forward(self, x: (b, t, s, c)):
+    x2, x3 = self.s0(x, x)
+    x9 = x3.reshape(6, 4, 5, 2)
+    x11 = self.s2(x3)
+    return x9
+""",
     "a view that was made without gradient, of what has one": """
 b, t, s, c = 2, 4, 5, 4
 stages = {"": "x=b t s c", "s0": "b [t] s [c]"}

@@ -40,9 +40,17 @@ Axes = list[list[str]]  # the names of the dims that each axis of a tensor folds
 
 
 def remedy(
-    model: nn.Module, stages: Sequence[Stage], t: Trace, plan: Plan, replan: Callable[[list[Stage]], Plan]
+    model: nn.Module,
+    stages: Sequence[Stage],
+    root: StagePattern | None,
+    t: Trace,
+    plan: Plan,
+    replan: Callable[..., Plan],
 ) -> str:
-    """A sentence on what would help where glue runs whole: lines of `stages`, if a plan is better for them."""
+    """A sentence on what would help where glue runs whole: lines of `stages`, if a plan is better for them.
+
+    replan: a plan with more stages, and with another root pattern.
+    """
     if not plan.whole:
         return ""
     lines: dict[str, str] = {}
@@ -54,24 +62,43 @@ def remedy(
             over.append(f"{key} computes over {reason}")
         except Exception as reason:
             log.debug("no line for %s: %s: %s", key, type(reason).__name__, reason)
-    if lines:
-        try:
-            better = replan(find_stages(model, lines)[0])
-            if (better.flops_whole, sum(w.bytes for w in better.whole)) < (
-                plan.flops_whole, sum(w.bytes for w in plan.whole)
-            ):  # fmt: skip
-                text = ", ".join(f'"{key}": "{own}"' for key, own in lines.items())
-                return (
-                    f"Add to stages {text}: then the largest tensor of a rank is {better.share:.2f} of that of one "
-                    f"process instead of {plan.share:.2f}"
-                )
-        except Exception as reason:
-            log.debug("no plan with %s: %s: %s", lines, type(reason).__name__, reason)
+    if lines and (better := tried_again(plan, lines, lambda: replan(find_stages(model, lines)[0]))):
+        text = ", ".join(f'"{key}": "{own}"' for key, own in lines.items())
+        return f"Add to stages {text}: {better}"
+    text = "" if root is None else with_unnamed(root, t, plan)
+    if text and (better := tried_again(plan, text, lambda: replan([], parse(text, root=True)))):
+        return f'Name its other inputs in stages, too, "": "{text}": {better}'
     if over:
         return f"No stage would change that: {'; '.join(over)}"
     if any(not w.module for w in plan.whole):
         return "Make a submodule of what can be cut along some dim, and name it in stages"
     return ""
+
+
+def tried_again(plan: Plan, what: Any, replan: Callable[[], Plan]) -> str:
+    """What a better plan changes; nothing if it is none, or cannot be made."""
+    try:
+        better = replan()
+    except Exception as reason:
+        log.debug("no plan with %s: %s: %s", what, type(reason).__name__, reason)
+        return ""
+    found, before = ((p.flops_whole, sum(w.bytes for w in p.whole)) for p in (better, plan))
+    if found >= before:
+        return ""
+    return f"then the largest tensor of a rank is {better.share:.2f} of that of one process instead of {plan.share:.2f}"
+
+
+def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
+    """The root pattern with those inputs that it leaves out and that are as long as a share of what runs whole."""
+    names, least = Names(t), min(w.bytes for w in plan.whole) / plan.size
+    more = [
+        f"{param}={shown(axes, {name: None for axis in axes for name in axis})}"
+        for param, x in t.unnamed.items()
+        if param.isidentifier() and x.ndim and x.numel() * x.element_size() >= least
+        for axes in [names.of(x)]
+    ]
+    inputs, arrow, outputs = root.text.partition("->")
+    return ", ".join([inputs.strip(), *more]) + (f" -> {outputs.strip()}" if arrow else "") if more else ""
 
 
 class Dependent(ValueError):

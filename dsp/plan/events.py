@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from dsp.inside import Sends
 from dsp.layout import Cut
 from dsp.planner import Op, Value
@@ -81,6 +83,7 @@ class Trace:
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
+    unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:

@@ -106,10 +106,10 @@ def plan_stages(
     if not (advise and made.whole):
         return made
 
-    def replan(more: list[Stage]) -> Plan:
-        return plan_stages(model, [*stages, *more], root, args, kwargs, goal)
+    def replan(more: list[Stage], named: StagePattern | None = root) -> Plan:
+        return plan_stages(model, [*stages, *more], named, args, kwargs, goal)
 
-    return replace(made, remedy=remedy(model, stages, t, made, replan))
+    return replace(made, remedy=remedy(model, stages, root, t, made, replan))
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

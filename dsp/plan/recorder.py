@@ -162,6 +162,7 @@ class Recorder(Operations):
         sym = self.sym(t)
         if sym is None:
             return
+        self.used([t], [sym])
         choices = [Choice((None,), ())]
         if not gather:
             choices = [Choice((k,), (), rank=int(is_batch(k))) for k in sym.cuts] or choices

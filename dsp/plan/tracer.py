@@ -58,6 +58,8 @@ class Tracer(Recorder, TorchFunctionMode):
         watch, known = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
+        if written := in_place(func) and tensors_in(args[:1]):
+            largest = max(largest, written[0].numel() * written[0].element_size())
         self.record(index, name, args, kwargs, out, in_place(func))
         if region is not None and kept:  # an op that is no event comes after the one before
             self.saves[region] = known if len(self.events) > known else known - 0.5

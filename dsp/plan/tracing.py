@@ -154,4 +154,5 @@ class Rehearsal:
         found = tracer.trace(self.resident())
         whole = [t for t in tensors_in((args, kwargs)) if node(t) in tracer.reached and id(t) not in declared]
         whole_grads = [t.numel() * t.element_size() for t in whole]
-        return replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads)
+        unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
+        return replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads, unnamed=unnamed)

@@ -223,9 +223,9 @@ class Runtime:
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         given = given_cuts(self.signature, args, kwargs)
 
-        def traced(stages: list[Stage]) -> Trace:
+        def traced(stages: list[Stage], root: StagePattern | None = self.root) -> Trace:
             return trace(
-                self.model, stages, self.root, args, kwargs, self.axis.size,
+                self.model, stages, root, args, kwargs, self.axis.size,
                 gather_output=self.gather_output, given=given,
             )  # fmt: skip
 
@@ -239,9 +239,11 @@ class Runtime:
             return None
         plan = self.solve(t)
         if plan.advice and self.axis.rank == 0 and not self.plans:
-            better = remedy(
-                self.model, self.stages, t, plan, lambda more: self.solve(traced([*self.stages, *more]), more)
-            )
+
+            def replan(more: list[Stage], *named: StagePattern) -> Plan:
+                return self.solve(traced([*self.stages, *more], *named), more)
+
+            better = remedy(self.model, self.stages, self.root, t, plan, replan)
             self.advice = replace(plan, remedy=better).advice
             log.warning(self.advice)
         return plan
