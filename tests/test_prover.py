@@ -13,6 +13,7 @@ from prover_forms import AUTOMATIC, FORMS, Form, flags, form, x
 from slow import slow
 from torch import Tensor
 
+from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
 from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name
 
@@ -172,6 +173,15 @@ def test_broadcasting(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         wrong += [p for p in proofs if p.wrong]
         assert sum(p.accepted for p in proofs), str(proofs[0])
     assert not wrong, show(wrong)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_mask_that_is_cut_another_way(n: int) -> None:
+    """Queries along their positions, keys and values whole, and a mask for each head that is cut along the heads."""
+    q, k, mask = x(2, 4, 6, 5), x(2, 4, 3, 5), x(2, 4, 1, 3)
+    layouts = [(Cut(2), None, None, cut) for cut in (None, Cut(0), Cut(1), Cut(3))]
+    proof = prove(Call(F.scaled_dot_product_attention, (q, k, k, mask)), n, only=layouts)
+    assert [*proof.found.values()] == ["ok", "refused", "refused", "refused"], str(proof)
 
 
 def test_a_stretch_is_made_in_parts() -> None:
