@@ -66,6 +66,11 @@ class Graph(nn.Module):
             sent = self.lin(x)[edges[0]]
             return x.new_zeros(x.shape).index_add_(0, edges[1], sent)
 
+    class Reading(Scatter):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            assert int(edges.max()) < len(x)
+            return super().forward(x, edges)
+
     def __init__(self, kind: type[nn.Module] = Conv) -> None:
         super().__init__()
         self.conv = kind()
@@ -192,6 +197,23 @@ def test_a_run_and_a_check_say_it_once(ranks) -> None:
     assert all('Add to stages "rnn"' in text for text in texts)
     assert report.count("every rank runs whole") == 1
     assert others == []
+
+
+def told_by_its_record(mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> list[str]:
+    model = dsp.parallelize(Graph(Graph.Reading), mesh)
+    with Heard() as heard, torch.no_grad():
+        for _ in range(3):
+            model(*inputs)
+    return heard.texts
+
+
+def test_a_forward_that_reads_its_data_is_told_after_its_first_call(ranks) -> None:
+    inputs = CASES["graph"][1]
+    first, second = ranks(told_by_its_record, 2, inputs)
+    assert first == ["every rank runs whole what is between stages: index_add() (720 B)"]
+    assert second == []
+    plan = dsp.plan(Graph(Graph.Reading), inputs, size=2)
+    assert "every rank runs whole what is between stages: index_add() in conv (" in str(plan)
 
 
 class Deep(nn.Module):

@@ -67,6 +67,13 @@ class Operation:
     def first(self) -> Sym:
         return next(s for s in self.syms if s is not None)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor that it makes, or writes; of a view none."""
+        made = self.tracked[:1] if self.written else self.outputs
+        known = () if self.written else [memory(t) for t in self.tracked]
+        return max((t.numel() * t.element_size() for t in made if memory(t) not in known), default=0)
+
     def frame(self, cuts: Mapping[int, Cut | None]) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
         operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
@@ -257,6 +264,7 @@ class Operations(Values):
             choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
         grad = (op.outputs or op.tracked)[0].requires_grad
         event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, shared=shared)
+        event.largest = op.largest
         event.passing = [found.passing.get(c.needs) for c in choices]
         event.copied = [c.needs in found.copied for c in choices]
         self.add(Op(op.name, tuple(op.values), tuple(produced), tuple(choices)), event, op.outputs or op.tracked[:1])

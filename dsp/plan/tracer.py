@@ -58,8 +58,6 @@ class Tracer(Recorder, TorchFunctionMode):
         watch, known = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
-        if written := in_place(func) and tensors_in(args[:1]):
-            largest = max(largest, written[0].numel() * written[0].element_size())
         self.record(index, name, args, kwargs, out, in_place(func))
         if region is not None and kept:  # an op that is no event comes after the one before
             self.saves[region] = known if len(self.events) > known else known - 0.5
@@ -73,7 +71,8 @@ class Tracer(Recorder, TorchFunctionMode):
             self.events[-1].largest = max(self.events[-1].largest, largest)
         elif len(self.ops) > known:
             event, op = self.events[-1], self.ops[-1]
-            event.flops, event.touched, event.largest, event.module = flops, (touched, 0), largest, self.inside[-1]
+            event.flops, event.touched, event.module = flops, (touched, 0), self.inside[-1]
+            event.largest = max(event.largest, largest)
             if saved:
                 parts = [replace(c, saved=int(saved * self.part(op, c))) for c in op.choices]
                 self.ops[-1] = replace(op, choices=tuple(parts))
