@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "Coevolution",
     "average_product_correction",
+    "coupling_feature",
     "couplings",
     "direct_couplings",
     "filled_rows",
@@ -123,6 +124,17 @@ def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, p
     weights = sequence_weights(used, identity)
     norms = [_norms(part) for part in couplings(used, weights, pseudocount).split(8)]
     return Coevolution(average_product_correction(torch.cat(norms)).float(), len(used), weights.sum().item())
+
+
+def coupling_feature(msa: Tensor) -> Tensor:
+    """What a model is told of every pair [r, r]: asinh of its score of direct couplings, in standard deviations.
+
+    Deviations make alignments of any depth alike, asinh keeps the few large ones small. Zero if there is a single row.
+    """
+    if len(msa) < 2:
+        return torch.zeros(msa.shape[1], msa.shape[1])
+    score = direct_couplings(msa).score
+    return (score / score.square().mean().sqrt().clamp(min=1e-6)).asinh()
 
 
 def _norms(coupling: Tensor) -> Tensor:

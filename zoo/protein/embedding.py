@@ -63,6 +63,17 @@ class PairEmbed(nn.Module):
         return self.left(token_i)[:, :, None] + self.right(token_j)[:, None] + self.relative(offset)
 
 
+class PairFeature(nn.Module):
+    """z (b i j c) and a linear map of features of pairs (b i j k)."""
+
+    def __init__(self, count: int, dim: int):
+        super().__init__()
+        self.project = Linear(count, dim)
+
+    def forward(self, z: Tensor, feature: Tensor) -> Tensor:
+        return z + self.project(feature.to(z.dtype))
+
+
 class PairMask(nn.Module):
     """A pair is there if both its residues are: (b i) and (b j) -> (b i j)."""
 
@@ -127,6 +138,9 @@ EMBEDDING = {
 }
 
 
+PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]"}  # of a model that has one
+
+
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:
     if (msa_mask is None) != (mask is None):
         given, missing = ("msa_mask", "mask") if mask is None else ("mask", "msa_mask")
@@ -140,14 +154,15 @@ def check_widths(**widths: int) -> None:
             raise ValueError(f"{name}={width}: it has to be at least 1")
 
 
-def protein_inputs(batch: int, rows: int, residues: int) -> dict[str, Tensor]:
+def protein_inputs(batch: int, rows: int, residues: int, couplings: int = 0) -> dict[str, Tensor]:
     """Random forward arguments on the default device: two chains, no padding but in the last samples of a batch."""
     sequence = torch.randint(20, (batch, residues))
     msa = torch.randint(CLASSES - 1, (batch, rows, residues))
     first = (residues + 1) // 2  # residues of the first chain
     place = torch.arange(residues)
     mask = place < residues - torch.arange(batch)[:, None] % residues
-    return {
+    feature = torch.randn(batch, residues, residues, couplings)
+    return ({"couplings": feature + feature.transpose(1, 2)} if couplings else {}) | {
         "msa": torch.cat([sequence[:, None], msa[:, 1:]], 1),
         "deletions": torch.randint(4, (batch, rows, residues)),
         "sequence": sequence,

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from zoo.layers import expect
 from zoo.protein.embedding import (
     EMBEDDING,
+    PAIR_FEATURE,
     Heads,
     MSAEmbed,
     PairEmbed,
+    PairFeature,
     PairMask,
     Prediction,
     Recycle,
@@ -81,6 +83,7 @@ class Config:
     extra_head_dim: int = 8
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
+    couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
     reach: int = 32  # residues along the chain that positions tell apart
     bins: int = 64  # of distance
     chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
@@ -139,7 +142,8 @@ class Evoformer(nn.Module):
 
     msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
     counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are True
-    for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them.
+    for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them. With
+    config.couplings: couplings (b i j k), features of pairs.
     """
 
     def __init__(self, config: Config):
@@ -148,8 +152,9 @@ class Evoformer(nn.Module):
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
-            "extra_mask=b t r -> b s r v, b i j d, b r c",
+            "extra_mask=b t r, couplings=b i j k -> b s r v, b i j d, b r c",
             **EMBEDDING,
+            **(PAIR_FEATURE if config.couplings else {}),
             "recycle_target": "b s r [c], row=s, previous=b r [c]",
             "single": "b r [c] -> b r [e]",
             **prefixed("blocks.*", BLOCK),
@@ -162,6 +167,7 @@ class Evoformer(nn.Module):
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)
+        self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
         self.pair_mask = PairMask()
         self.recycle_pair = Recycle(config.c_z, 2)
         self.recycle_target = RecycleTarget(config.c_m, 2)
@@ -183,11 +189,13 @@ class Evoformer(nn.Module):
         msa_mask: Tensor | None = None,
         extra_mask: Tensor | None = None,
         mask: Tensor | None = None,
+        couplings: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction:
         built = f"extra_depth={self.config.extra_depth}"
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
+        expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
         check_masks(msa_mask, mask)
 
         residues = torch.stack([sequence, residue_index, asym_id], -1)
@@ -198,6 +206,8 @@ class Evoformer(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
                 m = self.recycle_target(self.msa_embed(msa, deletions, sequence), row, target)
                 z = self.recycle_pair(self.pair_embed(residues, residues), z)
+                if self.pair_feature is not None:
+                    z = self.pair_feature(z, couplings)
                 if self.extra_embed is not None:
                     e = self.extra_embed(extra_msa, extra_deletions)
                     for block in self.extra_blocks:
@@ -219,7 +229,7 @@ class Evoformer(nn.Module):
         self, batch: int = 1, *, rows: int = 5, residues: int = 7, extra_rows: int = 6
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
-        inputs = protein_inputs(batch, rows, residues)
+        inputs = protein_inputs(batch, rows, residues, self.config.couplings)
         if self.config.extra_depth:
             extra = protein_inputs(batch, extra_rows, residues)
             inputs |= {

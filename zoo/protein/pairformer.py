@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import expect
 from zoo.protein.embedding import (
     CLASSES,
     EMBEDDING,
+    PAIR_FEATURE,
     Heads,
     MSAEmbed,
     PairEmbed,
+    PairFeature,
     PairMask,
     Prediction,
     Recycle,
@@ -77,6 +80,7 @@ class Config:
     transition: int = 4  # how much wider the transitions are inside
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
+    couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
     reach: int = 32  # residues along the chain that positions tell apart
     bins: int = 64  # of distance
     chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
@@ -154,6 +158,7 @@ class Pairformer(nn.Module):
 
     msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
     in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or neither.
+    With config.couplings: couplings (b i j k), features of pairs.
     """
 
     def __init__(self, config: Config):
@@ -161,8 +166,9 @@ class Pairformer(nn.Module):
         self.config = config
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
-            "": "msa=b s r, deletions=b s r, msa_mask=b s r -> b s r v, b i j d, b r c",
+            "": "msa=b s r, deletions=b s r, msa_mask=b s r, couplings=b i j k -> b s r v, b i j d, b r c",
             **EMBEDDING,
+            **(PAIR_FEATURE if config.couplings else {}),
             "single_embed": "b r -> b r [c]",
             "recycle_single": "b r [c], previous=b r [c]",
             **prefixed("msa_blocks.*", MSA_BLOCK),
@@ -172,6 +178,7 @@ class Pairformer(nn.Module):
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)
+        self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
         self.pair_mask = PairMask()
         self.single_embed = OneHot(CLASSES, config.c_s)
         self.recycle_pair = Recycle(config.c_z, 3)
@@ -189,8 +196,10 @@ class Pairformer(nn.Module):
         asym_id: Tensor,
         msa_mask: Tensor | None = None,
         mask: Tensor | None = None,
+        couplings: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction:
+        expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
         check_masks(msa_mask, mask)
         residues = torch.stack([sequence, residue_index, asym_id], -1)
         pair_mask = None if mask is None else self.pair_mask(mask, mask)
@@ -200,6 +209,8 @@ class Pairformer(nn.Module):
                 m = self.msa_embed(msa, deletions, sequence)
                 s = self.recycle_single(self.single_embed(sequence), s)
                 z = self.recycle_pair(self.pair_embed(residues, residues), z)
+                if self.pair_feature is not None:
+                    z = self.pair_feature(z, couplings)
                 for msa_block in self.msa_blocks:
                     m, z = msa_block(m, z, msa_mask, pair_mask)
                 for block in self.blocks:
@@ -217,7 +228,7 @@ class Pairformer(nn.Module):
 
     def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
-        return protein_inputs(batch, rows, residues)
+        return protein_inputs(batch, rows, residues, self.config.couplings)
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:

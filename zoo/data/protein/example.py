@@ -147,6 +147,12 @@ class Example:
             "pair_weight": (there[part, None] & there).float(),
         }
 
+    def couplings(self, rows: range | None = None) -> dict[str, Tensor]:
+        """Rows i of what the alignment says of pairs: `couplings` [i, j, 1], zero for padding."""
+        assert self.protein.couplings is not None
+        rows = range(self.residues) if rows is None else rows
+        return {"couplings": self._padded(self.protein.couplings, rows)[..., None]}
+
     def _padded(self, values: Any, rows: range, fill: float = 0) -> Tensor:
         part = torch.as_tensor(values[rows.start : rows.stop])
         out = torch.full((len(rows), self.residues), fill, dtype=part.dtype)

@@ -43,6 +43,7 @@ class Protein:
     msa: np.ndarray  # [s, r] uint8
     deletions: np.ndarray  # [s, r] residues of the row left out just before this one, uint16
     paired: np.ndarray  # [s] bool: the row is of one species in all entities; else it has gaps in all but one
+    couplings: np.ndarray | None = None  # [r, r] float32: what the whole alignment says of pairs, if it was asked
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -59,6 +60,7 @@ class Protein:
             },
             msa=self.msa[:, residues],
             deletions=self.deletions[:, residues],
+            couplings=None if self.couplings is None else self.couplings[np.ix_(residues, residues)],
         )
 
     def atoms(self, name: str) -> tuple[np.ndarray, np.ndarray]:

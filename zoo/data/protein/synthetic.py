@@ -10,6 +10,10 @@ in short: hydrophobic residues attract one another, charges of one sign repel, a
 it. So contacts can be told from the alignment, the better the more rows there are, and better still by who has learned
 the law. The first row, also drawn, is the sequence of the family; of the structure only the coordinates are kept.
 
+With ``kinds`` families differ as those of nature do: the law of a family is that one or one that is drawn, couplings
+are weaker or stronger, alignments shallower, rows are related by a tree, ends and stretches are missing, and residues
+are inserted. What holds for all of them is the geometry of contacts.
+
 Letters: f families, s rows, r residues, k properties.
 """
 
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import crop_contiguous
-from zoo.data.protein.record import ATOMS, LETTERS, Protein
+from zoo.data.protein.record import ATOMS, GAP, LETTERS, Protein
 from zoo.data.sampling import generator
 from zoo.protein.distogram import CONTACT, distances
 
@@ -47,22 +51,26 @@ def properties() -> Tensor:
     return (u - u.mean(0)) / u.std(0, correction=0)
 
 
-def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor) -> Tensor:
+def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: Tensor | None = None) -> Tensor:
     """Letters [f, s, r] after as many sweeps over all residues as `uniform` [f, sweeps, r, s] has numbers for.
+
+    From `start` [f, s, r], where a residue whose number is nan stays as it is.
 
     `fields` [f, r, 20], `couplings` [f, r, r] (symmetric, no diagonal), `u` [20, k] already scaled by its sign:
     the logit of letter a at residue i is h_i(a) + sum_j J_ij sum_k u_k(a) |u_k|(x_j).
     """
     f, sweeps, r, s = uniform.shape
-    letters = torch.zeros(f, r, s, dtype=torch.long)
+    letters = torch.zeros(f, r, s, dtype=torch.long) if start is None else start.transpose(1, 2).contiguous()
     signs = torch.tensor(SIGNS)
-    held = torch.zeros(f, r, s * u.shape[1])  # properties of the letters
+    held = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # properties of the letters
     for sweep in range(sweeps):
         for i in range(r):
             around = torch.bmm(couplings[:, i : i + 1], held).view(f, s, -1)
             logits = fields[:, i, None] + (around * signs) @ u.T
             cumulated = logits.softmax(-1).cumsum(-1)
-            chosen = (cumulated < uniform[:, sweep, i, :, None]).sum(-1).clamp(max=u.shape[0] - 1)
+            drawn = uniform[:, sweep, i]
+            chosen = (cumulated < drawn[..., None]).sum(-1).clamp(max=u.shape[0] - 1)
+            chosen = torch.where(drawn.isnan(), letters[:, i], chosen)
             letters[:, i] = chosen
             held[:, i] = u[chosen].flatten(1)
     return letters.transpose(1, 2)
@@ -83,6 +91,7 @@ class PottsFamilies:
         residues: int = 48,
         rows: int = 64,
         coupling: float = 0.2,
+        kinds: bool = False,
         sweeps: int = 12,
         seed: int = 0,
     ):
@@ -92,7 +101,7 @@ class PottsFamilies:
         if not self.structures:
             raise ValueError(f"no embedded structure has {residues} residues; the longest has {max(map(len, every))}")
         self.split, self.seed, self.families = split, seed, families
-        self.residues, self.rows, self.coupling, self.sweeps = residues, rows, coupling, sweeps
+        self.residues, self.rows, self.coupling, self.sweeps, self.kinds = residues, rows, coupling, sweeps, kinds
         self._drawn: dict[int, list[Protein]] = {}
 
     def __len__(self) -> int:
@@ -115,10 +124,19 @@ class PottsFamilies:
                 crop = self._crop(random)
             crops.append(crop)
             fields.append(FIELD * torch.randn(self.residues, 20, generator=random))
-            couplings.append(self.coupling * coupled(crop).float())
+            strength = self.coupling * (4 ** (torch.rand((), generator=random) - 0.5) if self.kinds else 1)
+            couplings.append(strength * coupled(crop).float())
             uniform.append(torch.rand(self.sweeps, self.residues, self.rows, generator=random))
-        drawn = gibbs(torch.stack(fields), torch.stack(couplings), properties(), torch.stack(uniform))
-        return [_family(crop, msa, i) for crop, msa, i in zip(crops, drawn.numpy().astype(np.uint8), indices)]
+        law = generator("law", self.split, self.seed, batch)
+        u = drawn_properties(law) if self.kinds and batch % 2 else properties()
+        potts = torch.stack(fields), torch.stack(couplings), u
+        drawn = gibbs(*potts, torch.stack(uniform))
+        if not self.kinds:
+            drawn_rows = drawn.numpy().astype(np.uint8)
+            none = np.zeros(drawn_rows.shape[1:], np.uint16)
+            return [_family(crop, msa, none, i) for crop, msa, i in zip(crops, drawn_rows, indices)]
+        drawn = related(drawn, potts, law)
+        return [_family(crop, *worn(msa, law), i) for crop, msa, i in zip(crops, drawn, indices)]
 
     def _crop(self, random: torch.Generator) -> Protein:
         source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
@@ -137,7 +155,47 @@ def coupled(protein: Protein) -> Tensor:
     return (distances(x, x) < CONTACT) & there[:, None] & there & apart
 
 
-def _family(crop: Protein, msa: np.ndarray, index: int) -> Protein:
+def drawn_properties(random: torch.Generator) -> Tensor:
+    """Three properties of the 20 letters [20, 3] that no chemistry knows, each of mean 0 and variance 1."""
+    u = torch.randn(20, len(SIGNS), generator=random)
+    return (u - u.mean(0)) / u.std(0, correction=0)
+
+
+def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], random: torch.Generator) -> Tensor:
+    """Rows [f, s, r] as the leaves of a tree: the first eighth are as they were, of which three times all have twins.
+
+    Of a twin, a share of the residues is drawn anew, given the others; the share is the family's own.
+    """
+    f, s, r = letters.shape
+    founders, share = -(-s // 8), 0.05 + 0.6 * torch.rand(f, 1, 1, generator=random)
+    rows = letters[:, :founders]
+    while rows.shape[1] < s:
+        changed = torch.rand(f, rows.shape[1], r, generator=random) < share
+        uniform = torch.rand(f, 1, r, rows.shape[1], generator=random)
+        uniform = uniform.masked_fill(~changed.transpose(1, 2)[:, None], torch.nan)
+        rows = torch.cat([rows, gibbs(*potts, uniform, rows)], 1)
+    return rows[:, :s]
+
+
+def worn(msa: Tensor, random: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Some of the rows [s, r] of an alignment, ends and stretches of them gone; and residues inserted [s, r]."""
+    s, r = msa.shape
+    s = max(2, round(s * 16 ** -float(torch.rand((), generator=random))))
+    msa = msa[torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(len(msa) - 1, generator=random)])[:s]]
+    place = torch.arange(r)
+    bare = torch.rand(4, s, 1, generator=random)  # how much of the ends is gone, and where and how long a stretch is
+    rare = torch.rand(3, s, 1, generator=random) < 0.3
+    gone = (rare[0] & (place < bare[0] * r / 2)) | (rare[1] & (place >= r - bare[1] * r / 2))
+    common = torch.randint(r, (4,), generator=random)  # where stretches begin, the same in many rows
+    begin = common[(bare[2] * len(common)).long()]
+    gone |= rare[2] & (place >= begin) & (place < begin + bare[3] * r / 6)
+    gone[0] = False
+    inserted = torch.randint(1, 6, (s, r), generator=random) * (torch.rand(s, r, generator=random) < 0.01) * ~gone
+    inserted[0] = 0
+    return msa.masked_fill(gone, GAP).numpy().astype(np.uint8), inserted.numpy().astype(np.uint16)
+
+
+def _family(crop: Protein, msa: np.ndarray, deletions: np.ndarray, index: int) -> Protein:
     """The crop with another sequence: its contact atoms stay where they are, also where it had a glycine."""
     position, seen = crop.contact_atoms()
     positions, resolved = crop.positions.copy(), crop.resolved.copy()
@@ -149,6 +207,6 @@ def _family(crop: Protein, msa: np.ndarray, index: int) -> Protein:
         positions=positions,
         resolved=resolved,
         msa=msa,
-        deletions=np.zeros(msa.shape, np.uint16),
+        deletions=deletions,
         paired=np.ones(len(msa), bool),
     )

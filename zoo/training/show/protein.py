@@ -84,6 +84,7 @@ class Show(task.Show):
 
     def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
         given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
+        given |= example.couplings() if self.config.data.couplings else {}
         inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
         with torch.no_grad():
             found = model(**inputs, **options)
@@ -120,14 +121,19 @@ class Show(task.Show):
             guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
             by_frequency.append(guess.measure())
             if len(protein.msa) > 1:
-                msa = torch.from_numpy(protein.msa)
+                msa, told = torch.from_numpy(protein.msa), protein.couplings
                 by_information.append(contact_precision(mutual_information(filled_rows(msa)), *known))
-                by_couplings.append(contact_precision(direct_couplings(msa).score, *known))
+                score = direct_couplings(msa).score if told is None else torch.from_numpy(told)
+                by_couplings.append(contact_precision(score, *known))
         for key, words, found in (
             ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
             ("frequency_floor", "frequencies of distances", average(by_frequency)),
             ("apc_floor", "mutual information of the same rows", average(by_information)),
-            ("dca_floor", "direct couplings of the same rows", average(by_couplings)),
+            (
+                "dca_floor",
+                "direct couplings of the same rows, or of all that the model is told of",
+                average(by_couplings),
+            ),
         ):
             floors += [Floor(f"{key} {name}", f"{words}, {name}", value) for name, value in found.items()]
         if not by_information:
@@ -213,6 +219,7 @@ class Infer(task.Infer):
         self, model: Callable[..., Any], protein: Protein, rows: int, options: Namespace, device: torch.device
     ) -> Predicted:
         """What the model says from so many rows; fewer are among the more, if only the number differs."""
+        protein = self.show.task.told(protein, (protein.name, protein.sequence, len(protein.msa)))
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         example = draw(protein, "inference", options.seed, **sizes, share=0)
         asked = {"recycles": options.recycles, "distogram": options.distogram}

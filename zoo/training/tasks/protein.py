@@ -5,11 +5,12 @@ Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.record import Protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import generator
+from zoo.protein.coevolution import coupling_feature
 from zoo.protein.distogram import BINS
 from zoo.protein.objective import ProteinObjective
 from zoo.protein.prediction import Predictor
@@ -27,7 +29,7 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
 
-_FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
+_COUPLINGS_KEPT = 1024  # proteins whose couplings are kept
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Synthetic:
     families: int = option(512, "families for training", least=1)
     depth: int = option(64, "rows drawn of each", least=1)
     coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
+    kinds: bool = option(False, "families of many kinds: other laws, strengths and depths; relatives, gaps, insertions")
+    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Embedded:
     extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
     masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Folder:
     masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
+    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
 
 
 DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}
@@ -103,6 +109,7 @@ class Task(task.Task):
         data = config.data
         self.validation_samples = config.eval.proteins
         self.tokens = data.rows * data.residues
+        self._couplings: dict[Hashable, np.ndarray] = {}
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
 
     def open(self) -> None:
@@ -126,6 +133,9 @@ class Task(task.Task):
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
         if rows and not wanted:
             raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
+        if (told := getattr(model.config, "couplings", 0)) != int(self.config.data.couplings):
+            either, other = f"model.overrides.couplings={int(not told)}", f"data.couplings={str(bool(told)).lower()}"
+            raise UserError(f"the data and the model differ in whether couplings are told: set {either}, or {other}")
         return model
 
     def objective(self, model: nn.Module) -> nn.Module:
@@ -140,6 +150,8 @@ class Task(task.Task):
             "pair_weight": torch.ones(b, r, r), "sequence": whole(b, r), "residue_index": whole(b, r),
             "asym_id": whole(b, r), "mask": seen(b, r), "recycles": self.config.objective.recycles - bucket,
         }  # fmt: skip
+        if self.config.data.couplings:
+            inputs["couplings"] = torch.zeros(b, r, r, 1)
         extra = {"extra_msa": whole(b, t, r), "extra_deletions": torch.zeros(b, t, r), "extra_mask": seen(b, t, r)}
         return inputs | (extra if t else {})
 
@@ -179,10 +191,21 @@ class Task(task.Task):
 
     def draw(self, data: Dataset, split: str, seed: int, epoch: int, index: int) -> Example:
         options = self.config.data
+        protein = self.told(data.protein(index), (split, index))
         return draw(
-            data.protein(index), split, seed, epoch, index, **self.shape, share=options.masked,
+            protein, split, seed, epoch, index, **self.shape, share=options.masked,
             spatial=getattr(options, "crop", "") == "spatial",
         )  # fmt: skip
+
+    def told(self, protein: Protein, known_as: Hashable) -> Protein:
+        """The protein with what its couplings say of pairs, if the model is told that; found once for each name."""
+        if not self.config.data.couplings:
+            return protein
+        if known_as not in self._couplings:
+            if len(self._couplings) >= _COUPLINGS_KEPT:
+                self._couplings.clear()
+            self._couplings[known_as] = coupling_feature(torch.from_numpy(protein.msa)).numpy()
+        return replace(protein, couplings=self._couplings[known_as])
 
     def _inputs(self, examples: Sequence[Example], recycles: int) -> Inputs:
         """What this rank holds of a batch."""
@@ -203,6 +226,8 @@ class Task(task.Task):
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
         counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2}
         inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
+        if self.config.data.couplings:
+            inputs |= divided("residues", Example.couplings)
         inputs |= {**stacked(Example.single), "recycles": recycles}
         return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
 
@@ -219,7 +244,9 @@ class Task(task.Task):
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
     """The training and the validation set that `data` describes."""
     if isinstance(data, Synthetic):
-        options: dict[str, Any] = {"residues": data.residues, "rows": data.depth, "coupling": data.coupling}
+        options: dict[str, Any] = {
+            "residues": data.residues, "rows": data.depth, "coupling": data.coupling, "kinds": data.kinds,
+        }  # fmt: skip
         return (
             PottsFamilies("train", families=data.families, seed=seed, **options),
             PottsFamilies("validation", families=needed, seed=0, **options),
