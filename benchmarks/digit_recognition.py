@@ -20,7 +20,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,29 +27,18 @@ import infer
 from zoo.data.digits import MovingDigits
 from zoo.training import UserError, ranks
 from zoo.training import config as cfg
+from zoo.video.metrics import FrameProbe
 
 FIT_CLIPS = 6_000  # one frame of each: the frames of a clip are too much alike
 REAL_CLIPS = 297  # each held-out image once
 
 
-class Recogniser:
+class Recogniser(FrameProbe):
     """A support vector machine on pixels, fitted to frames of clips of a data set's training images."""
 
     def __init__(self, data: MovingDigits, clips: int):
-        from sklearn.svm import SVC
-
         n, t = len(data), data.frames
-        made = [data.clip(i % n, i // n, range(i % t, i % t + 1)) for i in range(clips)]
-        self.machine = SVC(C=10.0, gamma="scale")
-        self.machine.fit(_rows(torch.stack([clip["x"] for clip in made])), [clip["label"] for clip in made])
-
-    def __call__(self, clips: Tensor) -> Tensor:
-        """The digit that each frame of `clips` (b 1 t h w) shows, (b t) int64."""
-        return torch.from_numpy(self.machine.predict(_rows(clips))).view(len(clips), clips.shape[2])
-
-
-def _rows(clips: Tensor) -> np.ndarray:
-    return clips[:, 0].clamp(-1, 1).flatten(2).flatten(0, 1).numpy()
+        super().__init__(data.clip(i % n, i // n, range(i % t, i % t + 1)) for i in range(clips))
 
 
 @dataclass

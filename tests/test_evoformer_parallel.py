@@ -20,7 +20,7 @@ from zoo.protein import layers
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "evoformer": ("evoformer", {"chunk": 1000}),
-    "opm first": ("evoformer", {"opm_first": True, "extra_depth": 0}),
+    "opm first": ("evoformer", {"opm_first": True, "extra_depth": 0, "couplings": 2}),
     "pairformer": ("pairformer", {}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
@@ -57,11 +57,11 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
     scalar(expect).backward()
     dsp.parallelize(model, mesh, gather_output=False)
     if sharded:
-        for name in ("msa", "deletions", "msa_mask"):
-            whole = given[name]
-            own = whole.chunk(mesh.size(), 2)[mesh.get_local_rank()]
+        for name in {"msa", "deletions", "msa_mask", "couplings"} & given.keys():
+            whole, dim = given[name], 1 if name == "couplings" else 2
+            own = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
             given[name] = DTensor.from_local(
-                own, mesh, [Shard(2)], run_check=False, shape=whole.shape, stride=whole.stride()
+                own, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
             )
     out = model(**given, recycles=recycles)
     for a, b in zip(out, expect):
@@ -217,7 +217,7 @@ def test_padding_changes_nothing(case: str) -> None:
         if name in given:
             given[name] = torch.ones_like(given[name])
             given[name][..., 6:] = False
-    short = {name: x[..., :6] for name, x in given.items()}
+    short = {name: x[:, :6, :6] if name == "couplings" else x[..., :6] for name, x in given.items()}
     for a, b in zip(model(**given, recycles=1), model(**short, recycles=1)):
         a = a[:, :6, :6] if a.shape[1] == a.shape[2] else a[:, :, :6] if a.ndim == 4 else a[:, :6]
         torch.testing.assert_close(a, b)

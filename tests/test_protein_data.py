@@ -379,6 +379,23 @@ def test_families_are_pure_and_on_contacts():
         PottsFamilies(residues=5000)
 
 
+def test_families_of_many_kinds():
+    """A function of their number, related by a tree, of any depth, with gaps and insertions, but for the first row."""
+    data = PottsFamilies("train", families=66, residues=24, rows=64, sweeps=2, kinds=True)
+    families = [data.protein(i) for i in (*range(8), 64, 65)]
+    again = PottsFamilies("train", families=65, residues=24, rows=64, sweeps=2, kinds=True).protein(64)
+    np.testing.assert_array_equal(again.msa, families[-2].msa)
+    assert len({len(p.msa) for p in families}) > 5
+    assert all(8 <= len(p.msa) <= 64 and p.deletions.shape == p.msa.shape for p in families)
+    assert all((p.msa[0] < 20).all() and not p.deletions[0].any() for p in families)
+    gaps = np.concatenate([(p.msa == 21).flatten() for p in families])
+    assert 0.02 < gaps.mean() < 0.5
+    assert sum(p.deletions.sum() for p in families) > 0
+    likeness = [max((p.msa[0] == row).mean() for row in p.msa[1:]) for p in families]
+    alone = PottsFamilies("train", families=1, residues=24, rows=64, sweeps=2).protein(0)
+    assert max(likeness) > 0.6 > max((alone.msa[0] == row).mean() for row in alone.msa[1:])
+
+
 def test_gibbs_samples_the_distribution_it_says():
     """Three residues, their 8000 states enumerated: frequencies of letters and of pairs after a while."""
     u = properties()

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,6 +12,8 @@ from test_train import _run_here, one_of, trainer  # noqa: F401 (`trainer` is a 
 from torch.distributed.tensor import DTensor
 
 from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.synthetic import PottsFamilies
+from zoo.protein.coevolution import coupling_feature
 from zoo.training import config as cfg
 from zoo.training import tracking
 
@@ -153,6 +156,29 @@ def test_parts_are_those_of_the_whole_and_no_rank_has_all_pairs():
             assert example[name] == value
             continue
         assert (example[name].shape, example[name].dtype) == (value.shape, value.dtype), name
+
+
+def test_couplings_are_told_by_rows_of_pairs():
+    made = [task(couplings=True), *(task(rank, 4, couplings=True) for rank in range(4))]
+    for one in made:
+        one.train = PottsFamilies("train", families=6, residues=17, rows=30, kinds=True)
+    whole, *parts = (one.batch(None, 3, 0, 1, 2)["couplings"] for one in made)
+    assert [part.to_local().shape for part in parts] == [(2, 6, 21, 1)] * 3 + [(2, 3, 21, 1)]
+    assert torch.equal(torch.cat([part.to_local() for part in parts], 1), whole)
+    assert torch.equal(whole, whole.transpose(1, 2))
+    assert (whole[:, 17:] == 0).all()
+    assert whole.std() > 0.3
+    family = made[0].train.protein(2)
+    told = made[0].told(family, "any").take(np.arange(3, 9)).couplings  # of the whole alignment, then cut
+    np.testing.assert_array_equal(told, coupling_feature(torch.from_numpy(family.msa)).numpy()[3:9, 3:9])
+
+
+def test_a_run_that_is_told_couplings(run, capsys):
+    options = ["data.couplings=true", "data.kinds=true", "data.depth=16", "train.steps=1", "eval.every=1"]
+    records = run("model.overrides.couplings=1", "sample.every=1", *options)
+    assert any("dca_floor short P@L" in record for record in records)
+    run("name=other", *options, expect=2)
+    assert "set model.overrides.couplings=1, or data.couplings=false" in capsys.readouterr().err
 
 
 def test_a_single_row_is_not_divided():

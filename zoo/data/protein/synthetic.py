@@ -17,6 +17,7 @@ are inserted. What holds for all of them is the geometry of contacts.
 Letters: f families, s rows, r residues, k properties.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -116,27 +117,29 @@ class PottsFamilies:
 
     def _sample(self, batch: int) -> list[Protein]:
         indices = range(batch * _BATCH, min((batch + 1) * _BATCH, self.families))
-        crops, fields, couplings, uniform = [], [], [], []
+        crops, fields, couplings, uniform, sources = [], [], [], [], []
         for i in indices:
             random = generator("potts", self.split, self.seed, i)
             crop = self._crop(random)
             while crop.contact_atoms()[1].mean() < 0.5:  # a tail of which little was seen
                 crop = self._crop(random)
             crops.append(crop)
+            sources.append(random)
             fields.append(FIELD * torch.randn(self.residues, 20, generator=random))
             strength = self.coupling * (4 ** (torch.rand((), generator=random) - 0.5) if self.kinds else 1)
             couplings.append(strength * coupled(crop).float())
             uniform.append(torch.rand(self.sweeps, self.residues, self.rows, generator=random))
-        law = generator("law", self.split, self.seed, batch)
-        u = drawn_properties(law) if self.kinds and batch % 2 else properties()
+        u = properties()
+        if self.kinds and batch % 2:
+            u = drawn_properties(generator("law", self.split, self.seed, batch))
         potts = torch.stack(fields), torch.stack(couplings), u
         drawn = gibbs(*potts, torch.stack(uniform))
         if not self.kinds:
             drawn_rows = drawn.numpy().astype(np.uint8)
             none = np.zeros(drawn_rows.shape[1:], np.uint16)
             return [_family(crop, msa, none, i) for crop, msa, i in zip(crops, drawn_rows, indices)]
-        drawn = related(drawn, potts, law)
-        return [_family(crop, *worn(msa, law), i) for crop, msa, i in zip(crops, drawn, indices)]
+        drawn = related(drawn, potts, sources)
+        return [_family(crop, *worn(msa, r), i) for crop, msa, r, i in zip(crops, drawn, sources, indices)]
 
     def _crop(self, random: torch.Generator) -> Protein:
         source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
@@ -161,18 +164,21 @@ def drawn_properties(random: torch.Generator) -> Tensor:
     return (u - u.mean(0)) / u.std(0, correction=0)
 
 
-def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], random: torch.Generator) -> Tensor:
+def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], sources: Sequence[torch.Generator]) -> Tensor:
     """Rows [f, s, r] as the leaves of a tree: the first eighth are as they were, of which three times all have twins.
 
     Of a twin, a share of the residues is drawn anew, given the others; the share is the family's own.
     """
-    f, s, r = letters.shape
-    founders, share = -(-s // 8), 0.05 + 0.6 * torch.rand(f, 1, 1, generator=random)
+    _, s, r = letters.shape
+
+    def rand(*shape: int) -> Tensor:
+        return torch.stack([torch.rand(*shape, generator=random) for random in sources])
+
+    founders, share = -(-s // 8), 0.05 + 0.6 * rand(1, 1, 1)
     rows = letters[:, :founders]
     while rows.shape[1] < s:
-        changed = torch.rand(f, rows.shape[1], r, generator=random) < share
-        uniform = torch.rand(f, 1, r, rows.shape[1], generator=random)
-        uniform = uniform.masked_fill(~changed.transpose(1, 2)[:, None], torch.nan)
+        n = rows.shape[1]
+        uniform = rand(1, r, n).masked_fill(rand(1, r, n) >= share, torch.nan)
         rows = torch.cat([rows, gibbs(*potts, uniform, rows)], 1)
     return rows[:, :s]
 
@@ -180,7 +186,7 @@ def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], random: torch
 def worn(msa: Tensor, random: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Some of the rows [s, r] of an alignment, ends and stretches of them gone; and residues inserted [s, r]."""
     s, r = msa.shape
-    s = max(2, round(s * 16 ** -float(torch.rand((), generator=random))))
+    s = max(2, round(s * 8 ** -float(torch.rand((), generator=random))))
     msa = msa[torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(len(msa) - 1, generator=random)])[:s]]
     place = torch.arange(r)
     bare = torch.rand(4, s, 1, generator=random)  # how much of the ends is gone, and where and how long a stretch is

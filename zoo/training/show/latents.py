@@ -23,11 +23,13 @@ from zoo.video.codec import Autoencoder, CodecError, TextEncoder
 class Show(video.Show):
     """Clips of the largest shape, with their captions."""
 
+    probed = False
     task: Task
 
     def ready(self) -> None:
         if self.config.sample.every:
             on_first_rank(self._try_decoder)
+            on_first_rank(lambda: self.config.sample.metrics and self.features is None)
 
     def _try_decoder(self) -> None:
         """Now rather than hours later."""

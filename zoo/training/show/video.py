@@ -10,6 +10,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from zoo.training.task import Floor
 from zoo.training.tasks.video import Task
 from zoo.video.diffusion import ddim, euler, seeded_noise
 from zoo.video.linear_denoiser import linear_denoiser_loss
+from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
 SAMPLES = hash_seed("samples")
 FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # to fit a linear denoiser on, and values of one
+PROBE_FRAMES = 3_000  # of training clips, one of each, that the probe of classes is fitted to
 FPS = 8.0  # where the data does not say
 FORMATS = ("gif", "mp4")
 
@@ -48,6 +51,7 @@ class Show(task.Show):
     """Clips that the model draws, each under the real one of its class or caption."""
 
     media = "gif"
+    probed = True  # what it shows are pixels, whose classes a probe can tell
     task: Task
 
     def codec(self, path: Path | None, device: torch.device) -> Any:
@@ -55,6 +59,8 @@ class Show(task.Show):
         return Pixels(self.task.channels)
 
     def ready(self) -> None:
+        if self.config.sample.metrics and self.config.sample.every:
+            on_first_rank(lambda: self.features is None)  # now rather than hours later
         flow, size = self.config.objective.name == "rectified_flow", prod(self.task.shape) * self.task.clip[0]
         if self.config.eval.linear_floor and not (flow and size <= FLOOR_SIZE):
             raise UserError(
@@ -99,7 +105,34 @@ class Show(task.Show):
         pairs = torch.cat([samples.real, line, samples.samples], dim=3)  # the sample under the real clip
         titles = samples.titles if any(samples.titles) else None
         save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=titles)
-        return {}
+        return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
+
+    def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:
+        """How like real clips (n c t y x) uint8 the sampled ones are: see zoo/video/metrics.py."""
+        of_real, of_made = statistics(real), statistics(made)
+        found = {f"{of} {name}": value for of, x in (("real", of_real), ("sample", of_made))
+                 for name, value in zip(STATISTICS, x.mean(0).tolist())}  # fmt: skip
+        if len(real) > 1:
+            found["Fréchet distance of statistics"] = frechet_distance(of_real, of_made)
+        if self.features is not None and len(real) > 1:
+            found["Fréchet video distance"] = frechet_distance(self.features(real), self.features(made))
+        if self.task.num_classes and self.probed:
+            labels = [int(title) for title in titles]
+            shares = self.probe.shares(made.float() / 127.5 - 1, labels)
+            found |= {f"sample {name}": value for name, value in shares.items()}
+        return found
+
+    @cached_property
+    def features(self) -> VideoFeatures | None:
+        path = self.config.sample.features
+        return user_error(VideoFeatures, path, prefix="sample.features: ") if path else None
+
+    @cached_property
+    def probe(self) -> FrameProbe:
+        """What tells classes apart: fitted to single frames of training clips."""
+        data, frames = self.task.train, self.task.clip[0]
+        chosen = ((i % len(data), i // len(data), range(i % frames, i % frames + 1)) for i in range(PROBE_FRAMES))
+        return FrameProbe(data.clip(*one) for one in chosen)
 
     def draw(
         self,

@@ -90,6 +90,8 @@ class Sample:
     clips: int = option(4, "clips sampled, from the same noise every time, each under a real one", least=1)
     steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
+    metrics: bool = option(False, "report how like the real clips they are: statistics; classes, by a probe of pixels")
+    features: str | None = option(None, "with metrics, folder of a published VideoMAE: report its Fréchet distance too")
 
 
 class Task(task.Task):

@@ -1,0 +1,135 @@
+"""How like real clips sampled ones are: statistics of frames and of their changes, a probe of classes, distances.
+
+A Fréchet video distance is that of features of a published network. None comes along: `VideoFeatures` reads a folder of
+your own; the rest needs no weights. Few clips make all of this rough: a Fréchet distance of d features wants several
+times d clips, and its value depends on their number.
+
+Letters: n clips, c channels, t frames, h w height and width, d features.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["STATISTICS", "FrameProbe", "VideoFeatures", "frechet_distance", "statistics"]
+
+STATISTICS = ("brightness", "contrast", "sharpness", "change", "jerk", "persistence")
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which video networks are fed
+
+
+def statistics(clips: Tensor) -> Tensor:
+    """The numbers of `STATISTICS` of each clip (n c t h w) uint8, in units of the full range: (n 6), float64.
+
+    Of a frame its mean, deviation and mean difference of neighbouring pixels; of time the mean difference from frame to
+    frame, that of these differences, and the correlation of a frame with the next (1 for one that stands still).
+    """
+    x = clips.double() / 255
+    n, still = len(x), x.shape[2] < 2
+    edges = [x.diff(dim=dim).abs().flatten(1).mean(1) if x.shape[dim] > 1 else torch.zeros(n) for dim in (3, 4)]
+    change, jerk, persistence = torch.zeros(n), torch.zeros(n), torch.ones(n)
+    if not still:
+        change = x.diff(dim=2).abs().flatten(1).mean(1)
+        centred = (x - x.mean((1, 3, 4), keepdim=True)).transpose(1, 2).flatten(2)  # (n t chw)
+        now, following = centred[:, :-1], centred[:, 1:]
+        scale = now.norm(dim=2) * following.norm(dim=2)
+        alike = (now * following).sum(2) / scale.clamp(min=1e-12)
+        persistence = torch.where(scale > 1e-12, alike, 1.0).mean(1)
+    if x.shape[2] > 2:
+        jerk = x.diff(n=2, dim=2).abs().flatten(1).mean(1)
+    deviation = x.transpose(1, 2).flatten(2).std(2, correction=0).mean(1)
+    return torch.stack([x.flatten(1).mean(1), deviation, sum(edges) / 2, change, jerk, persistence], 1).double()
+
+
+def frechet_distance(real: Tensor, made: Tensor) -> float:
+    """Between the normal distributions of two sets of features, (n d) and (m d): Heusel et al. 2017, equation 6.
+
+    |μ - ν|² + tr(Σ + Π - 2 (Σ Π)^½). Raises ValueError for sets of fewer than two, or of other features.
+    """
+    if real.ndim != 2 or made.ndim != 2 or real.shape[1] != made.shape[1] or min(len(real), len(made)) < 2:
+        shapes = f"{tuple(real.shape)} and {tuple(made.shape)}"
+        raise ValueError(f"frechet_distance: expected features (n d) and (m d) of two clips at least, got {shapes}")
+    real, made = real.double(), made.double()
+    first, second = (torch.atleast_2d(x.T.cov()) for x in (real, made))
+    values, vectors = torch.linalg.eigh(first)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
+    apart = (real.mean(0) - made.mean(0)).square().sum()
+    return (apart + first.trace() + second.trace() - 2 * cross).clamp(min=0).item()
+
+
+class VideoFeatures:
+    """Features of clips by a published VideoMAE: a folder of its `config.json` and safetensors, as transformers saves.
+
+    (n c t h w) uint8 -> (n d): the mean over tokens of the last layer, normed, which is what its classifier reads
+    (the features of content-debiased FVD, Ge et al. 2024). Frames are taken evenly, as many as it was trained with, and
+    scaled to its size. Weights are read from safetensors alone: no pickle, and no code of the folder's, is run.
+    """
+
+    def __init__(self, path: str | Path, device: torch.device | str = "cpu"):
+        try:
+            from transformers import VideoMAEForVideoClassification
+        except ImportError as error:
+            raise ValueError("features of clips need transformers: pip install -e '.[video]'") from error
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{path}: no folder of a VideoMAE, it has no config.json")
+        try:
+            model: Any = VideoMAEForVideoClassification
+            model = model.from_pretrained(path, local_files_only=True, use_safetensors=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path}: no VideoMAE can be read of it: {error}") from error
+        self.model, self.device = model.to(device).eval(), device
+
+    @torch.no_grad()
+    def __call__(self, clips: Tensor, batch: int = 8) -> Tensor:
+        return torch.cat([self._features(part) for part in clips.split(batch)]).cpu()
+
+    def _features(self, clips: Tensor) -> Tensor:
+        tokens = self.model.videomae(pixel_values=self.prepared(clips))[0]
+        norm = self.model.fc_norm
+        return norm(tokens.mean(1)) if norm is not None else tokens[:, 0]
+
+    def prepared(self, clips: Tensor) -> Tensor:
+        """What the network is fed: (n t 3 h w) of its frames and size, normalised."""
+        config = self.model.config
+        frames = torch.linspace(0, clips.shape[2] - 1, config.num_frames).round().long()
+        x = clips[:, :, frames].to(self.device).float().expand(-1, 3, -1, -1, -1) / 255
+        flat = F.interpolate(
+            x.transpose(1, 2).flatten(0, 1), (config.image_size,) * 2, mode="bilinear", antialias=True,
+            align_corners=False,
+        )  # fmt: skip
+        mean, std = (torch.tensor(values, device=self.device)[:, None, None] for values in (_MEAN, _STD))
+        return ((flat - mean) / std).unflatten(0, (len(clips), config.num_frames))
+
+
+class FrameProbe:
+    """A support vector machine on pixels that tells the class of a frame, fitted to frames of clips with labels.
+
+    `clips` are dicts of `x` (c 1 h w) in [-1, 1] and `label`.
+    """
+
+    def __init__(self, clips: Iterable[dict[str, Any]]):
+        from sklearn.svm import SVC
+
+        seen = list(clips)
+        self.machine = SVC(C=10.0, gamma="scale")
+        self.machine.fit(_rows(torch.stack([clip["x"] for clip in seen])), [int(clip["label"]) for clip in seen])
+
+    def __call__(self, clips: Tensor) -> Tensor:
+        """The class that each frame of `clips` (n c t h w) in [-1, 1] shows, (n t) int64."""
+        return torch.from_numpy(self.machine.predict(_rows(clips))).view(len(clips), clips.shape[2])
+
+    def shares(self, clips: Tensor, labels: Sequence[int]) -> dict[str, float]:
+        """What share of the frames, and of the clips by vote, shows the class that was asked for."""
+        seen, asked = self(clips), torch.tensor(labels)
+        return {
+            "frames recognised": (seen == asked[:, None]).double().mean().item(),
+            "clips recognised": (seen.mode(1).values == asked).double().mean().item(),
+        }
+
+
+def _rows(clips: Tensor) -> Any:
+    return clips.transpose(1, 2).clamp(-1, 1).flatten(2).flatten(0, 1).numpy()
