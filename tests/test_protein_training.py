@@ -173,6 +173,7 @@ def test_couplings_are_told_by_rows_of_pairs():
     np.testing.assert_array_equal(told, coupling_feature(torch.from_numpy(family.msa)).numpy()[3:9, 3:9])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_couplings(run, capsys):
     options = ["data.couplings=true", "data.kinds=true", "data.depth=16", "train.steps=1", "eval.every=1"]
     records = run("model.overrides.couplings=1", "sample.every=1", *options)

@@ -101,6 +101,7 @@ def test_a_probe_tells_classes():
     assert probe.shares(x, [(label + 1) % 10 for label in labels])["frames recognised"] < 0.2
 
 
+@pytest.mark.slow
 def test_a_run_reports_them(trainer, folder, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 60)
     options = ["sample.metrics=true", "sample.every=1", "train.steps=1", "eval.every=0", "sample.clips=4"]
