@@ -41,7 +41,9 @@ def statistics(clips: Tensor) -> Tensor:
     if x.shape[2] > 2:
         jerk = x.diff(n=2, dim=2).abs().flatten(1).mean(1)
     deviation = x.transpose(1, 2).flatten(2).std(2, correction=0).mean(1)
-    return torch.stack([x.flatten(1).mean(1), deviation, sum(edges) / 2, change, jerk, persistence], 1).double()
+    return torch.stack(
+        [x.flatten(1).mean(1), deviation, (edges[0] + edges[1]) / 2, change, jerk, persistence], 1
+    ).double()
 
 
 def frechet_distance(real: Tensor, made: Tensor) -> float:

@@ -121,9 +121,9 @@ class Show(task.Show):
             guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
             by_frequency.append(guess.measure())
             if len(protein.msa) > 1:
-                msa, told = torch.from_numpy(protein.msa), protein.couplings
+                msa, known_pairs = torch.from_numpy(protein.msa), protein.couplings
                 by_information.append(contact_precision(mutual_information(filled_rows(msa)), *known))
-                score = direct_couplings(msa).score if told is None else torch.from_numpy(told)
+                score = direct_couplings(msa).score if known_pairs is None else torch.from_numpy(known_pairs)
                 by_couplings.append(contact_precision(score, *known))
         for key, words, found in (
             ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
