@@ -59,6 +59,8 @@ ENTRIES = [
     Entry("ST-Mamba B/2, st", "st_mamba", "B/2", sublayers=24),
     Entry("ST-Mamba B/2, sst", "st_mamba", "B/2", sublayers=24, options={"order": "sst", "mixer": "mamba2"}),
     Entry("ST-RWKV-6 B/2", "st_rwkv", "B/2", sublayers=24 * 2),
+    Entry("Wan 2.1 1.3B", "wan", "1.3B", sublayers=30 * 3),
+    Entry("Wan 2.1 14B", "wan", "14B", sublayers=40 * 3),
 ]
 
 
@@ -80,7 +82,8 @@ def measure(entry: Entry) -> Row:
         inputs = model.example_inputs(1, **VIDEO)
     plan = dsp.plan(model, kwargs=inputs, size=RANKS, dtype=torch.bfloat16)
     blocks = [row for row in plan.stages if any(char.isdigit() for char in row.name)]
-    dims = {dim for row in blocks for dim in row.computes} & {"t", "s", "h", "w"}
+    dims = {dim for row in blocks for dim in row.computes}
+    dims &= {"n"} if "n" in dims else {"t", "s", "h", "w"}  # where all places are one dim, h are heads
     mixers = {dim: sum(dim in row.computes for row in blocks) for dim in sorted(dims)}
     tokens = VIDEO["frames"] * (VIDEO["height"] // 2) * (VIDEO["width"] // 2)  # patches of 2 x 2 cells in all of them
     count = sum(p.numel() for p in model.parameters())

@@ -146,7 +146,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     ("case", "n"),
     [
         (CASES[0], 4), *(slow(case, 4) for case in CASES[1:]), slow(CASES[0], 2), slow(CASES[0], 3), ("stdit-v3", 3),
-        *(slow(case, 2) for case in ("latte-2-text", "latte-3-text", "latte-4-class")),
+        *(slow(case, 2) for case in ("latte-2-text", "latte-3-text", "latte-4-class", "wan")),
     ],
 )  # fmt: skip
 def test_models(ranks, case: str, method: str, n: int) -> None:

@@ -2,7 +2,8 @@
 
 The sources: DiT (`models.py`), PixArt-alpha, Open-Sora 1.0 (`stdit.py`) and Latte (`latte.py`), `initialize_weights` of
 each; mamba_ssm (`mamba_simple.py`, `mamba2.py`, `mixer_seq_simple.py`); RWKV-LM (`RWKV-v5/src/model.py`); openfold
-(`primitives.py::Linear`, AF2's supplement 1.11.4); axial attention's TensorFlow. What differs docs/zoo.md says.
+(`primitives.py::Linear`, AF2's supplement 1.11.4); axial attention's TensorFlow; Wan 2.1 (`wan/modules/model.py`). What
+differs docs/zoo.md says.
 """
 
 import math
@@ -53,6 +54,11 @@ AXIAL = [
     (r".*(attention\.out|mlp\.down|logits\.linear)\.weight", lambda w: 1e-5 * lecun(w)),
     (r".*weight", lecun),
 ]  # fmt: skip
+WAN = [
+    *BIAS, (r".*norm\.weight", ONE), (r"final\.linear.*", ZERO), (r".*modulation\.table", table),
+    (r"(t_embed\.mlp|caption)\.(up|down)\.weight", 0.02), (r".*qkv\.weight", glorot(3)), (r".*\.kv\.weight", glorot(2)),
+    (r".*weight", xavier),
+]  # fmt: skip
 SCANS = [
     (r".*modulation\.linear.*|final\.linear.*|t_embed.*bias|embed.*bias|.*norms\.\d\.bias", ZERO), *EMBEDDINGS,
     (r"embed.*weight", xavier), (r".*norms\.\d\.weight", ONE),
@@ -84,7 +90,7 @@ MODELS = [
     ("transformer2d", {}, [*PIXART, (r".*weight", xavier)]),
     ("stdit", {"version": "v1"}, OPEN_SORA), ("stdit", {"version": "v3"}, OPEN_SORA), ("axial_image", {}, AXIAL),
     ("st_mamba", {"mixer": "mamba1"}, MAMBA), ("st_mamba", {"mixer": "mamba2"}, MAMBA), ("st_rwkv", {}, RWKV),
-    ("evoformer", {}, ALPHAFOLD), ("pairformer", {}, ALPHAFOLD),
+    ("wan", {}, WAN), ("evoformer", {}, ALPHAFOLD), ("pairformer", {}, ALPHAFOLD),
 ]  # fmt: skip
 OTHERWISE = r".*(A_log|dt_bias|dt_proj\.bias|mix_first|\.mix|bonus|decay_up\.bias|mixers\.0\.norm\.weight)"  # below
 

@@ -34,6 +34,7 @@ VARIANTS = [
     ("latte", {"variant": 4, "depth": 2, "conditioning": "text", "caption_channels": 20}),
     ("axial_video", {"num_classes": 10}),
     ("axial_video", {"order": "summed", "learn_sigma": True}),
+    ("wan", {}),
 ]
 
 
@@ -52,7 +53,7 @@ def layers(model):
     return [f"{names[kind]}.{order[:i].count(kind)}" for i, kind in enumerate(order)]
 
 
-SPACE_AND_TIME = [row for row in VARIANTS if row[0] != "axial_video"]
+SPACE_AND_TIME = [row for row in VARIANTS if row[0] not in ("axial_video", "wan")]
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
 
@@ -91,6 +92,8 @@ def make(name, overrides, dtype=torch.float64):
         ("st_rwkv", "B/2", {}, 279_617_296),
         ("st_rwkv", "S/2", {}, 72_126_352),
         ("st_rwkv", "L/2", {}, 982_848_528),
+        ("wan", "1.3B", {}, 1_418_996_800),
+        ("wan", "14B", {}, 14_288_491_584),
     ],
 )
 def test_parameter_counts(name, size, overrides, count):

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "axial-video-summed": ("axial_video", {"order": "summed"}),
     "axial-image": ("axial_image", {}),
     "axial-image-colour": ("axial_image", {"channels": 3, "num_classes": 5}),
+    "wan": ("wan", {}),
 }
 
 
@@ -120,7 +121,7 @@ def test_objectives(ranks, kind: str, case: str, n: int) -> None:
 
 
 NEW = [case for case in CASES if case.startswith("axial") or case[:8] in ("latte-2-", "latte-3-", "latte-4-")]
-NEW += ["stdit-v1", "stdit-v2", "stdit-v3", "st_mamba", "st_mamba-2-sst", "st_rwkv"]
+NEW += ["stdit-v1", "stdit-v2", "stdit-v3", "st_mamba", "st_mamba-2-sst", "st_rwkv", "wan"]
 
 
 def checked(mesh: DeviceMesh, case: str) -> None:

@@ -68,7 +68,14 @@ def rotate(x: Tensor, pairs: str, base: float = 10000.0) -> Tensor:
     positions = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
     angles = torch.outer(positions, base ** (-steps / x.shape[-1]))[:, None]
     precise = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angles.cos().to(precise), angles.sin().to(precise)
+    return turn(x, angles.sin().to(precise), angles.cos().to(precise), pairs)
+
+
+def turn(x: Tensor, sin: Tensor, cos: Tensor, pairs: str) -> Tensor:
+    """Turn pairs of channels of (b n h e) by angles whose sines and cosines are given, (n 1 e/2); ``rotate`` says more.
+
+    In the precision of the angles; the result is of x's.
+    """
     if pairs == "interleaved":
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
@@ -210,17 +217,25 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from (b t s c) to text (b l c), the same for every frame; ``mask`` (b l) keeps tokens."""
+    """Attention from (b ... c) to text (b l c), the same for every place; ``mask`` (b l) keeps tokens.
 
-    def __init__(self, dim: int, heads: int):
+    ``qk_norm`` puts an RMSNorm with weights of its own on queries and on keys, over the channels of all heads together.
+    """
+
+    def __init__(self, dim: int, heads: int, qk_norm: bool = False):
         super().__init__()
         self.head_dim = dim // heads
         self.q = nn.Linear(dim, dim)
         self.kv = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(dim, dim)
-        self.tensor_parallel = {"q": f"columns {heads}", "kv": f"columns {heads} {heads}", "out": f"rows {heads}"}
+        self.q_norm = nn.RMSNorm(dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(dim, eps=1e-6) if qk_norm else nn.Identity()
+        cut = {"q": f"columns {heads}", "kv": f"columns {heads} {heads}", "out": f"rows {heads}"}
+        self.tensor_parallel = {} if qk_norm else cut
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = rearrange(self.q(x), "b t s (h e) -> b (t s) h e", e=self.head_dim)
-        k, v = rearrange(self.kv(context), "b l (k h e) -> k b l h e", k=2, e=self.head_dim)
-        return self.out(rearrange(attend(q, k, v, mask), "b (t s) h e -> b t s (h e)", t=x.shape[1]))
+        q, (k, v) = self.q(x), self.kv(context).chunk(2, dim=-1)
+        q, k, v = (
+            rearrange(y, "b ... (h e) -> b (...) h e", e=self.head_dim) for y in (self.q_norm(q), self.k_norm(k), v)
+        )
+        return self.out(attend(q, k, v, mask).flatten(2).unflatten(1, x.shape[1:-1]))

@@ -19,8 +19,9 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
     """Copy a state dict into a model, in place; every name and every shape must match, else nothing is copied.
 
     ``names`` turns the name of one of our parameters or buffers into theirs, or into a list of theirs to be stacked
-    along dim 0 (fused projections). A tensor may come in another shape with as many elements and rows: a convolution
-    that is a linear layer here. ``ignore`` names tensors of theirs that have no use here, such as tables of positions.
+    along dim 0 (fused projections). A tensor may come in another shape with as many elements and rows, a first dim of 1
+    not counted: a convolution that is a linear layer here, a table. ``ignore`` names tensors of theirs that have no use
+    here, such as tables of positions.
 
     Raises ValueError with the names that are missing, unknown, or of another shape.
     """
@@ -33,7 +34,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
     for name, sources in theirs.items():
         if set(sources) <= given:
             value = torch.cat([state[source] for source in sources]) if len(sources) > 1 else state[sources[0]]
-            if value.numel() == ours[name].numel() and value.shape[:1] == ours[name].shape[:1]:
+            if value.numel() == ours[name].numel() and value.squeeze(0).shape[:1] == ours[name].squeeze(0).shape[:1]:
                 values[name] = value.reshape(ours[name].shape)
             else:
                 shapes = f"{tuple(value.shape)}, the model's {tuple(ours[name].shape)}"

@@ -26,6 +26,7 @@ MODELS = {
     "st_rwkv": "zoo.video.rwkv:STRWKV",
     "pairformer": "zoo.protein.pairformer:Pairformer",
     "transformer2d": "zoo.video.transformer2d:Transformer2D",
+    "wan": "zoo.video.wan:Wan",
 }
 
 

@@ -1,0 +1,289 @@
+"""Wan 2.1 (Wan team, arXiv 2503.20314), a text-to-video transformer that attends over all places of the video at once.
+
+Published sizes; parameters with 16 latent channels and text of 4096 channels (UMT5-XXL), 512 tokens of it:
+
+    size    blocks  hidden  heads     MLP    parameters
+    1.3B      30     1536     12     8960   1,418,996,800
+    14B       40     5120     40    13824  14,288,491,584
+
+A block is modulated self-attention over the clip, attention to text behind a LayerNorm with weights, a modulated MLP.
+Queries and keys of both attentions have an RMSNorm over the channels of all heads together; those of self-attention
+are then rotated by their frame, row and column, each of which has a third of a head's channels. One linear layer turns
+the timestep into the modulation of all blocks, to which each adds a table of its own.
+
+No dim of the sequence stays apart in self-attention, but its heads do: what comes before it, itself and what follows it
+are three stages. The tokens of a clip are one dim, shared out evenly whatever the number of frames.
+
+``from_reference`` loads diffusers' WanTransformer3DModel. Norms and modulation run in the type of the weights, where
+that one takes float32. Not here: an image as condition (I2V), a timestep for each token (Wan 2.2's 5B).
+
+Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h its heads, n places in
+the video (frame by frame, row by row), c hidden channels, e channels of a head, l text tokens, k the values of a patch
+or what is left of a conditioning vector.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from zoo.attention import CrossAttention, SoftmaxAttention, turn
+from zoo.layers import (
+    MLP,
+    FinalLinear,
+    ScaleShiftTable,
+    TimestepEmbed,
+    check_shape,
+    expect,
+    init_linear,
+    init_zero,
+    modulate,
+    norm,
+    rows,
+    sincos,
+    tensor_parallel,
+    unpatchify,
+    video_inputs,
+)
+from zoo.reference import count, load
+
+SIZES: dict[str, dict[str, Any]] = {
+    "1.3B": {"hidden": 1536, "depth": 30, "heads": 12, "mlp": 8960},
+    "14B": {"hidden": 5120, "depth": 40, "heads": 40, "mlp": 13824},
+    "test": {"hidden": 48, "depth": 2, "heads": 4, "mlp": 64, "in_channels": 4, "caption_channels": 20},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int = 1536
+    depth: int = 30
+    heads: int = 12
+    mlp: int = 8960  # channels inside the MLP
+    patch: tuple[int, int, int] = (1, 2, 2)
+    in_channels: int = 16
+    caption_channels: int = 4096  # of the text encoder (UMT5)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(self.patch))
+        check_shape(self.hidden, self.heads, self.patch)
+        if self.hidden // self.heads < 6 or self.hidden // self.heads % 2:
+            raise ValueError(
+                f"hidden={self.hidden} in heads={self.heads}: rotary positions in three dims need an even number of "
+                "channels a head, 6 at least"
+            )
+
+    @property
+    def out_channels(self) -> int:
+        return self.in_channels
+
+
+class Queries(nn.Module):
+    """The modulated stream (b n c) as queries, keys and values (b n h e): normed over all heads, then rotated."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm, self.k_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
+
+    def forward(self, x: Tensor, modulation: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shift, scale, *_ = rows(modulation, dims=1)
+        q, k, v = self.qkv(modulate(norm(x), shift, scale)).chunk(3, dim=-1)
+        q, k, v = (rearrange(y, "b n (h e) -> b n h e", h=self.heads) for y in (self.q_norm(q), self.k_norm(k), v))
+        sin, cos = rope[:, None].chunk(2, dim=-1)
+        return turn(q, sin, cos, "interleaved"), turn(k, sin, cos, "interleaved"), v
+
+
+class Update(nn.Module):
+    """What follows self-attention ``y`` (b n h e): its residual on the stream (b n c), attention to text, the MLP."""
+
+    def __init__(self, dim: int, heads: int, mlp: int):
+        super().__init__()
+        self.out = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.cross = CrossAttention(dim, heads, qk_norm=True)
+        self.mlp = MLP(dim, mlp)
+
+    def forward(self, x: Tensor, y: Tensor, modulation: Tensor, context: Tensor) -> Tensor:
+        _, _, gate, shift, scale, gate_mlp = rows(modulation, dims=1)
+        x = x + gate * self.out(y.flatten(-2))
+        x = x + self.cross(self.norm(x), context)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift, scale))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, mlp: int):
+        super().__init__()
+        self.modulation = ScaleShiftTable(dim, 6)
+        self.queries = Queries(dim, heads)
+        self.core = SoftmaxAttention()
+        self.update = Update(dim, heads, mlp)
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor, rope: Tensor) -> Tensor:
+        modulation = self.modulation(cond)
+        return self.update(x, self.core(*self.queries(x, modulation, rope)), modulation, context)
+
+
+class Wan(nn.Module):
+    """``forward(x, timestep, context, context_mask=None)``
+
+    x (b i t y x), timestep (b) on the scale 0 to 1000, context (b l caption_channels), context_mask (b l, False for
+    tokens that are zeros: a caption shorter than its row is padded with zeros, which are seen) -> (b o t y x). Any
+    number of frames; frames of any size.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        dim = config.hidden
+        self.stages = {
+            "": "x=b [i] t y x -> b [o] t y x",
+            "embed": "b n [k] -> b n [c]",
+            "blocks.*.queries": "b n [c], modulation=b [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
+            "blocks.*.core": "b [n] h [e], b [n] h [e], b [n] h [e] -> b [n] h [e]",
+            "blocks.*.update": "b n [c], y=b n [h e], modulation=b [k c], context=b [l c]",
+            "final": "b n [c], cond=b [c] -> b n [k]",
+        }
+        self.cores = {"blocks.*.core": "b [n] (g r) [d], b [n] g [d], b [n] g [d] -> b [n] (g r) [d]"}
+
+        self.t_embed = TimestepEmbed(dim)
+        self.t_block = nn.Linear(dim, 6 * dim)
+        self.caption = MLP(config.caption_channels, dim, dim)
+        self.embed = nn.Linear(config.in_channels * math.prod(config.patch), dim)
+        self.blocks = nn.ModuleList(Block(dim, config.heads, config.mlp) for _ in range(config.depth))
+        self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
+        self.tensor_parallel = tensor_parallel(self, "blocks")
+        self.init_weights()
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        expect("context", context, True, f"caption_channels={self.config.caption_channels}")
+        assert context is not None
+        if context_mask is not None:
+            context = context * context_mask[..., None]
+        t = self.t_embed(timestep)
+        cond, context = self.t_block(F.silu(t)), self.caption(context.to(t.dtype))
+
+        (frames, *size), (_, p, q) = x.shape[2:], self.config.patch
+        x = F.pad(x, (0, -x.shape[-1] % q, 0, -x.shape[-2] % p))
+        rope = self.positions(frames, x.shape[-2] // p, x.shape[-1] // q, x.device)
+        x = rearrange(x, "b i t (y p) (x q) -> b (t y x) (i p q)", p=p, q=q)
+        x = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = block(x, cond, context, rope)
+        x = self.final(x, t).unflatten(1, (frames, -1))
+        return unpatchify(x, self.config.patch, (size[0], size[1]))
+
+    def positions(self, t: int, y: int, x: int, device: torch.device) -> Tensor:
+        """The angles of all places of t frames of y rows and x columns of patches: sines, then cosines (n e), fp32."""
+        size = self.config.hidden // self.config.heads
+        side = 2 * (size // 6)
+        frames, down, right = (
+            sincos(torch.arange(count, device=device), channels)
+            for count, channels in ((t, size - 2 * side), (y, side), (x, side))
+        )
+        turns = [
+            repeat(frames, "t (s e) -> s (t y x) e", s=2, y=y, x=x),
+            repeat(down, "y (s e) -> s (t y x) e", s=2, t=t, x=x),
+            repeat(right, "x (s e) -> s (t y x) e", s=2, t=t, y=y),
+        ]
+        return rearrange(torch.cat(turns, dim=-1), "s n e -> n (s e)")
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter in place, after ``to_empty`` too, as Wan does.
+
+        Xavier in every matrix, those of queries, keys and values each by itself; biases zero; the MLPs of timestep and
+        text at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer starts as nothing.
+        """
+        init_linear(self)
+        for mlp in (self.t_embed.mlp, self.caption):
+            nn.init.normal_(mlp.up.weight, std=0.02)
+            nn.init.normal_(mlp.down.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, ScaleShiftTable):
+                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
+            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                module.reset_parameters()
+            if isinstance(module, Queries | CrossAttention):
+                fused = module.qkv if isinstance(module, Queries) else module.kv
+                for weight in fused.weight.split(self.config.hidden):
+                    nn.init.xavier_uniform_(weight)
+        init_zero(self.final.linear)
+
+    def example_inputs(
+        self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
+    ) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens."""
+        text = tokens, self.config.caption_channels
+        return video_inputs(batch, self.config.in_channels, frames, height, width, text=text)
+
+
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
+    """Build the model of diffusers' WanTransformer3DModel from its state dict.
+
+    Heads are taken to be 128 channels wide, as in all that was published: ``heads`` overrides it.
+    """
+    if missing := [name for name in (NAMES["embed"] + ".weight", NAMES["caption.up"] + ".weight") if name not in state]:
+        raise ValueError(f"not diffusers' Wan: no {', '.join(missing)}")
+    hidden, channels, *patch = state[NAMES["embed"] + ".weight"].shape
+    found: dict[str, Any] = {
+        "hidden": hidden,
+        "depth": count(state, "blocks.{}."),
+        "heads": hidden // 128,
+        "patch": tuple(patch),
+        "in_channels": channels,
+        "caption_channels": state[NAMES["caption.up"] + ".weight"].shape[1],
+    }
+    if (up := state.get("blocks.0.ffn.net.0.proj.weight")) is not None:
+        found["mlp"] = len(up)
+    found |= overrides
+    if not found["heads"]:
+        raise ValueError(f"no Wan of hidden={hidden} was published: say how many heads it has, heads=")
+    model = Wan(Config(**found))
+    load(model, state, diffusers_names)
+    return model
+
+
+def diffusers_names(name: str) -> list[str]:
+    """The diffusers parameters that one of ours is made of, to be stacked along dim 0."""
+    block, i, layer = re.fullmatch(r"(?:(blocks)\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
+    layer, dot, suffix = layer.rpartition(".") if layer.endswith((".weight", ".bias")) else (layer, "", "")
+    if block is None:
+        return [NAMES[layer] + dot + suffix]
+    return [f"blocks.{i}.{theirs}{dot}{suffix}" for theirs in BLOCK_NAMES[layer].split()]
+
+
+NAMES = {
+    "embed": "patch_embedding",
+    "t_embed.mlp.up": "condition_embedder.time_embedder.linear_1",
+    "t_embed.mlp.down": "condition_embedder.time_embedder.linear_2",
+    "t_block": "condition_embedder.time_proj",
+    "caption.up": "condition_embedder.text_embedder.linear_1",
+    "caption.down": "condition_embedder.text_embedder.linear_2",
+    "final.modulation.table": "scale_shift_table",
+    "final.linear": "proj_out",
+}
+BLOCK_NAMES = {
+    "modulation.table": "scale_shift_table",
+    "queries.qkv": "attn1.to_q attn1.to_k attn1.to_v",
+    "queries.q_norm": "attn1.norm_q",
+    "queries.k_norm": "attn1.norm_k",
+    "update.out": "attn1.to_out.0",
+    "update.norm": "norm2",
+    "update.cross.q": "attn2.to_q",
+    "update.cross.kv": "attn2.to_k attn2.to_v",
+    "update.cross.q_norm": "attn2.norm_q",
+    "update.cross.k_norm": "attn2.norm_k",
+    "update.cross.out": "attn2.to_out.0",
+    "update.mlp.up": "ffn.net.0.proj",
+    "update.mlp.down": "ffn.net.2",
+}
