@@ -103,6 +103,10 @@ ATTENTION += [
     form(x(4, 6, 5), x(4, 3, 5), x(4, 3, 2), x(6, 3), 0.0, False),
     form(x(*Q), x(1, 4, 3, 5), x(1, 4, 3, 2)), form(x(1, 4, 1, 5), x(*K), x(*V), flags(2, 1, 1, 3)),
     form(x(*Q), x(*K), x(*V), x(6, 3), scale=0.3),
+    form(x(*Q), x(2, 2, 3, 5), x(2, 2, 3, 2), flags(2, 4, 6, 3), enable_gqa=True),
+    form(x(2, 6, 4, 3), x(2, 3, 5, 3), x(2, 3, 5, 3), attn_mask=x(6, 4, 5), enable_gqa=True),
+    form(x(6, 4, 3), x(1, 5, 3), x(1, 5, 3), x(1, 4, 5), is_causal=False, enable_gqa=True),
+    form(x(2, 4, 5, 3), x(2, 2, 5, 3), x(2, 2, 5, 3), is_causal=True, enable_gqa=True),
     form(x(2, 8, 4, 3), x(2, 4, 3, 3), x(2, 4, 3, 3), None, 0.0, False, enable_gqa=True),
 ]
 INDICES: list[Any] = [

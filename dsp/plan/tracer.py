@@ -18,7 +18,16 @@ from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
-from dsp.rules.functions import ATTRIBUTE_OPS, BY_NUMBER, METADATA, UNRUNNABLE, in_place, op_name, refuse_unrunnable
+from dsp.rules.functions import (
+    ATTRIBUTE_OPS,
+    BY_NUMBER,
+    METADATA,
+    UNRUNNABLE,
+    in_place,
+    known,
+    op_name,
+    refuse_unrunnable,
+)
 from dsp.stages import Stage
 from dsp.tensors import memory, node, tensors_in
 
@@ -48,6 +57,11 @@ class Tracer(Recorder, TorchFunctionMode):
             refuse_unrunnable(name, metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
         if metadata:
             return func(*args, **kwargs)
+        if (written := known(func).parts) is not None:
+            with self:
+                out = written(*args, **kwargs)
+            if out is not None:
+                return out
         if name in BY_NUMBER and not self.real:
             raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
         index = len(self.names)
@@ -55,21 +69,21 @@ class Tracer(Recorder, TorchFunctionMode):
         region, kept = self.region(), list[Tensor]()
         with saving(kept):
             out = func(*args, **kwargs)
-        watch, known = self.watch, len(self.ops)
+        watch, before = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
         self.record(index, name, args, kwargs, out, in_place(func))
         if region is not None and kept:  # an op that is no event comes after the one before
-            self.saves[region] = known if len(self.events) > known else known - 0.5
+            self.saves[region] = before if len(self.events) > before else before - 0.5
         saved = self.keep(kept) if region is None else 0
-        if len(self.ops) == known and (flops or touched):
+        if len(self.ops) == before and (flops or touched):
             grad = any(t.requires_grad for t in tensors_in(out))
             event = Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1])
             self.add_whole(event, tensors_in(out))
             self.events[-1].flops += flops
             self.events[-1].touched = (self.events[-1].touched[0] + touched, 0)
             self.events[-1].largest = max(self.events[-1].largest, largest)
-        elif len(self.ops) > known:
+        elif len(self.ops) > before:
             event, op = self.events[-1], self.ops[-1]
             event.flops, event.touched, event.module = flops, (touched, 0), self.inside[-1]
             event.largest = max(event.largest, largest)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor
 from dsp.rules.call import GlueError, tensor_args
+from dsp.rules.written_out import WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
 UNRUNNABLE = {"autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER}}
@@ -105,9 +106,12 @@ class Function(NamedTuple):
     name: str
     metadata: bool
     changing: bool  # it writes into its first argument
+    parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
 
 
 @lru_cache(maxsize=8192)
 def known(func: Any) -> Function:
     name, attribute = op_name(func)
-    return Function(name, (attribute and name not in ATTRIBUTE_OPS) or name in METADATA, in_place(func))
+    return Function(
+        name, (attribute and name not in ATTRIBUTE_OPS) or name in METADATA, in_place(func), WRITTEN_OUT.get(func)
+    )

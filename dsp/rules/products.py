@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsp.layout import Cut
+from dsp.layout import Cut, chunk
+from dsp.rows import Rows
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 
 
@@ -95,6 +96,8 @@ def attention(f: Frame) -> Outcome:
     operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
     rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
     place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
+    if set(place.values()) == {-3} and f.kwargs.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+        return grouped(f, q, k, v, mask)
     if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
         raise f.refuse("it computes over the sharded dim")
     along_rows = place.get(id(q)) == -2
@@ -108,6 +111,36 @@ def attention(f: Frame) -> Outcome:
     assert outcome.cut is not None
     outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
     outcome.func = _attend
+    return outcome
+
+
+def grouped(f: Frame, q: Operand, k: Operand, v: Operand, mask: Any) -> Outcome:
+    """Attention along heads of which several share a head of keys: a rank reads those that its own queries need."""
+    heads, shared = q.shape[-3], k.shape[-3]
+    sharded = [o for o in f.operands() if o.cut is not None]
+    if shared != v.shape[-3] or any(o.cut.outer > 1 or (o is mask and o.shape[-3] != heads) for o in sharded if o.cut):
+        raise f.refuse("its heads do not come in groups that share one of keys and one of values")
+    each = heads // shared
+    spans = []
+    for rank in range(f.n):
+        start, length = chunk(heads, f.n, rank)
+        spans.append((start // each, -(-(start + length) // each)) if length else (0, 0))
+    start, length = chunk(heads, f.n, f.rank)
+    outcome = Outcome(Cut(max(o.ndim for o in (q, k, v)) - 3), heads)
+    for i, o in enumerate(f.operands()):
+        if o is k or o is v:
+            outcome.rows[i] = (Rows(o.ndim - 3, shared, tuple(spans)),)
+        elif o.cut is None and (o is q or o is mask) and o.ndim > 2 and o.shape[-3] > 1:
+            outcome.narrow[i] = Cut(o.ndim - 3)
+
+    def local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if start % each or length % each or not length:  # not whole groups
+            own = torch.arange(start, start + length, device=key.device) // each - start // each
+            key, value = (t.index_select(-3, own) for t in (key, value))
+            kwargs["enable_gqa"] = False
+        return _attend(query, key, value, *args, **kwargs)
+
+    outcome.func = local
     return outcome
 
 

@@ -84,6 +84,11 @@ class Glue(TorchFunctionMode):
             refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
+        if what.parts is not None:
+            with self:
+                out = what.parts(*args, **kwargs)
+            if out is not None:
+                return out
         if run.aside:
             return self.operate(-1, func, what, args, kwargs, types)
         if saving_hooks(False) is not None:
