@@ -14,36 +14,19 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import dsp
-from zoo.training import UserError, checkpoint, ranks, user_error
+from zoo.training import UserError, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show import dca
-from zoo.training.task import Task
-from zoo.training.tracking import duration
-
-
-def locate(path: Path) -> tuple[Path, Path, int | None]:
-    """The run's directory, its checkpoints, and which step is meant (None: the latest sound one)."""
-    step = None
-    if path.name.startswith("step-"):
-        known = {p: step for step, p in checkpoint.found(path.parent)}
-        if path not in known:
-            raise UserError(f"{path} is not a checkpoint; beside it there are: {', '.join(p.name for p in known)}")
-        step, path = known[path], path.parent
-    run = path.parent if path.name == "checkpoints" else path
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints")
-    return run, run / "checkpoints", step
+from zoo.training.use import arguments as describe
+from zoo.training.use import load_model, locate, progress
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,35 +45,6 @@ class Parser(argparse.ArgumentParser):
 def first_rank() -> bool:
     """Also before there is a process group."""
     return int(os.environ.get("RANK", 0)) == 0
-
-
-def load_model(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
-    """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
-    with torch.device("meta"):
-        model = task.model()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
-    model.to_empty(device=device)
-    wanted = checkpoint.Contents(model, identity=task.identity)
-    state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.say)
-    if state is None:
-        raise UserError(f"{directory} holds no checkpoint")
-    which = "averaged weights" if state["averaged"] else "weights"
-    ranks.say(f"{which} of step {state['step']} from {directory}")
-    predictor = task.predictor(model)
-    user_error(dsp.parallelize, predictor, mesh["sp"])
-    return predictor.eval()
-
-
-def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
-    """A line on a terminal that says how far a long job is."""
-    began, shown = clock(), sys.stderr.isatty() and dist.get_rank() == 0
-
-    def on_step(step: int, steps: int) -> None:
-        if shown:
-            left = duration((clock() - began) / step * (steps - step))
-            print(f"\r{step}/{steps}  {left} left ", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-
-    return on_step
 
 
 def direct_coupling_analysis(arguments: Sequence[str]) -> int:
@@ -117,14 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter
         parser = Parser(prog="infer.py RUN", formatter_class=shape)
-        parser.add_argument("--out", type=Path, default=run / "inference", help="directory for the results")
-        parser.add_argument(
-            "--weights", choices=("averaged", "last"), default="averaged",
-            help="the moving average of the weights, if the run kept one (train.ema), or the last ones",
-        )  # fmt: skip
         task = cfg.create_task(config)
         infer = cfg.create_infer(task)
-        infer.arguments(parser)
+        describe(parser, infer, run / "inference")
         options = parser.parse_args(arguments[1:])
         with ranks.process_group() as device:
             model = load_model(task, directory, step, device, options.weights == "averaged")

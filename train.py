@@ -6,14 +6,14 @@
 One file for every architecture, read from top to bottom: config, mesh, data, model, dsp, fsdp, optimizer, loop.
 """
 
+import itertools
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,19 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
+from zoo.training.account import closing, opening
+from zoo.training.console import Console
 from zoo.training.dry_run import dry_run, out_of_memory, step_bytes
+from zoo.training.guard import Guard
+from zoo.training.loader import Micro, batches, place
+from zoo.training.meter import Meter, log_line
 from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
-from zoo.training.optim import MovingAverage, adamw, ahead, average_cut, clip_gradients, due, learning_rate
+from zoo.training.optim import MovingAverage, average_cut, clip_gradients, optimizers
+from zoo.training.profile import Profiler
+from zoo.training.saving import Saver
+from zoo.training.schedule import due, learning_rate
 from zoo.training.task import Inputs, Show, Task
-from zoo.training.tracking import Tracker, changes, duration, log_line, open_run
+from zoo.training.tracking import Tracker, changes, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
 
@@ -52,15 +60,18 @@ class Run:
     model: Any  # an nn.Module that fully_shard gave more methods
     objective: Any
     predictor: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     average: MovingAverage | None
     directory: Path
     plans: dict[int, dsp.Plan]  # of the buckets met so far
+    guard: Guard
+    saver: Saver
+    profiler: Profiler
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
 
 
-def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> Run:
+def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console) -> Run:
     # mesh: sp innermost, within a node. Every rank holds a share of the weights: FSDP spans dp_shard x sp
     replicate, shard, sp = cfg.mesh_shape(config.parallel, dist.get_world_size())
     mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
@@ -78,6 +89,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     model, objective, stages = without_weights(config, task)
     plan = make_plan(config, task, objective, sp)
     directory = ranks.on_first_rank(lambda: open_run(config))
+    if dist.get_rank() == 0:
+        console.keep(directory / "console.log")
+        for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
+            ranks.say(line)
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
@@ -97,58 +112,65 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal) -> R
     initialize(model, task, device)
 
     # optimizer: and, beside it, the weights that are judged
-    optimizer = adamw(model, config.optim)
+    updates = optimizers(model, config.optim)
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
+    guard = Guard(config.train)
+    saver = Saver(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     return Run(
-        config, device, stop, task, show, mesh, model, objective, predictor, optimizer, average, directory, {0: plan}
-    )
+        config, device, stop, task, show, mesh, model, objective, predictor, updates, average, directory, {0: plan},
+        guard, saver, Profiler(config.profile, directory, device),
+    )  # fmt: skip
 
 
 def resume(run: Run) -> None:
     """Continue from the latest checkpoint, if that is wanted, and open the records."""
     config, directory, wandb_id = run.config, run.directory / "checkpoints", None
+    changed: list[str] = []
     if config.resume:
         state = checkpoint.load(directory, contents(run), report=ranks.say)
         if state:
             run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
+            run.guard = Guard(config.train, state["extra"].get("guard"))
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
-        for change in changes(run.directory, config) if state else []:
+        changed = changes(run.directory, config) if state else []
+        for change in changed:
             ranks.say(f"  with another {change}")
     room = checkpoint.expected_size(run.model, run.average) * max(
         1, config.checkpoint.keep + 1 - len(checkpoint.found(directory))
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
-        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=plan_rows(run.plans[0]))
+        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=run.plans[0])
+        if run.start:
+            run.tracker.log(run.start, resumed=dist.get_world_size(), changes=changed)
 
 
 def loop(run: Run) -> bool:
     """Train to the last step. False if a signal ended it before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
-    wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
+    wanted = Micro(run.start, steps, config.train.accumulation)
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
-    batches = ahead(batch, wanted)
+    before = ranks.on_first_rank(lambda: run.tracker.elapsed if run.tracker else 0.0)
+    meter = Meter(config, dist.get_world_size(), run.device, before)
+    made = meter.waiting(batches(run.task, batch, wanted, config.train.workers, config.train.prefetch))
     step = saved = run.start
-    began, busy, tokens = time.perf_counter(), 0.0, 0
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            clock, bucket = time.perf_counter(), run.task.bucket(step - 1, groups)
-            values, stopping = train_step(run, step, batches)
-            busy += time.perf_counter() - clock
-            tokens += run.task.batch_tokens(bucket) * config.train.accumulation * groups
+            bucket = run.task.bucket(step - 1, groups)
+            tokens, plan = run.task.batch_tokens(bucket), plan_of(run, bucket)
+            each = config.train.accumulation * groups
+            with run.profiler.step(step), meter.step(tokens * each, plan.flops_model * each):
+                values, stopping = train_step(run, step, made)
             if step % config.log.every == 0 or step in (run.start + 1, steps):
-                values["tokens_per_s"] = tokens / busy
-                values["memory_bytes"] = int(ranks.greatest(ranks.peak_memory(run.device)))
-                values["comm_bytes"] = step_bytes(config, plan_of(run, bucket))
-                eta = (time.perf_counter() - began) / (step - run.start) * (steps - step)
-                ranks.say(log_line(step, steps, values, eta))
+                values |= meter.read(steps - step) | run.profiler.shares | {"comm_bytes": step_bytes(config, plan)}
+                ranks.say(log_line(step, steps, values))
                 if run.tracker:
                     run.tracker.log(step, **values)
-                busy, tokens = 0.0, 0
-            if stopping or due(config.checkpoint.every, step, steps) or step == steps:
+            wanted_now = due(config.checkpoint.every, step, steps) and not run.guard.in_row
+            if stopping or wanted_now or step == steps:
                 save(run, step)
                 saved = step
             if stopping:
@@ -157,11 +179,15 @@ def loop(run: Run) -> bool:
     except ranks.Interrupted:
         if saved != step:
             save(run, step)
+        run.saver.wait()
         ranks.say(f"stopped by a signal after step {step}; resume=true continues")
         return False
     finally:
-        batches.close()
-    summarize(run, time.perf_counter() - began)
+        made.close()
+        run.saver.abandon()
+    run.saver.wait()
+    for line in closing(run) if run.tracker else ():
+        ranks.say(line)
     return True
 
 
@@ -169,7 +195,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     """One update of the weights. Returns what to log, and whether any rank was asked to stop."""
     options, accumulation = run.config.train, run.config.train.accumulation
     lr = learning_rate(run.config.optim, step, options.steps)
-    for param_group in run.optimizer.param_groups:
+    for param_group in itertools.chain(*(optimizer.param_groups for optimizer in run.optimizers)):
         param_group["lr"] = lr
     torch.manual_seed(hash_seed("dropout", options.seed, step, data_parallel(run)[0]))  # a resumed run draws the same
     run.objective.train()
@@ -185,16 +211,14 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
     losses = dict(zip(losses, means))
     loss = sum(means)
-    if not math.isfinite(loss + norm):  # the same numbers on every rank
-        raise UserError(
-            f"step {step}: loss {loss}, gradient norm {norm}: training diverged, and this step was not taken. "
-            f"Checkpoints are in {run.directory / 'checkpoints'}; a lower optim.lr or a longer optim.warmup may help"
-        )
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    if run.average:
+    taken = run.guard.takes(step, loss, norm, run)  # by the same numbers on every rank
+    for optimizer in run.optimizers:
+        if taken:
+            optimizer.step()
+        optimizer.zero_grad()
+    if run.average and taken:
         run.average.update()
-    return {"loss": loss, **named(losses), "grad_norm": norm, "lr": lr}, bool(stopping)
+    return {"loss": loss, **named(losses), "grad_norm": norm, "lr": lr, "skipped": run.guard.skipped}, bool(stopping)
 
 
 # ------------------------------------------------------------------------------------- validation, samples, checkpoints
@@ -244,30 +268,12 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
 
 def save(run: Run, step: int) -> None:
     wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
-    directory, keep = run.directory / "checkpoints", run.config.checkpoint.keep
-    path = checkpoint.save(directory, step, contents(run), extra={"wandb_id": wandb_id}, keep=keep)
-    ranks.say(f"step {step}: checkpoint {path}")
+    run.saver.save(step, contents(run), {"wandb_id": wandb_id, "guard": run.guard.state()})
 
 
 def contents(run: Run) -> checkpoint.Contents:
     orders = dsp.embedded.rank_order(run.model)
-    return checkpoint.Contents(run.model, run.optimizer, run.average, run.task.identity, orders)
-
-
-def summarize(run: Run, seconds: float) -> None:
-    """The last lines of a finished run."""
-    if not run.tracker:
-        return
-    records = run.tracker.records
-    validation = [record["val_loss"] for record in records if "val_loss" in record]
-    ranks.say(f"finished {run.config.train.steps} steps in {duration(seconds)}; everything is in {run.directory}")
-    if validation:
-        ranks.say(f"validation loss {validation[-1]:.4g}")
-    for floor in run.show.floors(run.objective) if validation else ():
-        run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
-        ranks.say(f"{floor.name} {floor.loss:.4g}")
-    if pictures := sorted((run.directory / "samples").glob(f"*.{run.show.media}")):
-        ranks.say(f"samples {pictures[-1]}")
+    return checkpoint.Contents(run.model, run.optimizers, run.average, run.task.identity, orders)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -292,12 +298,6 @@ def named(losses: dict[str, float]) -> dict[str, float]:
     return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
 
 
-def plan_rows(plan: dsp.Plan) -> list[dict[str, Any]]:
-    """The plan as a table for the records."""
-    rows = [asdict(row) for row in plan.stages]
-    return [{key: " ".join(v) if isinstance(v, tuple) else v for key, v in row.items()} for row in rows]
-
-
 def data_parallel(run: Run) -> tuple[int, int]:
     """Which data-parallel group this rank belongs to, and how many there are."""
     sp = run.mesh["sp"].size()
@@ -309,38 +309,40 @@ def averaged(run: Run) -> AbstractContextManager[None]:
     return run.average.swapped() if run.average else nullcontext()
 
 
-def place(inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
 def main(arguments: list[str]) -> int:
-    try:
-        if cfg.wants_help(arguments):
-            print(cfg.help_text(arguments), end="")
-            return 0
-        config = cfg.load(arguments)
-        if config.dry_run:
+    with Console() as console:
+        try:
+            if cfg.wants_help(arguments):
+                print(cfg.help_text(arguments), end="")
+                return 0
+            config = cfg.load(arguments)
+            if not config.dry_run:
+                return 0 if train(config, console) else STOPPED
             if int(os.environ.get("RANK", 0)) == 0:
                 dry_run(config)
             return 0
-        with ranks.process_group() as device, ranks.StopSignal() as stop:
-            run = setup(config, device, stop)
-            try:
-                resume(run)
-                finished = loop(run)
-            except RuntimeError as error:
-                if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-                    raise
-                raise out_of_memory(config) from error
-            finally:
-                if run.tracker:
-                    run.tracker.finish()
-            if not finished:
-                ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
-        return 0 if finished else STOPPED
-    except UserError as error:
-        ranks.complain(error)
-        return 2
+        except UserError as error:
+            ranks.complain(error)
+            return 2
+
+
+def train(config: cfg.Config, console: Console) -> bool:
+    """Whether the run came to its end; False if a signal stopped it."""
+    with ranks.process_group() as device, ranks.StopSignal() as stop:
+        run = setup(config, device, stop, console)
+        try:
+            resume(run)
+            finished = loop(run)
+        except RuntimeError as error:
+            if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                raise
+            raise out_of_memory(config) from error
+        finally:
+            if run.tracker:
+                run.tracker.finish()
+        if not finished:
+            ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
+    return finished
 
 
 if __name__ == "__main__":

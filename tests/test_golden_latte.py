@@ -109,7 +109,9 @@ def test_weights_in_the_layout_of_diffusers():
         theirs = diffusers_names(name)
         state.update(zip(theirs, param.detach().chunk(len(theirs))))
     state["pos_embed.proj.weight"] = state["pos_embed.proj.weight"].unflatten(1, (4, 2, 2))
-    again = zoo.from_reference("latte", state, heads=4)
+    with pytest.raises(ValueError, match="how many cells a side it was trained, sample_size="):
+        zoo.from_reference("latte", state, heads=4)
+    again = zoo.from_reference("latte", state, heads=4, sample_size=64)
     assert isinstance(again, Latte)
     assert again.config == model.config
     inputs = model.example_inputs()

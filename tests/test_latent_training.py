@@ -23,6 +23,7 @@ train: {steps: 8, batch: 4, ema: 0.5}
 eval: {every: 4, clips: 8, levels: 2}
 log: {every: 1}
 checkpoint: {every: 4}
+profile: {every: 0}
 wandb: {mode: disabled}
 """
 

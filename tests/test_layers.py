@@ -18,7 +18,7 @@ ROOMS = {
     "planner": "problem facts elimination sweep",
     "rules": "call elementwise statistics along joins products shape windows sources written_out functions",
     "plan": """script events skeleton watch names values operations recorder twins tracer tracing reads
-        residual table solve program traffic cost advice make choose""",
+        residual picture table solve program traffic cost advice make choose""",
     "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",
     "check": "report compare modes independence check",
     "discover": "dims nodes search folds choice patterns discover",

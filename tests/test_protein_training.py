@@ -50,19 +50,19 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 4
     assert all(6 < loss < 9 for loss in losses)  # 2 log 23 + 0.3 log 64 = 7.52
-    (judged,) = (record for record in records if "val_masked accuracy" in record)
+    (judged,) = (record for record in records if "val_masked_accuracy" in record)
     assert judged["step"] == 4
-    assert 0 <= judged["val_short P@L/5"] <= 1
-    assert 0 < judged["val_lDDT-Cβ"] < 1
-    assert 0 < judged["val_lDDT-Cα"] < 1
+    assert 0 <= judged["val_short_p_at_l5"] <= 1
+    assert 0 < judged["val_lddt_cb"] < 1
+    assert 0 < judged["val_lddt_ca"] < 1
     floors = {key: value for record in records for key, value in record.items() if "floor" in key}
     assert 4 < floors["frequency_floor"] < 12
-    assert floors["frequency_floor loss_msa"] + floors["frequency_floor loss_distogram"] == floors["frequency_floor"]
-    for name in ("apc_floor short P@L/5", "dca_floor short P@L/5", "frequency_floor short P@L/5"):
+    assert floors["frequency_floor_loss_msa"] + floors["frequency_floor_loss_distogram"] == floors["frequency_floor"]
+    for name in ("apc_floor_short_p_at_l5", "dca_floor_short_p_at_l5", "frequency_floor_short_p_at_l5"):
         assert 0 <= floors[name] <= 1
-    assert 0 < floors["frequency_floor lDDT-Cα"] < 1
+    assert 0 < floors["frequency_floor_lddt_ca"] < 1
     out = capsys.readouterr().out
-    assert "step 4: val_short P@L " in out
+    assert "step 4: val_short_p_at_l " in out
     assert "frequencies of letters in a column, of distances by separation" in out
     with Image.open(tmp_path / "runs" / "tiny" / "samples" / "step-00000004.png") as image:
         assert image.width > 800
@@ -82,8 +82,8 @@ def test_real_structures(run, capsys):
     values = {key: value for record in records for key, value in record.items()}
     assert "alignments of one row: nothing is coupled" in capsys.readouterr().out
     assert not any("apc_floor" in key or "dca_floor" in key or "accuracy" in key for key in values)
-    assert values["frequency_floor loss_msa"] == 0  # the sequence tells the letters that are hidden in it
-    assert values["frequency_floor"] == values["frequency_floor loss_distogram"] > 0.5
+    assert values["frequency_floor_loss_msa"] == 0  # the sequence tells the letters that are hidden in it
+    assert values["frequency_floor"] == values["frequency_floor_loss_distogram"] > 0.5
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_two_ranks_train_as_one(run, tmp_path, whole_world):
     whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared", *options])
     shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
     assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
-    for key in ("loss", "val_loss", "val_lDDT-Cβ", "frequency_floor"):
+    for key in ("loss", "val_loss", "val_lddt_cb", "frequency_floor"):
         one, two = ([record[key] for record in records if key in record] for records in (alone, shared))
         assert two
         assert two == pytest.approx(one, rel=1e-5)

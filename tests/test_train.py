@@ -29,8 +29,9 @@ from zoo.pictures import save_gif
 from zoo.training import UserError, ranks, tracking
 from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
+from zoo.training.loader import ahead
 from zoo.training.model import recomputed_modules
-from zoo.training.optim import ahead, due, learning_rate
+from zoo.training.schedule import due, learning_rate
 from zoo.training.task import share
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ eval: {every: 2, clips: 4, levels: 2}
 sample: {every: 4, clips: 2, steps: 2, guidance: 2}
 log: {every: 1}
 checkpoint: {every: 2}
+profile: {every: 0}
 wandb: {mode: disabled}
 """
 
@@ -142,10 +144,25 @@ def test_what_a_run_leaves(run, capsys):
     directory = run("train.accumulation=2")
     out, err = capsys.readouterr()
     assert not err
-    assert sorted(p.name for p in directory.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "samples"]
+    assert sorted(p.name for p in directory.iterdir()) == [
+        "checkpoints", "config.yaml", "console.log", "metrics.jsonl", "plan.svg", "report.html", "samples",
+    ]  # fmt: skip
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
+    assert (directory / "console.log").read_text() == out
+    for start in (
+        "model   transformer2d test: ",
+        "data    digits: 2 x 2 samples",
+        "mesh    dp_replicate=1 x dp_shard=1",
+    ):
+        assert re.search(f"^{start}", out, re.M), start
+    assert re.search(r"^plan    dsp over 1 rank: sends nothing\nmemory  [\d.]+ MiB a rank, estimated", out, re.M)
+    assert f"\nrun     {directory}\n" in out
     keys = ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "comm_bytes")
+    timed = metrics(directory, "time", "elapsed", "seconds_per_step", "data_wait", "eta")
+    assert list(timed) == [1, 2, 3, 4]
+    assert all(a < b for one, two in itertools.pairwise(timed.values()) for a, b in zip(one[:2], two[:2]))
+    assert all(seconds > 0 and 0 <= wait <= 1 for _, _, seconds, wait, _ in timed.values())
     train = metrics(directory, *keys)
     assert list(train) == [1, 2, 3, 4]
     for loss, norm, _, speed, memory, comm in train.values():
@@ -164,9 +181,9 @@ def test_what_a_run_leaves(run, capsys):
     lines = [line for line in out.split("\n") if re.match(r"step \d/4  loss", line)]
     assert len(lines) == 4
     assert len({line.index("tokens/s") for line in lines}) == 1  # aligned
-    assert all(word in lines[0] for word in ("grad", "lr", "memory", "comm", "eta"))
+    assert all(word in lines[0] for word in ("grad", "lr", "s/step", "data", "memory", "comm", "eta"))
     assert "finished 4 steps" in out
-    assert f"validation loss {validation[4][0]:.4g}" in out
+    assert re.search(rf"^on held-out data\n.* model\n  loss +{validation[4][0]:.4g}  lower is better$", out, re.M)
     with Image.open(directory / "samples" / "step-00000004.gif") as gif:
         assert gif.n_frames == 5
     saved = cfg.load([str(directory / "config.yaml")])
@@ -218,7 +235,10 @@ def test_the_linear_floor_is_reported(run, capsys, monkeypatch):
     directory = run("eval.linear_floor=true", "eval.clips=16")
     (floor,) = metrics(directory, "linear_floor")[4]
     assert 0.05 < floor < 1
-    assert f"best linear denoiser on the same data {floor:.4g}" in capsys.readouterr().out
+    (loss,) = metrics(directory, "val_loss")[4]
+    verdict = "the model is better" if loss < floor else "the model is not better"
+    row = rf"  loss +{loss:.4g} +{floor:.4g}  lower is better: {verdict} than best linear denoiser on the same data\n"
+    assert re.search(row, capsys.readouterr().out)
 
 
 # --------------------------------------------------------------------------------------------------------- stop, resume
@@ -240,7 +260,9 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
     assert metrics(half, "val_losses") == metrics(whole, "val_losses")
     gif = "samples/step-00000004.gif"
     assert (half / gif).read_bytes() == (whole / gif).read_bytes()
-    assert [len((d / "metrics.jsonl").read_text().splitlines()) for d in (half, whole)] == [6, 6]
+    (resumed,) = [record for record in tracking.read_metrics(half / "metrics.jsonl") if "resumed" in record]
+    assert (resumed["step"], resumed["resumed"], resumed["changes"]) == (3, 1, [])
+    assert [len((d / "metrics.jsonl").read_text().splitlines()) for d in (half, whole)] == [7, 6]
 
 
 def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
@@ -684,7 +706,7 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
         return config
 
     monkeypatch.setattr(trainer.cfg, "load", load)
-    monkeypatch.setattr(tracking, "to_dict", lambda config: {})
+    monkeypatch.setattr("zoo.training.sinks.to_dict", lambda config: {})
     monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
     monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 30)
     run("wandb.mode=offline", "eval.linear_floor=true")
@@ -723,7 +745,7 @@ def test_ahead_keeps_order_and_passes_errors_on():
             raise ValueError("three")
         return a + b
 
-    made = ahead(make, ((i, 10) for i in range(5)))
+    made = ahead(make, [(i, 10) for i in range(5)])
     assert [next(made) for _ in range(3)] == [10, 11, 12]
     with pytest.raises(ValueError, match="three"):
         next(made)

@@ -45,6 +45,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         flops=int(sum(f * share for f, share in zip(loads.flops, shares))),
         flops_alone=sum(loads.flops),
         flops_whole=sum(f for f, share in zip(loads.flops, shares) if share == 1),
+        flops_model=sum(event.flops * (1 + 2 * event.grad) for event in t.events),
         # what is sent is copied once, to lie as it goes or comes
         touched=int(sum(map(loads.touched, found.steps))) + 2 * sum(total.values()),
         touched_alone=loads.touched_alone,

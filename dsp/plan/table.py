@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.inside import Sent, add_sent
 from dsp.notation import BATCH_NAMES
+from dsp.plan.picture import ribbon
 from dsp.plan.residual import Residual, residuals
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
@@ -73,7 +75,8 @@ class Plan:
     checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
     forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
     gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
-    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again. touched:
+    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again;
+    `flops_model`, those of one rank without what is recomputed, by which utilisation (MFU) is counted. touched:
     bytes that operations read and write in a step, likewise, where nothing is fused. share: the largest tensor that a
     rank holds between the model's inputs and outputs, over the largest of one process: 1/N is the least. whole: the
     glue that every rank runs whole though it is longer than 1.5/N of that. sends: bytes and calls by phase
@@ -97,6 +100,7 @@ class Plan:
     flops: int = 0
     flops_alone: int = 0
     flops_whole: int = 0
+    flops_model: int = 0
     touched: int = 0
     touched_alone: int = 0
     cut_weights: int = 0  # numbers of all ranks' weights that the method cuts over them
@@ -235,6 +239,16 @@ class Plan:
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
+
+    def svg(self) -> str:
+        """The plan as a picture: its stages as a ribbon, in the colours of the dims that are sharded."""
+        total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return ribbon(_folded(self.stages), f"{ranks}; a rank sends: {total}; peak {human(self.peak)}")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture, and the table."""
+        return f"<div>{self.svg()}<pre>{escape(str(self))}</pre></div>"
 
     def _idle(self) -> list[str]:
         found: dict[tuple[int, str], dict[str, None]] = {}

@@ -5,6 +5,7 @@ Letters: c channels, t frames, h w height and width in latent cells, l tokens, e
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
@@ -60,23 +61,30 @@ class LatentFolder:
         return sum(map(len, self.clips))
 
     def split(self, validation: float) -> tuple["LatentFolder", "LatentFolder"]:
-        """This folder in two, `(train, validation)`: that share of the clips, at least one, is held out.
+        """This folder in two, `(train, validation)`: about that share of the clips is held out, in whole videos.
 
-        Which are depends on their names alone, and on that a bucket is left one clip to train on. Where nothing can be
-        held out, validation uses the clips of training.
+        No video has clips on both sides, which would be a leak. Which are held out depends on their names alone, and
+        on that a bucket is left one clip to train on. Where none can be, validation uses the clips of training.
         """
         if not 0 < validation < 1:
             raise LatentError(f"the share of clips held out for validation must be between 0 and 1, got {validation}")
-        ranked = sorted((hash_seed(e.name), i, e) for i, clips in enumerate(self.clips) for e in clips)
+        videos: dict[str, list[tuple[int, Entry]]] = {}
+        for i, clips in enumerate(self.clips):
+            for entry in clips:
+                videos.setdefault(video_of(entry), []).append((i, entry))
         wanted, room = max(1, round(validation * len(self))), [len(clips) - 1 for clips in self.clips]
         chosen: set[str] = set()
-        for _, i, entry in ranked:
-            if len(chosen) < wanted and room[i]:
-                room[i] -= 1
-                chosen.add(entry.name)
+        for name in sorted(videos, key=hash_seed):
+            taken = Counter(i for i, _ in videos[name])
+            fits = all(room[i] >= count for i, count in taken.items())
+            # the first one in any case, then those that do not go far beyond the share
+            if fits and (not chosen or len(chosen) + len(videos[name]) <= wanted):
+                chosen |= {entry.name for _, entry in videos[name]}
+                room = [left - taken[i] for i, left in enumerate(room)]
         train, held_out = copy(self), copy(self)
         if not chosen:
-            log.warning("%s holds a single clip of a shape: validation uses it too", self.latents.folder)
+            said = "%s: no whole video can be held out, so validation uses the clips of training"
+            log.warning(said, self.latents.folder)
             return train, held_out
         train.clips = [[e for e in clips if e.name not in chosen] for clips in self.clips]
         held_out.clips = [[e for e in clips if e.name in chosen] for clips in self.clips]
@@ -104,6 +112,11 @@ class LatentFolder:
                 f"[{expected if expected <= length else f'up to {length}'}, {channels}] is expected"
             )
         return padded(text, length)
+
+
+def video_of(entry: Entry) -> str:
+    """The file that a clip is of: encoding names its clips FILE#PLACE."""
+    return entry.name.rpartition("#")[0] or entry.name
 
 
 def padded(text: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Contents:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None  # None: only the weights are wanted
+    optimizer: Any = None  # one, or several for parts of the weights; None: only the weights are wanted
     average: MovingAverage | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     orders: Mapping[str, Tensor] = field(default_factory=dict)
@@ -72,6 +72,26 @@ class Contents:
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
+@dataclass
+class Held:
+    """The tensors of a checkpoint, which nothing changes any more, in the order of rows that is the model's own."""
+
+    tensors: dict[str, Any]
+    identity: Mapping[str, Any]
+
+
+def hold(contents: Contents) -> Held:
+    """A copy of the tensors in the host's memory: training may go on while it is written."""
+
+    def copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: copied(value) if isinstance(value, Mapping) else value.detach().to("cpu", copy=True)
+            for key, value in tree.items()
+        }
+
+    return Held(copied(_in_own_order(contents.tensors()[0], contents.orders)), contents.identity)
+
+
 def save(
     directory: Path, step: int, contents: Contents, *, extra: Mapping[str, Any] | None = None, keep: int = 2
 ) -> Path:
@@ -79,9 +99,23 @@ def save(
 
     `extra` comes back from `load`, under that name.
     """
+    held = Held(_in_own_order(contents.tensors()[0], contents.orders), contents.identity)
+    return write(directory, step, held, extra=extra, keep=keep)
+
+
+def write(
+    directory: Path,
+    step: int,
+    held: Held,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """`save` of tensors that are held; ranks meet in `group`."""
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
-    tensors = _in_own_order(contents.tensors()[0], contents.orders)
+    tensors = held.tensors
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,18 +124,18 @@ def save(
         check_space(directory, size_of(tensors))
         part.mkdir()
 
-    on_first_rank(prepare)
+    on_first_rank(prepare, group)
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part))
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part), process_group=group)
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         raise UserError(f"checkpoint {part} could not be written: {_first_cause(error)}") from error
     mine = {p.name: digest(p) for p in part.glob(f"__{dist.get_rank()}_*.distcp")}
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, mine)
+    dist.all_gather_object(digests, mine, group)
 
     def publish() -> None:
         files = {name: known for share in digests for name, known in share.items()}
-        state = {"format": FORMAT, "step": step, "identity": contents.identity, "extra": dict(extra or {})}
+        state = {"format": FORMAT, "step": step, "identity": held.identity, "extra": dict(extra or {})}
         _write(part / "state.json", json.dumps(state, indent=1))
         files |= {name: digest(part / name) for name in ("state.json", ".metadata")}
         if absent := [name for name in files if not (part / name).is_file()]:
@@ -117,7 +151,7 @@ def save(
         for path in [path for at, path in found(directory) if at > step] + sound[:-keep]:
             shutil.rmtree(path)
 
-    on_first_rank(publish)
+    on_first_rank(publish, group)
     return final
 
 

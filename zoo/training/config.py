@@ -21,7 +21,20 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
 from zoo.training import UserError
-from zoo.training.sections import Checkpoint, Hardware, Log, Model, Optim, Parallel, Train, Wandb, option
+from zoo.training.sections import (
+    Checkpoint,
+    Hardware,
+    Init,
+    Log,
+    Lora,
+    Model,
+    Optim,
+    Parallel,
+    Profile,
+    Train,
+    Wandb,
+    option,
+)
 from zoo.training.task import Infer, Show, Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
@@ -51,6 +64,8 @@ class Config:
     resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
     dry_run: bool = option(False, "print the plan, memory, bytes and time (hardware.device) a rank; allocates nothing")
     model: Model = field(default_factory=Model)
+    init: Init = field(default_factory=Init)
+    lora: Lora = field(default_factory=Lora)
     data: Any = field(default_factory=lambda: _task("digits").DATA["digits"]())
     objective: Any = field(default_factory=lambda: _task("digits").Objective())
     parallel: Parallel = field(default_factory=Parallel)
@@ -61,6 +76,7 @@ class Config:
     sample: Any = field(default_factory=lambda: _task("digits").Sample())
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    profile: Profile = field(default_factory=Profile)
     wandb: Wandb = field(default_factory=Wandb)
 
 
@@ -148,8 +164,8 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
         _refuse_secret(key, value, "command line")
         if value == "":
             raise UserError(f"command line: {key}= has no value; write {key}=null for none")
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
+    try:  # 10:13 is a range of steps here, and in YAML the number 613
+        return OmegaConf.from_dotlist([re.sub(r"=(\d+:\d+)$", r"='\1'", override) for override in overrides])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"command line: {' '.join(str(error).split())}") from None
 

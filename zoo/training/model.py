@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 import dsp
 from dsp.stages import find_modules
 from zoo.contract import check
-from zoo.training import UserError, user_error
+from zoo.training import UserError, initial, user_error
+from zoo.training.ranks import on_first_rank
 from zoo.training.task import Task
 
 if TYPE_CHECKING:  # reading one needs more than torch
@@ -83,7 +84,9 @@ def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
     """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
     model.to_empty(device=device)
     torch.manual_seed(task.config.train.seed)
-    source = task.model() if dist.get_rank() == 0 else None
+    made: list[nn.Module] = []
+    on_first_rank(lambda: made.append(initial.source(task)))
+    source = made[0] if made else None
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = source.state_dict() if source else {}
     for name, order in dsp.embedded.rank_order(model).items() if source else ():

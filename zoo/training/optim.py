@@ -1,11 +1,6 @@
-"""What makes a step of the gradients: when what is due, the learning rate, the optimizer, norms, averaged weights.
+"""What makes a step of the gradients: optimizers, norms, averaged weights."""
 
-Steps count from 1; step 0 is the state before the first.
-"""
-
-import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -19,39 +14,31 @@ from torch.distributed.tensor import DTensor
 from zoo.training.sections import Optim
 
 
-def learning_rate(options: Optim, step: int, steps: int) -> float:
-    """Linear warm-up to `lr`, then a cosine down to `final` x `lr` after the last step; `step` counts from 1."""
-    if step <= options.warmup:
-        return options.lr * step / options.warmup
-    done = (step - options.warmup) / (steps - options.warmup + 1)
-    return options.lr * (options.final + (1 - options.final) * (1 + math.cos(math.pi * done)) / 2)
+def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
+    """What updates the weights; vectors (biases, scales) are not decayed.
 
-
-def due(every: int, step: int, steps: int) -> bool:
-    """Whether something that happens every so many steps (0: never), and after the last, happens after `step`."""
-    return every > 0 and step > 0 and (step % every == 0 or step == steps)
-
-
-def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]]) -> Any:
-    """Yield `make(*args)` for every args wanted, each made in a thread while the one before it is used."""
-    with ThreadPoolExecutor(1) as pool:
-        pending: list[Future[Any]] = []
-        for args in wanted:
-            pending.append(pool.submit(make, *args))
-            if len(pending) > 1:
-                yield pending.pop(0).result()
-        for last in pending:
-            yield last.result()
-
-
-def adamw(model: nn.Module, options: Optim) -> torch.optim.Optimizer:
-    """AdamW; vectors (biases, scales) are not decayed."""
+    adafactor keeps two vectors for the second moment of a matrix (Shazeer and Stern, 2018); muon makes the update of
+    every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al., 2025), and leaves
+    vectors and kernels of convolutions to AdamW. All are torch's own.
+    """
     groups: list[dict[str, Any]] = []
-    for parameters in by_mesh(model.parameters()):
+    matrices: list[dict[str, Any]] = []
+    for parameters in by_mesh(p for p in model.parameters() if p.requires_grad):
+        of_muon = [p for p in parameters if options.name == "muon" and p.ndim == 2]
+        others = [p for p in parameters if p.ndim > 1 and not (options.name == "muon" and p.ndim == 2)]
         vectors = [p for p in parameters if p.ndim <= 1]
-        groups += [{"params": [p for p in parameters if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
-    betas = (options.betas[0], options.betas[1])
-    return torch.optim.AdamW(groups, options.lr, betas, options.eps, options.weight_decay)
+        groups += [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
+        matrices += [{"params": of_muon}] if of_muon else []
+    groups = [group for group in groups if group["params"]]  # torch takes no empty one beside another optimizer
+    betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
+    if options.name == "adafactor":
+        return [torch.optim.Adafactor(groups, options.lr, weight_decay=decay, foreach=False)]
+    found: list[torch.optim.Optimizer] = []
+    if groups:
+        found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay))
+    if matrices:
+        found.append(torch.optim.Muon(matrices, options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

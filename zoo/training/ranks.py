@@ -97,7 +97,7 @@ def complain(error: UserError) -> None:
     error.told = True
 
 
-def on_first_rank(action: Callable[[], T]) -> T:
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result of `action` on rank 0, on every rank; its OSError or UserError too, as a UserError.
 
     Without a process group, simply what `action` gives.
@@ -110,7 +110,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
             box[0] = action()
         except (OSError, UserError) as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise UserError(box[1])
     return box[0]

@@ -21,6 +21,18 @@ class Model:
 
 
 @dataclass
+class Init:
+    weights: str | None = option(None, "begin with these: safetensors, a folder of them or of diffusers; null: drawn")
+
+
+@dataclass
+class Lora:
+    rank: int = option(0, "of adapters (peft), which are all that is trained; 0 for none", least=0)
+    alpha: float = option(16.0, "their scale is alpha / rank", least=0)
+    targets: list[str] = option(["*"], "the linear layers that get one, as patterns of names: '*.qkv'")
+
+
+@dataclass
 class Parallel:
     dp_replicate: int = option(1, "groups that hold a whole copy of the weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that each take other samples and share the weights (FSDP)", least=1)
@@ -47,12 +59,15 @@ class Hardware:
 
 @dataclass
 class Optim:
-    lr: float = option(1e-4, "peak learning rate (AdamW)", least=0)
-    betas: list[float] = option([0.9, 0.99], "decay of the two moments", length=2)
+    name: str = option("adamw", "the optimizer", choices=("adamw", "adafactor", "muon"))
+    lr: float = option(1e-4, "peak learning rate", least=0)
+    betas: list[float] = option([0.9, 0.99], "AdamW's decay of the two moments", length=2)
     eps: float = option(1e-8, "AdamW's epsilon", least=0)
     weight_decay: float = option(0.0, "decay of matrices; vectors are not decayed", least=0)
     warmup: int = option(100, "steps of linear warm-up", least=0)
-    final: float = option(0.0, "where the cosine ends, as a share of lr", least=0)
+    schedule: str = option("cosine", "of lr after the warm-up", choices=("cosine", "linear", "constant", "wsd"))
+    final: float = option(0.0, "where cosine, linear and wsd end, as a share of lr", least=0)
+    decay: float = option(0.2, "share of all steps over which wsd goes down, at the end", least=0, most=1)
 
 
 @dataclass
@@ -68,17 +83,30 @@ class Train:
         "none", "what backward recomputes instead of keeping its inside", choices=("none", "stages", "blocks", "both")
     )
     compile: bool = option(False, "torch.compile the inside of every stage")
+    skip: int = option(2, "steps in a row that may be skipped, for a loss that is no number or a spike", least=0)
+    spike: float = option(0.0, "a gradient norm so many times the median of 100 is a spike; 0 for none", least=0)
+    workers: int = option(0, "processes beside each rank that make batches; 0 for a thread", least=0)
+    prefetch: int = option(1, "batches made ahead, by each of the processes", least=1)
 
 
 @dataclass
 class Log:
     every: int = option(10, "steps between log lines and records", least=1)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too")
 
 
 @dataclass
 class Checkpoint:
     every: int = option(1000, "steps between checkpoints; 0 for the last step alone", least=0)
     keep: int = option(2, "checkpoints kept", least=1)
+    asynchronous: bool = option(False, "go on training while one is written: a copy in the host's memory")
+
+
+@dataclass
+class Profile:
+    steps: str | None = option(None, "first and last step to trace, as 10:13 (in a file '10:13'); null for none")
+    memory: bool = option(False, "record, over the same steps, what memory was taken for")
+    every: int = option(100, "steps between those that are timed by their parts, for the log; 0 for none", least=0)
 
 
 @dataclass

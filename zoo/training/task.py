@@ -23,17 +23,19 @@ import zoo
 from dsp.layout import chunk
 from zoo.data.sampling import batch_indices
 from zoo.training import user_error
+from zoo.training.lora import adapt
 
 Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
 
 
 @dataclass
 class Floor:
-    """What a model has to beat: the validation loss of something that needs no training, or hardly any."""
+    """What a model has to beat: the loss, or another measure, of something that needs no training, or hardly any."""
 
     key: str  # in the records
     name: str  # for the reader
     loss: float
+    of: str = "val_loss"  # the key of what it is to be compared with
 
 
 class Task(ABC):
@@ -56,7 +58,9 @@ class Task(ABC):
         model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
         settings = vars(model.config)
         self.identity["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        return model
+        if self.config.lora.rank:
+            self.identity["lora"] = {"rank": self.config.lora.rank, "alpha": self.config.lora.alpha}
+        return adapt(model, self.config.lora, self.config.parallel.method)
 
     @abstractmethod
     def open(self) -> None:
@@ -151,6 +155,7 @@ class Infer(ABC):
     """What infer.py makes with a task's model."""
 
     account: str = ""  # what there is to say of the time that `run` took, once it is done
+    made: Any = None  # what `run` made last, on rank 0
 
     def __init__(self, show: Any):
         self.show, self.task, self.config = show, show.task, show.config

@@ -1,22 +1,29 @@
-"""The records of a run: `runs/<name>/metrics.jsonl`, one log line an interval, and wandb.
+"""The records of a run: `runs/<name>/metrics.jsonl`, one log line an interval, and what goes to wandb.
 
     runs/<name>/config.yaml      the whole configuration, resolved
-                metrics.jsonl    one JSON object a line, each with its step: the source of truth
+                metrics.jsonl    one JSON object a line, each with its step and time: the source of truth
+                plan.svg         the plan as a picture
+                report.html      all of this as a page, once the run is at its end: see report.py
+                console.log      what the run printed, with all its resumes
                 samples/         step-00000100.gif, or .png ...
                 checkpoints/     see checkpoint.py
-                wandb/           the same, for wandb
+                wandb/, tensorboard/    the same, for them
 
 A resumed run cuts metrics.jsonl back to the step of its checkpoint, so the file always holds one continuous curve.
 """
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from zoo.training import UserError
-from zoo.training.config import Config, leaves, load, to_dict, to_yaml
+from zoo.training.config import Config, leaves, load, to_yaml
+from zoo.training.sinks import Sink, TensorBoard, Wandb
 
 
 def open_run(config: Config) -> Path:
@@ -68,81 +75,68 @@ def changes(directory: Path, config: Config) -> list[str]:
 class Tracker:
     """Writes what happens in a run. One for each run, on rank 0."""
 
-    def __init__(
-        self, directory: Path, config: Config, *, step: int, wandb_id: str | None, plan: Sequence[Mapping[str, Any]]
-    ):
+    def __init__(self, directory: Path, config: Config, *, step: int, wandb_id: str | None, plan: Any):
         (directory / "config.yaml").write_text(to_yaml(config))
+        (directory / "plan.svg").write_text(plan.svg(), encoding="utf-8")
         self.path = directory / "metrics.jsonl"
         self.records = cut_metrics(self.path, step)
-        self.run: Any = None
+        self.sinks: list[Sink] = []
+        self.wandb_id: str | None = None
         if config.wandb.mode != "disabled":
-            self.run = _start_wandb(directory, config, wandb_id)
-            self._wandb({"plan": _table(plan)} if plan else {}, step)
-        if config.wandb.mode == "offline":
-            # wandb writes some seconds late, and a killed run has none: the part of the last start holds everything
-            for record in self.records:
-                self._wandb(_series(record), record["step"])
+            sink = Wandb(directory, config, wandb_id, plan_rows(plan))
+            self.wandb_id = sink.run.id
+            sink.begin(step)
+            for record in self.records if config.wandb.mode == "offline" else ():
+                sink.log(record["step"], record)
+            self.sinks.append(sink)
+        if config.log.tensorboard:
+            self.sinks.append(TensorBoard(directory, config, step))
 
     @property
-    def wandb_id(self) -> str | None:
-        return self.run.id if self.run else None
+    def elapsed(self) -> float:
+        """Seconds that the run has taken so far, by its records."""
+        return max((record.get("elapsed", 0.0) for record in self.records), default=0.0)
 
     def log(self, step: int, **values: Any) -> None:
-        """Append one record."""
-        record = {"step": step, **values}
+        """Append one record, with the time of day in seconds since 1970. What is no number is null, as JSON has it."""
+        values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        record = {"step": step, "time": round(time.time(), 3), **values}
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self._wandb(_series(values), step)
+        for sink in self.sinks:
+            sink.log(step, values)
 
     def picture(self, step: int, path: Path) -> None:
         """Show a GIF or a PNG that was written to the run's directory."""
-        if self.run:
-            import wandb
-
-            moving = path.suffix == ".gif"
-            self._wandb({"samples": wandb.Video(str(path), format="gif") if moving else wandb.Image(str(path))}, step)
-
-    def _wandb(self, values: dict[str, Any], step: int) -> None:
-        if self.run:
-            self.run.log({"train/step": step, **values})
+        for sink in self.sinks:
+            sink.picture(step, path)
 
     def finish(self) -> None:
-        if self.run:
-            self.run.finish()
+        for sink in self.sinks:
+            sink.finish()
 
 
-def _start_wandb(directory: Path, config: Config, run_id: str | None) -> Any:
-    import wandb  # takes over a second, and not every run wants it
-
-    online = config.wandb.mode == "online"
-    try:
-        run = wandb.init(
-            project=config.wandb.project, entity=config.wandb.entity, name=config.name, id=run_id,
-            resume="allow" if run_id and online else None, mode="online" if online else "offline",
-            dir=str(directory), config=to_dict(config), settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, x_save_requirements=False
-            ),
-        )  # fmt: skip
-    except wandb.Error as error:
-        raise UserError(f"wandb: {error}; wandb.mode=offline needs no account") from None
-    # wandb counts its own steps from 0 in every offline process: plot against ours
-    run.define_metric("train/step")
-    run.define_metric("*", step_metric="train/step")
-    return run
+def higher(key: str) -> bool:
+    """Whether more of a measure is better: of losses less is, of what else is recorded of held-out data more."""
+    return "loss" not in key
 
 
-def _series(record: Mapping[str, Any]) -> dict[str, int | float]:
-    """The numbers of a record by the names that they have in wandb."""
-    numbers = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
-    return {key.replace("val_", "val/") if "val_" in key else f"train/{key}": numbers[key] for key in numbers}
+def plan_rows(plan: Any) -> list[dict[str, Any]]:
+    """The plan as a table for the records."""
+    rows = [asdict(row) for row in plan.stages]
+    return [{key: " ".join(v) if isinstance(v, tuple) else v for key, v in row.items()} for row in rows]
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    import wandb
+def ascii_key(name: str) -> str:
+    """The name of a measure as a key of the records: letters, digits and underscores.
 
-    columns: list[Any] = list(rows[0])
-    return wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+    >>> [ascii_key(name) for name in ("short P@L/5", "lDDT-Cβ", "masked accuracy")]
+    ['short_p_at_l5', 'lddt_cb', 'masked_accuracy']
+    """
+    for sign, word in (("α", "a"), ("β", "b"), ("@", "_at_"), ("/", "")):
+        name = name.replace(sign, word)
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 # ----------------------------------------------------------------------------------------------------------- log lines
@@ -179,13 +173,3 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def log_line(step: int, steps: int, values: Mapping[str, float], eta: float) -> str:
-    """One line for a reader, aligned with the lines before and after it."""
-    memory, comm = size(values["memory_bytes"]), size(values["comm_bytes"])
-    return (
-        f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:<8.4g} grad {values['grad_norm']:<7.3g} "
-        f"lr {values['lr']:<8.2e} {amount(values['tokens_per_s']):>5} tokens/s  "
-        f"memory {memory:>8}  comm {comm:>8}  eta {duration(eta)}"
-    )

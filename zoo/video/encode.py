@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
 from zoo.data.video_folder import VideoError, read
 from zoo.training import UserError, ranks, user_error
-from zoo.training.optim import ahead
+from zoo.training.loader import ahead
 from zoo.training.tracking import duration
 from zoo.video.clips import Bucket, ClipError, Source, sources
 from zoo.video.codec import Autoencoder, CodecError, TextEncoder

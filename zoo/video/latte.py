@@ -31,6 +31,7 @@ channels, l text tokens, k what is left of a conditioning vector.
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -67,6 +68,8 @@ from zoo.layers import (
     video_inputs,
 )
 from zoo.reference import count, load, read_safetensors
+
+log = logging.getLogger(__name__)
 
 SIZES: dict[str, dict[str, Any]] = {
     f"{name}/{p}": {**size, "patch": (1, p, p)}
@@ -335,8 +338,8 @@ class Latte(nn.Module):
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     """Build variant 1 from a state dict of the authors' code (the ``"ema"`` of a checkpoint) or of diffusers' model.
 
-    The number of heads is that of the published model of this width, and text models are taken to be trained on frames
-    of 64 cells: ``heads`` and ``sample_size`` override them.
+    The number of heads is that of the published model of this width, and of a text model the 64 cells a side that it
+    was trained on, which is logged; of another width ``heads`` and ``sample_size`` have to be said.
     """
     text = "adaln_single.linear.weight" in state
     names = diffusers_names if text else official_names
@@ -344,17 +347,18 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     if missing := [name for name in (patches, out) if name not in state]:
         raise ValueError(f"neither the authors' nor diffusers' Latte: no {', '.join(missing)}")
     hidden, channels, patch, _ = state[patches].shape
+    published = [size for name, size in SIZES.items() if size["hidden"] == hidden and name != "test"]
     found: dict[str, Any] = {
         "hidden": hidden,
         "depth": 2 * count(state, "transformer_blocks.{}.") if text else count(state, "blocks.{}."),
-        "heads": next((size["heads"] for size in SIZES.values() if size["hidden"] == hidden), None),
+        "heads": next((size["heads"] for size in published), None),
         "patch": (1, patch, patch),
         "in_channels": channels,
         "learn_sigma": len(state[out]) == 2 * channels * patch**2,
     }
     if text:
         captions = state["caption_projection.linear_1.weight"].shape[1]
-        found |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64}
+        found |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64 if published else None}
     else:
         found["sample_size"] = patch * math.isqrt(state["pos_embed"].shape[1])
         if "y_embedder.embedding_table.weight" in state:
@@ -363,6 +367,13 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     found |= overrides
     if found["heads"] is None:
         raise ValueError(f"no Latte of hidden={hidden} was published: say how many heads it has, heads=")
+    if found["sample_size"] is None:
+        raise ValueError(
+            f"no Latte of hidden={hidden} was published: say on how many cells a side it was trained, sample_size=; "
+            "positions stretch over them, and the weights do not tell"
+        )
+    if assumed := [f"{name}={found[name]}" for name in ("heads", "sample_size") if text and name not in overrides]:
+        log.info("the weights do not tell %s: taken from the published model of this width", " and ".join(assumed))
     model = Latte(Config(**found))
     load(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
     return model
@@ -396,6 +407,27 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
         caption_channels=config["caption_channels"],
         sample_size=config["sample_size"],
     )
+
+
+def to_diffusers(model: Latte) -> Any:
+    """diffusers' `LatteTransformer3DModel` with the weights of a text model of variant 1; ValueError for any other."""
+    from diffusers import LatteTransformer3DModel
+
+    c = model.config
+    if c.variant != 1 or c.conditioning != "text":
+        raise ValueError(f"diffusers' Latte is variant 1 with text; this is variant {c.variant}, {c.conditioning}")
+    theirs: Any = LatteTransformer3DModel(
+        num_attention_heads=c.heads, attention_head_dim=c.hidden // c.heads, in_channels=c.in_channels,
+        out_channels=c.out_channels, num_layers=c.depth // 2, cross_attention_dim=c.hidden, attention_bias=True,
+        sample_size=c.sample_size, patch_size=c.patch[1], caption_channels=c.caption_channels,
+        activation_fn="gelu-approximate", norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
+    )  # fmt: skip
+    state = theirs.state_dict()
+    for name, value in model.state_dict().items():
+        names = diffusers_names(name)
+        state |= {n: part.reshape(state[n].shape) for n, part in zip(names, value.chunk(len(names)))}
+    theirs.load_state_dict(state)
+    return theirs
 
 
 def diffusers_names(name: str) -> list[str]:

@@ -29,6 +29,7 @@ from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank, say
 from zoo.training.task import Floor
 from zoo.training.tasks.protein import Task
+from zoo.training.tracking import ascii_key
 
 ROWS = 512  # of an alignment, unless another number is asked for: as many as AlphaFold 2 attends to
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
@@ -100,7 +101,7 @@ class Show(task.Show):
         measured = [predicted.measure() for predicted in samples]
         richest = sorted(zip(samples, measured), key=lambda pair: -pair[0].contacts())[: self.config.sample.drawn]
         save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
-        return {f"val_{name}": value for name, value in average(measured).items()}
+        return {f"val_{ascii_key(name)}": value for name, value in average(measured).items()}
 
     def floors(self, objective: Any) -> list[Floor]:
         if not self.config.eval.floors:
@@ -125,8 +126,8 @@ class Show(task.Show):
                 by_information.append(contact_precision(mutual_information(filled_rows(msa)), *known))
                 score = direct_couplings(msa).score if known_pairs is None else torch.from_numpy(known_pairs)
                 by_couplings.append(contact_precision(score, *known))
-        for key, words, found in (
-            ("frequency_floor", "the same", {f"loss_{name}": value for name, value in terms.items()}),
+        for key, what, found in (
+            ("frequency_floor", words, {f"loss_{name}": value for name, value in terms.items()}),
             ("frequency_floor", "frequencies of distances", average(by_frequency)),
             ("apc_floor", "mutual information of the same rows", average(by_information)),
             (
@@ -135,7 +136,8 @@ class Show(task.Show):
                 average(by_couplings),
             ),
         ):
-            floors += [Floor(f"{key} {name}", f"{words}, {name}", value) for name, value in found.items()]
+            keys = {ascii_key(name): value for name, value in found.items()}
+            floors += [Floor(f"{key}_{name}", what, value, f"val_{name}") for name, value in keys.items()]
         if not by_information:
             say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         return floors
@@ -188,6 +190,7 @@ class Infer(task.Infer):
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least {least}")
         given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
         written, measured, skipped = [], [], []
+        self.made = []
         for i, one in enumerate(given):
             try:
                 protein = on_first_rank(partial(user_error, one.read))
@@ -200,6 +203,7 @@ class Infer(task.Infer):
             numbers = sorted({min(rows, len(protein.msa)) for rows in options.rows})
             for rows in numbers:
                 predicted = self.predict(model, protein, rows, options, device)
+                self.made.append(predicted)
                 name = f"{protein.name}-{rows}" if len(numbers) > 1 else protein.name
                 files, found = on_first_rank(partial(write, options.out / name, predicted, options.least))
                 written += files

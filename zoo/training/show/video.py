@@ -247,7 +247,7 @@ class Infer(task.Infer):
             seed = hash_seed("inference", options.seed)
             made = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
         with watch("decoding"):
-            pixels = decode(made, codec)
+            self.made = pixels = decode(made, codec)
         with watch("writing"):
             written = on_first_rank(lambda: user_error(write, options, formats, pixels, fps))
         rounds = options.steps * -(-len(made) // self.config.train.batch)

@@ -42,7 +42,7 @@ class Latents:
     path: str | None = option(None, "the folder; required")
     buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; none for all there are")
     balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
-    validation: float = option(0.05, "share of the clips held out for validation", least=0, most=1)
+    validation: float = option(0.05, "share of the clips held out for validation, in whole videos", least=0, most=1)
 
 
 DATA: dict[str, type] = {"latent_folder": Latents}

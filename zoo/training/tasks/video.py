@@ -40,6 +40,11 @@ class Digits:
     digit: float = option(12.0, "side of the digit, in pixels")
     speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame", length=2)
 
+    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
+        size, speed = (self.height, self.width), (self.speed[0], self.speed[1])
+        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "digit": self.digit, "speed": speed}
+        return MovingDigits("train", seed=seed, **drawn), MovingDigits("validation", seed=0, **drawn)
+
 
 @dataclass
 class VideoFolder:
@@ -55,6 +60,11 @@ class VideoFolder:
     fps: float | None = option(None, "or take frames at this rate; null for the video's own", least=0)
     validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
     verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
+
+    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
+        how: dict[str, Any] = {"frames": self.frames, "stride": self.stride, "fps": self.fps, "verify": self.verify}
+        folder = video_folder.VideoFolder(self.path or "", height=self.height, width=self.width, seed=seed, **how)
+        return folder.split(self.validation)
 
 
 DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
@@ -122,7 +132,7 @@ class Task(task.Task):
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
-        self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, prefix="data: "))
+        self.train, self.validation = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
 
     # ------------------------------------------------------------------------------------------------ model, objective
 
@@ -264,17 +274,3 @@ class Task(task.Task):
 
     def describe(self) -> str:
         return "{} frames of {} x {}".format(*self.clip)
-
-
-def _datasets(data: Any, seed: int) -> tuple[VideoDataset, VideoDataset]:
-    """The training and the validation set that `data` describes."""
-    size = (data.height, data.width)
-    if isinstance(data, Digits):
-        options: dict[str, Any] = {"digit": data.digit, "speed": tuple(data.speed)}
-        return (
-            MovingDigits("train", frames=data.frames, size=size, seed=seed, **options),
-            MovingDigits("validation", frames=data.frames, size=size, seed=0, **options),
-        )
-    options = {"frames": data.frames, "stride": data.stride, "fps": data.fps, "verify": data.verify}
-    folder = video_folder.VideoFolder(data.path, height=data.height, width=data.width, seed=seed, **options)
-    return folder.split(data.validation)

@@ -1,0 +1,134 @@
+"""Weights from elsewhere and to elsewhere, adapters, and what is held out."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from latent_folders import latent_folder
+from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
+
+import zoo
+from zoo.data.latent_folder import LatentFolder, video_of
+from zoo.training import UserError, export, initial
+from zoo.training import config as cfg
+from zoo.training.lora import plain_name
+
+SHORT = ["sample.every=0", "eval.every=0", "train.steps=2"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_no_video_is_on_both_sides(tmp_path):
+    folder = LatentFolder(latent_folder(tmp_path / "clips"))
+    count = iter(range(100))
+    folder.clips = [[replace(e, name=f"film{next(count) % 5}.mp4#{e.name}") for e in clips] for clips in folder.clips]
+    whole = {e.name for clips in folder.clips for e in clips}
+    for share in (0.01, 0.3, 0.7):
+        sides = [{e.name: video_of(e) for clips in part.clips for e in clips} for part in folder.split(share)]
+        assert sides[0].keys() | sides[1].keys() == whole
+        if sides[0] != sides[1]:
+            assert not set(sides[0].values()) & set(sides[1].values())
+    train, held_out = folder.split(0.3)
+    assert all(train.clips)
+    assert 0 < len(held_out) < len(train)
+    folder.clips = [[replace(e, name=f"film.mp4#{e.name.replace('#', '-')}") for e in clips] for clips in folder.clips]
+    train, held_out = folder.split(0.3)  # of one film nothing can be held out
+    assert train.clips == held_out.clips
+
+
+def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):  # noqa: F811
+    first = run("name=first", *SHORT, "train.ema=0.5")
+    assert export.main([str(first)]) == 0
+    out = first / "export"
+    assert f"wrote {out / 'model.safetensors'}" in capsys.readouterr().out
+    averaged, last = export.weights_of(first), export.weights_of(first, averaged=False)
+    assert not same(averaged.state_dict(), last.state_dict())
+    told = json.loads((out / "config.json").read_text())
+    assert (told["zoo"], told["config"]["num_classes"]) == ("transformer2d", 10)
+    task = cfg.create_task(cfg.load(run.arguments(f"init.weights={out}")))
+    task.open()
+    assert same(initial.source(task).state_dict(), averaged.state_dict())
+    second = run("name=second", *SHORT, f"init.weights={out}", "optim.lr=0")
+    assert same(export.weights_of(second).state_dict(), averaged.state_dict())
+
+    for wrong, said in (
+        ([f"init.weights={first}"], f"is a run: python -m zoo.training.export {first}"),
+        ([f"init.weights={tmp_path / 'none'}"], "no such file or folder (nothing is downloaded)"),
+        ([f"init.weights={out}", "model.overrides.hidden=24"], "of a model with hidden=48 (here 24)"),
+        ([f"init.weights={tmp_path / 'noise.safetensors'}"], "not readable as safetensors"),
+    ):
+        (tmp_path / "noise.safetensors").write_bytes(b"noise")
+        run("name=wrong", *SHORT, *wrong, expect=2)
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.startswith("error: ")
+    assert export.main([str(first), "--layout", "diffusers"]) == 2
+    assert "diffusers has no model for Transformer2D" in capsys.readouterr().err
+
+
+class Toy:
+    """As much of a task as a source of weights needs."""
+
+    def __init__(self, path, **overrides):
+        self.config = cfg.defaults("digits")
+        self.config.init.weights = str(path)
+        self.config.model.name, self.config.model.overrides = "latte", overrides
+
+    def model(self):
+        return zoo.create("latte", "test", **self.config.model.overrides)
+
+
+def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    options = {"conditioning": "text", "caption_channels": 20, "sample_size": 8, "depth": 2}
+    model = zoo.create("latte", "test", **options)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    monkeypatch.setattr(export, "weights_of", lambda path, averaged: model)
+    assert export.export(tmp_path, tmp_path / "out", "diffusers")
+    theirs = diffusers.LatteTransformer3DModel.from_pretrained(tmp_path / "out")
+    assert theirs.config.sample_size == 8
+    assert same(initial.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())
+    # what the weights do not tell stands in config.json, and is held against what is configured
+    with pytest.raises(UserError, match=r"of a model with sample_size=8 \(here 64\)"):
+        initial.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
+    (tmp_path / "out" / "config.json").unlink()
+    for overrides in (options, {**options, "heads": asdict(model.config)["heads"]}):
+        if "heads" not in overrides:
+            with pytest.raises(UserError, match="heads="):
+                initial.source(Toy(tmp_path / "out", **overrides))
+        else:
+            assert same(initial.source(Toy(tmp_path / "out", **overrides)).state_dict(), model.state_dict())
+
+
+def test_adapters_without_the_package(run, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    run(*SHORT, "lora.rank=2", expect=2)
+    assert "lora.rank needs a package: pip install peft" in capsys.readouterr().err
+    run(*SHORT, "lora.rank=2", "parallel.method=ulysses", expect=2)
+    assert "needs parallel.method=dsp" in capsys.readouterr().err
+    assert plain_name("a.base_layer.weight") == "a.weight"
+
+
+def test_adapters_are_all_that_is_trained(run, capsys):  # noqa: F811
+    pytest.importorskip("peft")
+    run("name=odd", *SHORT, "lora.rank=2", "lora.targets=[nothing]", expect=2)
+    assert "no linear layer is called 'nothing'; there are " in capsys.readouterr().err
+    base = run("name=base", *SHORT)
+    assert export.main([str(base)]) == 0
+    options = ["name=tuned", *SHORT, f"init.weights={base / 'export'}", "lora.rank=2", "lora.targets=['*.qkv']"]
+    tuned = run(*options, "train.steps=4", "checkpoint.every=2")
+    losses = metrics(tuned, "loss", "grad_norm")
+    before, after = (export.weights_of(d).state_dict() for d in (base, tuned))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.endswith("qkv.weight") for name in changed)
+    (tuned / "checkpoints" / "step-00000004").rename(tuned / "checkpoints" / "gone")
+    run(*options, "train.steps=4", "checkpoint.every=2", "resume=true")
+    assert metrics(tuned, "loss", "grad_norm") == losses
+    run(*options, "train.steps=4", "resume=true", "lora.rank=3", expect=2)
+    assert "lora.rank: 2 in the checkpoint, 3 here" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""What a run says of itself at its start and at its end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dsp
+from zoo.training.dry_run import Memory, step_bytes
+from zoo.training.report import write
+from zoo.training.task import Floor, Task
+from zoo.training.tracking import amount, duration, higher, size
+
+
+def opening(
+    config: Any, task: Task, model: Any, plan: dsp.Plan, mesh: Sequence[int], device: torch.device, directory: Path
+) -> Iterator[str]:
+    """The lines at the start: model, data, mesh and devices, plan, memory, and where the run lies."""
+    replicate, shard, sp = mesh
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    named = config.model.name + (f" {config.model.size}" if config.model.size else "")
+    batch, again = config.train.batch, config.train.accumulation
+    count = sum(p.numel() for p in model.parameters())
+    yield f"model   {named}: {amount(count)} parameters ({count:,})"
+    times = f"{batch} x {again}" if again > 1 else f"{batch}"
+    yield f"data    {config.data.name}: {times} samples a step and group, each {task.describe()}"
+    ranks = f"{replicate * shard * sp} rank{'s' if replicate * shard * sp > 1 else ''}"
+    yield f"mesh    dp_replicate={replicate} x dp_shard={shard} x sp={sp}: {ranks}, {kind}, {config.train.precision}"
+    calls = sum(plan.calls.values())
+    sends = f"{calls} collectives send {size(step_bytes(config, plan))} a rank and step" if sp > 1 else "sends nothing"
+    yield f"plan    {config.parallel.method} over {sp} rank{'s' if sp > 1 else ''}: {sends}"
+    yield f"memory  {memory(config, task, model, sp)}"
+    yield f"run     {directory}"
+
+
+def memory(config: Any, task: Task, model: Any, sp: int) -> str:
+    try:
+        held = Memory(config, task, model).total(sp)
+    except Exception as error:  # an estimate ends no run: a forward that looks at its numbers has none
+        return f"not known in advance ({type(error).__name__})"
+    return f"{size(held)} a rank, estimated: weights, gradients, optimizer and activations"
+
+
+def closing(run: Any) -> Iterator[str]:
+    """The lines at the end, on rank 0: how long it took in all, and the model beside what it had to beat."""
+    records, directory = run.tracker.records, run.directory
+    judged = any("val_loss" in record for record in records)
+    floors: Sequence[Floor] = run.show.floors(run.objective) if judged else []
+    for floor in floors:
+        run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
+    skipped = sum("skipped_because" in record for record in records)
+    extra = f", {skipped} of them skipped" if skipped else ""
+    total = f"{duration(run.tracker.elapsed)} in all, resumes included"
+    yield f"finished {run.config.train.steps} steps{extra} in {total}; everything is in {directory}"
+    yield from table(records, floors)
+    if pictures := sorted((directory / "samples").glob(f"*.{run.show.media}")):
+        yield f"samples {pictures[-1]}"
+    yield f"report  {write([directory], directory / 'report.html')}"
+
+
+def table(records: Sequence[Mapping[str, Any]], floors: Sequence[Floor]) -> Iterator[str]:
+    """What was measured last on held-out data, beside floors of the same measure."""
+    found: dict[str, float] = {}
+    for record in records:
+        found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}
+    if not found:
+        return
+    beaten: dict[str, list[Floor]] = {}
+    for floor in floors:
+        beaten.setdefault(floor.of, []).append(floor)
+    rows = [("", "model", "without a model", "", "")]
+    for key in sorted(found, key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key)):
+        better = "higher" if higher(key) else "lower"
+        head = (key.removeprefix("val_"), f"{found[key]:.4g}")
+        if key not in beaten:
+            rows.append((*head, "", f"{better} is better", ""))
+        for floor in beaten.get(key, ()):
+            ahead = (found[key] > floor.loss) == higher(key) and found[key] != floor.loss
+            verdict = "the model is better" if ahead else "the model is not better"
+            rows.append((*head, f"{floor.loss:.4g}", f"{better} is better: {verdict}", f"than {floor.name}"))
+            head = ("", "")
+    yield "on held-out data"
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for name, value, other, verdict, what in rows:
+        gap = "" if any(row[2] for row in rows[1:]) else None
+        middle = f"{other:>{widths[2]}}  " if gap is not None else ""
+        yield f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {middle}{verdict} {what}".rstrip()

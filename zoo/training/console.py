@@ -1,0 +1,54 @@
+"""What a run prints, kept in its directory as `console.log`: what was said before a crash is still there after it."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class Console:
+    """Copies what rank 0 writes to the screen, from the beginning, once `keep` has said where."""
+
+    def __init__(self) -> None:
+        self.file: TextIO | None = None
+        self.early: list[str] = []
+
+    def __enter__(self) -> "Console":
+        self.screen = sys.stdout, sys.stderr
+        if int(os.environ.get("RANK", 0)) == 0:
+            sys.stdout, sys.stderr = (Both(stream, self) for stream in self.screen)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self.screen
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+    def keep(self, path: Path) -> None:
+        """Append to this file what was written, and what will be. A disk that is full ends no run here."""
+        with contextlib.suppress(OSError):
+            self.file = path.open("a", buffering=1, encoding="utf-8")
+            self.note("".join(self.early))
+
+    def note(self, text: str) -> None:
+        if self.file is None:
+            self.early.append(text)
+            return
+        with contextlib.suppress(OSError):
+            self.file.write(text)
+
+
+class Both:
+    """A stream whose text the console has, too."""
+
+    def __init__(self, stream: TextIO, console: Console):
+        self.stream, self.console = stream, console
+
+    def write(self, text: str) -> int:
+        self.console.note(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -1,0 +1,88 @@
+"""A run's weights as files that others read: safetensors, or diffusers' layout where it has the model.
+
+    python -m zoo.training.export runs/demo                          # runs/demo/export/model.safetensors, config.json
+    python -m zoo.training.export runs/latte --layout diffusers      # LatteTransformer3DModel.from_pretrained reads it
+    python -m zoo.training.export runs/latte/checkpoints/step-00000500 --weights last --out latte-500
+
+Averaged weights, if the run kept them, unless `--weights last`; adapters (LoRA) are added to the weights. In a config
+`init.weights=runs/demo/export` begins another run with them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zoo
+from zoo.training import UserError, ranks, user_error
+from zoo.training import config as cfg
+from zoo.training.lora import merged
+from zoo.training.use import locate, restored
+
+LAYOUTS = ("safetensors", "diffusers")
+
+
+def weights_of(path: Path, averaged: bool = True) -> Any:
+    """The model of a run or a checkpoint as `zoo.create` makes it, on the CPU, with its weights."""
+    run, directory, step = locate(path)
+    config = cfg.load([str(run / "config.yaml")])
+    with ranks.process_group():
+        trained = restored(cfg.create_task(config), directory, step, torch.device("cpu"), averaged)
+    options = config.model
+    model: Any = zoo.create(options.name, options.size, **options.overrides)
+    settings: Any = trained.config
+    if asdict(settings) != asdict(model.config):  # what the data decided, such as the number of classes
+        model = zoo.create(options.name, options.size, **{**options.overrides, **_plain(asdict(settings))})
+    model.load_state_dict(merged(trained))
+    return model
+
+
+def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True) -> list[Path]:
+    """Write the weights under `out` and return the files. A UserError if the model has no such layout."""
+    model = weights_of(path, averaged)
+    out.mkdir(parents=True, exist_ok=True)
+    if layout == "diffusers":
+        convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
+        if convert is None:
+            raise UserError(f"diffusers has no model for {type(model).__name__}: export it with --layout safetensors")
+        user_error(convert, model, prefix="export: ").save_pretrained(out, safe_serialization=True)
+        return sorted(file for file in out.iterdir() if file.is_file())
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError("export needs a package: pip install safetensors") from None
+    name = next(name for name, place in zoo.registry.MODELS.items() if place.endswith(":" + type(model).__name__))
+    written = [out / "model.safetensors", out / "config.json"]
+    save_file({name: value.contiguous().clone() for name, value in model.state_dict().items()}, written[0])
+    written[1].write_text(json.dumps({"zoo": name, "config": _plain(asdict(model.config))}, indent=1) + "\n")
+    return written
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m zoo.training.export", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="directory of a run, or of one of its checkpoints")
+    parser.add_argument("--out", type=Path, help="folder of the files; RUN/export if not said")
+    parser.add_argument("--layout", choices=LAYOUTS, default="safetensors")
+    parser.add_argument("--weights", choices=("averaged", "last"), default="averaged")
+    options = parser.parse_args(arguments)
+    try:
+        out = options.out or locate(options.run)[0] / "export"
+        for file in export(options.run, out, options.layout, options.weights == "averaged"):
+            print(f"wrote {file}")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The weights that a run begins with: drawn, or those of a file.
+
+init.weights=model.safetensors       what zoo.training.export wrote, or weights under their publisher's names
+init.weights=Latte-1/                a folder of such files, or one of diffusers, with its config.json
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import zoo
+from zoo.reference import read_safetensors
+from zoo.training import UserError, user_error
+from zoo.training.lora import plain_name
+from zoo.training.task import Task
+
+
+def source(task: Task) -> nn.Module:
+    """The task's model on the default device, with the weights that a run of it begins with.
+
+    A UserError names every setting in which the model of the file is another than the one that is configured.
+    """
+    model: Any = task.model()
+    path = task.config.init.weights
+    if path is None:
+        return model
+    ours = {plain_name(name): name for name in model.state_dict() if plain_name(name)}
+    state = read(Path(path))
+    told = user_error(description, Path(path), model, prefix="init.weights: ")
+    if state.keys() != ours.keys():
+        options = task.config.model
+        known = {**options.overrides, **{k: v for k, v in told.items() if k in ASKED}}
+        other: Any = user_error(zoo.from_reference, options.name, state, **known, prefix=f"init.weights={path}: ")
+        state, told = other.state_dict(), asdict(other.config)
+    refuse_other(path, told, asdict(model.config))
+    current = model.state_dict()
+    if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
+        shapes = f"{tuple(state[wrong[0]].shape)} there, {tuple(current[ours[wrong[0]]].shape)} here"
+        raise UserError(f"init.weights={path}: {len(wrong)} tensors of another shape, such as {wrong[0]}, {shapes}")
+    model.load_state_dict({mine: state[name] for name, mine in ours.items()}, strict=False)
+    return model
+
+
+ASKED = ("heads", "sample_size")  # of a Config: what the shapes of published weights do not tell
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or folder; of a folder of a diffusers pipeline, its transformer's."""
+    if (path / "config.yaml").exists():
+        raise UserError(f"init.weights={path} is a run: python -m zoo.training.export {path} writes its weights first")
+    folder = path / "transformer" if (path / "transformer").is_dir() else path
+    if not folder.exists():
+        raise UserError(f"init.weights={path}: no such file or folder (nothing is downloaded)")
+    try:
+        return read_safetensors(folder)
+    except Exception as error:  # of safetensors there are several
+        raise UserError(f"init.weights={path}: not readable as safetensors: {error}") from None
+
+
+def description(path: Path, model: Any) -> dict[str, Any]:
+    """The settings of the model whose weights lie there, where a config.json beside them says so; {} where none does.
+
+    ValueError: it is of another model.
+    """
+    folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
+    if not (folder / "config.json").is_file():
+        return {}
+    found = json.loads((folder / "config.json").read_text())
+    if "zoo" in found:
+        return dict(found["config"])
+    convert = getattr(sys.modules[type(model).__module__], "diffusers_config", None)
+    if convert is None or "_class_name" not in found:
+        raise ValueError(f"{folder / 'config.json'} is not one of {type(model).__name__}")
+    return asdict(convert(found))
+
+
+def refuse_other(path: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """A UserError if the settings differ: shapes alone would not show all of them."""
+    plain = [{k: list(v) if isinstance(v, tuple) else v for k, v in side.items()} for side in (theirs, ours)]
+    differ = [key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key]]
+    if differ:
+        lines = ", ".join(f"{key}={plain[0][key]} (here {plain[1][key]})" for key in sorted(differ))
+        raise UserError(f"init.weights={path} are of a model with {lines}: set model.overrides to these")

@@ -1,0 +1,111 @@
+"""Batches made ahead of the step that uses them: in a thread, or in processes beside each rank.
+
+Every batch is a pure function of its step, so that it does not matter who makes it, nor how far ahead.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from zoo.training import UserError
+from zoo.training.task import Task
+
+
+class Part(NamedTuple):
+    """What a process beside a rank made of a tensor that is divided: the rank makes it a DTensor."""
+
+    local: Tensor
+    dim: int
+    length: int
+
+
+class Failed(NamedTuple):
+    message: str
+
+
+def batches(
+    task: Task, make: Callable[..., Any], wanted: Sequence[tuple[Any, ...]], workers: int, prefetch: int
+) -> Iterator[Any]:
+    """Yield `make(*args)` for every args wanted, in order, `prefetch` of them made ahead (by each of the workers).
+
+    workers: processes beside this rank that make them; 0 for a thread of its own. They are forked, and never use a
+    device or speak to other ranks.
+    """
+    if not workers:
+        yield from ahead(make, wanted, prefetch)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: a worker uses none of them
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more of them than there are cores
+        loader: Any = DataLoader(
+            Wanted(task, make, wanted), batch_size=None, num_workers=workers, prefetch_factor=prefetch,
+            multiprocessing_context="fork", pin_memory=torch.device(task.device).type == "cuda",
+        )  # fmt: skip
+        made = iter(loader)
+    for inputs in made:
+        if isinstance(inputs, Failed):
+            error = UserError(inputs.message)
+            error.alone = True
+            raise error
+        yield {name: task.part(*x) if isinstance(x, Part) else x for name, x in inputs.items()}
+
+
+class Wanted(Dataset[Any]):
+    """What the processes make, by its place."""
+
+    def __init__(self, task: Task, make: Callable[..., Any], wanted: Sequence[tuple[Any, ...]]):
+        self.task, self.make, self.wanted = task, make, wanted
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def __getitem__(self, place: int) -> Any:
+        vars(self.task)["part"] = self.divided  # of this process's own copy
+        try:
+            return self.make(*self.wanted[place])
+        except UserError as error:
+            return Failed(str(error))
+
+    def divided(self, local: Tensor, dim: int, length: int) -> Any:
+        return local if self.task.size == 1 or length == 1 else Part(local, dim, length)
+
+
+class Micro(Sequence[tuple[int, int]]):
+    """Every (step, micro-batch) from one step to another."""
+
+    def __init__(self, start: int, stop: int, accumulation: int):
+        self.start, self.accumulation, self.length = start, accumulation, max(stop - start, 0) * accumulation
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < self.length:
+            raise IndexError(place)
+        step, micro = divmod(place, self.accumulation)
+        return self.start + step, micro
+
+
+def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: int = 1) -> Iterator[Any]:
+    """Yield `make(*args)` for every args wanted, made in a thread, `depth` of them while the one before is used."""
+    with ThreadPoolExecutor(1) as pool:
+        left = iter(wanted)
+        pending: list[Future[Any]] = [pool.submit(make, *args) for args in islice(left, depth)]
+        try:
+            while pending:
+                pending += [pool.submit(make, *args) for args in islice(left, 1)]
+                yield pending.pop(0).result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def place(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The inputs on a device."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

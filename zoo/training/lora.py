@@ -1,0 +1,54 @@
+"""Low-rank adapters (LoRA; Hu et al., 2021) on the linear layers of a model, by the package peft."""
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from zoo.training import UserError
+from zoo.training.sections import Lora
+
+
+def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
+    """Give the linear layers that `options.targets` name an adapter, in place; nothing else is trained then.
+
+    UserError: peft is not installed, a pattern that matches no linear layer, a method that cuts weights.
+    """
+    rank, alpha, targets = options.rank, options.alpha, options.targets
+    if not rank:
+        return model
+    if method != "dsp":
+        raise UserError(f"lora.rank={rank} needs parallel.method=dsp, not {method}, which cuts the weights")
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise UserError("lora.rank needs a package: pip install peft") from None
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for pattern in targets:
+        if not any(fnmatchcase(name, pattern) for name in linear):
+            raise UserError(
+                f"lora.targets: no linear layer is called {pattern!r}; there are {', '.join(linear[:8])} ..."
+            )
+    chosen = [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]
+    names = "|".join(re.escape(name) for name in chosen)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), model)
+    return model
+
+
+def plain_name(name: str) -> str:
+    """What a tensor is called in the model without adapters; '' for those of an adapter.
+
+    >>> plain_name("final.linear.base_layer.weight"), plain_name("final.linear.lora_A.default.weight")
+    ('final.linear.weight', '')
+    """
+    return "" if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the model without adapters, what they learned added to its weights; in place."""
+    for module in model.modules():
+        layer: Any = module
+        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
+            layer.merge()
+    return {plain_name(name): value for name, value in model.state_dict().items() if plain_name(name)}

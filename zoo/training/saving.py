@@ -1,0 +1,69 @@
+"""Checkpoints written while training goes on: a step waits for the copy alone, not for the disk.
+
+    saver = Saver(directory, keep=2, asynchronous=True)
+    saver.save(step, contents, extra)       # copies the tensors to memory of the host, and returns
+    saver.wait()                            # the one that is being written is whole, or an error says why not
+
+What is written, how it is hashed and renamed is that of checkpoint.py, in a thread with a process group of its own.
+`save` and `wait` are collective: an error while writing is raised by the next of them, on every rank.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.training import checkpoint
+from zoo.training.ranks import PATIENCE, say
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time. `stalled`: seconds that training waited in `save`."""
+
+    def __init__(self, directory: Path, keep: int, asynchronous: bool):
+        self.directory, self.keep = directory, keep
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.thread: threading.Thread | None = None
+        self.step, self.stalled = -1, 0.0
+        self.result: tuple[Any, float] = None, 0.0
+
+    def save(self, step: int, contents: checkpoint.Contents, extra: Mapping[str, Any]) -> None:
+        self.wait()
+        clock = time.perf_counter()
+        self.step = step
+        if self.group is None:
+            path = checkpoint.save(self.directory, step, contents, extra=extra, keep=self.keep)
+            self.stalled = time.perf_counter() - clock
+            say(f"step {step}: checkpoint {path}")
+            return
+        held = checkpoint.hold(contents)
+        self.thread = threading.Thread(target=self._write, args=(step, held, extra), daemon=True)
+        self.thread.start()
+        self.stalled = time.perf_counter() - clock
+
+    def _write(self, step: int, held: Any, extra: Mapping[str, Any]) -> None:
+        clock = time.perf_counter()
+        try:
+            path = checkpoint.write(self.directory, step, held, extra=extra, keep=self.keep, group=self.group)
+            self.result = path, time.perf_counter() - clock
+        except BaseException as error:  # raised where all ranks are together
+            self.result = error, 0.0
+
+    def wait(self) -> None:
+        """Until what is being written is written."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.thread = None
+        path, seconds = self.result
+        if isinstance(path, BaseException):
+            raise path
+        say(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
+
+    def abandon(self) -> None:
+        """Leave, after an error: what is being written gets a moment; others may not be there to finish it with."""
+        if self.thread is not None:
+            self.thread.join(PATIENCE.total_seconds())

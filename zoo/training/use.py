@@ -1,0 +1,124 @@
+"""A trained model in Python, on one process or all ranks of a `torchrun`: what infer.py does, without a command line.
+
+    import zoo
+    run = zoo.load("runs/demo")
+    clips = run.sample(label=[3, 7], frames=16)      # what infer.py writes, as tensors too
+
+All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
+"""
+
+import argparse
+import sys
+import time
+import weakref
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dsp
+from zoo.training import UserError, checkpoint, ranks, user_error
+from zoo.training import config as cfg
+from zoo.training.task import Infer, Task
+from zoo.training.tracking import duration
+
+
+def locate(path: Path) -> tuple[Path, Path, int | None]:
+    """The run's directory, its checkpoints, and which step is meant (None: the latest sound one)."""
+    step = None
+    if path.name.startswith("step-"):
+        known = {p: step for step, p in checkpoint.found(path.parent)}
+        if path not in known:
+            raise UserError(f"{path} is not a checkpoint; beside it there are: {', '.join(p.name for p in known)}")
+        step, path = known[path], path.parent
+    run = path.parent if path.name == "checkpoints" else path
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints")
+    return run, run / "checkpoints", step
+
+
+def restored(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
+    """The task's model with the weights of a checkpoint, whole on every rank, and in nobody's hands yet."""
+    with torch.device("meta"):
+        model = task.model()
+    model.to_empty(device=device)
+    wanted = checkpoint.Contents(model, identity=task.identity)
+    state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.say)
+    if state is None:
+        raise UserError(f"{directory} holds no checkpoint")
+    which = "averaged weights" if state["averaged"] else "weights"
+    ranks.say(f"{which} of step {state['step']} from {directory}")
+    return model
+
+
+def load_model(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
+    """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
+    predictor = task.predictor(restored(task, directory, step, device, averaged))
+    user_error(dsp.parallelize, predictor, mesh["sp"])
+    return predictor.eval()
+
+
+def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
+    """A line on a terminal that says how far a long job is."""
+    began, shown = clock(), sys.stderr.isatty() and dist.get_rank() == 0
+
+    def on_step(step: int, steps: int) -> None:
+        if shown:
+            left = duration((clock() - began) / step * (steps - step))
+            print(f"\r{step}/{steps}  {left} left ", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+
+    return on_step
+
+
+def arguments(parser: ArgumentParser, infer: Infer, out: Path) -> None:
+    """What infer.py can be told about a run, and `Run.sample` by the same names."""
+    parser.add_argument("--out", type=Path, default=out, help="directory for the results")
+    parser.add_argument(
+        "--weights", choices=("averaged", "last"), default="averaged",
+        help="the moving average of the weights, if the run kept one (train.ema), or the last ones",
+    )  # fmt: skip
+    infer.arguments(parser)
+
+
+class Run:
+    """A trained model that is ready to be used. `close` ends the process group, if `load` began one.
+
+    model: called as the task's samplers call it, parallelized over all ranks; config, task: those of the run.
+    """
+
+    def __init__(self, path: str | Path, *, averaged: bool = True):
+        self.directory, checkpoints, step = locate(Path(path))
+        self.config = cfg.load([str(self.directory / "config.yaml")])
+        self.task = cfg.create_task(self.config)
+        self.infer = cfg.create_infer(self.task)
+        stack = ExitStack()
+        self.close = weakref.finalize(self, stack.close)
+        self.device = stack.enter_context(ranks.process_group())
+        self.model = load_model(self.task, checkpoints, step, self.device, averaged)
+        self.files: list[Path] = []
+
+    def sample(self, *files: str | Path, **options: Any) -> Any:
+        """What infer.py makes with these options, such as ``label=[3, 7], frames=16`` or, of proteins, files.
+
+        Clips are (n c t y x) uint8, images (n c h w), predictions of proteins a list; on rank 0, None elsewhere. The
+        files that infer.py writes are written too, under `out`, and named in `files`. A UserError names a wrong option.
+        """
+        parser = ArgumentParser()
+        arguments(parser, self.infer, self.directory / "inference")
+        known = {action.dest: action for action in parser._actions if action.dest not in ("help", "weights")}
+        if unknown := sorted(options.keys() - known.keys()):
+            raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        given = {name: a.default for name, a in known.items() if a.default is not argparse.SUPPRESS}
+        given |= {"files": [Path(file) for file in files]} if "files" in known else {}
+        chosen = Namespace(**given | options)
+        chosen.out = Path(chosen.out)
+        with torch.no_grad():
+            self.files = user_error(self.infer.run, self.model, chosen, self.device, progress())
+        return self.infer.made if dist.get_rank() == 0 else None
