@@ -42,7 +42,7 @@ from zoo.training.profile import Profiler
 from zoo.training.saving import Saver
 from zoo.training.schedule import due, learning_rate
 from zoo.training.task import Inputs, Show, Task
-from zoo.training.tracking import Tracker, changes, open_run
+from zoo.training.tracking import Tracker, ascii_key, changes, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
 
@@ -243,7 +243,7 @@ def assess(run: Run, step: int) -> None:
             samples = run.show.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
             if measured := run.show.write(samples, path):
-                run.tracker.log(step, **measured)
+                run.tracker.log(step, **{ascii_key(name): value for name, value in measured.items()})
                 ranks.say(f"step {step}: " + ", ".join(f"{key} {value:.3g}" for key, value in measured.items()))
             run.tracker.picture(step, path)
 

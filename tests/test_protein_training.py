@@ -177,7 +177,7 @@ def test_couplings_are_told_by_rows_of_pairs():
 def test_a_run_that_is_told_couplings(run, capsys):
     options = ["data.couplings=true", "data.kinds=true", "data.depth=16", "train.steps=1", "eval.every=1"]
     records = run("model.overrides.couplings=1", "sample.every=1", *options)
-    assert any("dca_floor short P@L" in record for record in records)
+    assert any("dca_floor_short_p_at_l" in record for record in records)
     run("name=other", *options, expect=2)
     assert "set model.overrides.couplings=1, or data.couplings=false" in capsys.readouterr().err
 

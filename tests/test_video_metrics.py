@@ -107,10 +107,10 @@ def test_a_run_reports_them(trainer, folder, tmp_path, monkeypatch, capsys):  # 
     options = ["sample.metrics=true", "sample.every=1", "train.steps=1", "eval.every=0", "sample.clips=4"]
     runs = Runs(trainer, tmp_path)
     directory = runs(*options, f"sample.features={folder}")
-    (found,) = (record for record in tracking.read_metrics(directory / "metrics.jsonl") if "real contrast" in record)
-    for name in ("sample persistence", "sample frames recognised", "Fréchet distance of statistics"):
+    (found,) = (record for record in tracking.read_metrics(directory / "metrics.jsonl") if "real_contrast" in record)
+    for name in ("sample_persistence", "sample_frames_recognised", "frechet_distance_of_statistics"):
         assert name in found
-    assert found["Fréchet video distance"] > 0
+    assert found["frechet_video_distance"] > 0
     assert "Fréchet video distance" in capsys.readouterr().out
     runs("name=other", *options, "sample.features=/nowhere", expect=2)
     assert "sample.features: /nowhere: no folder of a VideoMAE" in capsys.readouterr().err

@@ -118,8 +118,8 @@ class Tracker:
 
 
 def higher(key: str) -> bool:
-    """Whether more of a measure is better: of losses less is, of what else is recorded of held-out data more."""
-    return "loss" not in key
+    """Whether more of a measure is better: of losses and distances less is, of what else there is more."""
+    return "loss" not in key and "distance" not in key
 
 
 def plan_rows(plan: Any) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def ascii_key(name: str) -> str:
     >>> [ascii_key(name) for name in ("short P@L/5", "lDDT-Cβ", "masked accuracy")]
     ['short_p_at_l5', 'lddt_cb', 'masked_accuracy']
     """
-    for sign, word in (("α", "a"), ("β", "b"), ("@", "_at_"), ("/", "")):
+    for sign, word in (("α", "a"), ("β", "b"), ("é", "e"), ("@", "_at_"), ("/", "")):
         name = name.replace(sign, word)
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
