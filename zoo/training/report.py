@@ -37,7 +37,8 @@ body { font: 15px/1.5 -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #9198a155 }
 pre { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; overflow-x: auto }
 table { border-collapse: collapse } td, th { padding: 2px 14px 2px 0; text-align: left; vertical-align: top }
-td.n { text-align: right; font-variant-numeric: tabular-nums } .charts svg { max-width: 100%; margin: 0 1em 1em 0 }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(460px, 1fr)); gap: 1em }
 svg { max-width: 100%; height: auto } img { max-width: 100%; image-rendering: pixelated }
 text { font-size: 12px; fill: #1f2328 } .title { font-weight: 600; font-size: 13px }
 .soft { fill: #59636e; color: #59636e }
