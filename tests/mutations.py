@@ -217,6 +217,13 @@ FAULTS = [
         "test_random_models::test_mended",
     ),
     Fault(
+        "what was written in place is switched where it was written",
+        "dsp/plan/program.py",
+        "if not step.event.written and home",
+        "if home",
+        "test_random_models::test_mended",
+    ),
+    Fault(
         "an operation that returns what it was given makes a copy of a part",
         "dsp/run/glue.py",
         "if run.script is not None and index in run.script.same and not run.strayed and isinstance(args[0], Sharded):",

@@ -213,6 +213,16 @@ def forward(self, x: (b, t, s, c)):
     x11 = self.s2(x3)
     return x9
 """,
+    "what was written in place and is switched then": """
+b, s, r, c = 1, 3, 5, 6
+stages = {"": "m=b s r c", "s2": "b s [r] c"}
+s0 = Pool(1)
+s2 = Conv(2)
+def forward(self, m: (b, s, r, c)):
+    x1, x2 = self.s0(m)
+    x1.tanh_()
+    return self.s2(x1)
+""",
     "a view that was made without gradient, of what has one": """
 b, t, s, c = 2, 4, 5, 4
 stages = {"": "x=b t s c", "s0": "b [t] s [c]"}

@@ -58,7 +58,7 @@ class Event:
     passing: list[Passing | None] = field(default_factory=list)  # per choice; of a stage, where it sums
     copied: list[bool] = field(default_factory=list)  # likewise: whether what would be a view is a copy
     module: str = ""  # the module whose forward it is in
-    shared: bool = False  # a glue op that writes into memory of which there are views
+    written: bool = False  # a glue op that writes in place
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
 
 

@@ -173,7 +173,8 @@ class Operations(Values):
             return
         if op.kwargs.get("out") is not None:
             raise op.frame({}).refuse("out= has no rule for a sharded tensor")
-        shared = op.written and op.syms[0] is not None and self.fix(op.tracked[0], op.syms[0].value)
+        if op.written and op.syms[0] is not None:
+            self.fix(op.tracked[0], op.syms[0].value)
         found = self.found(op)
         found.view &= not found.viewed or self.is_view(op.outputs[0], op.tracked[0])
         if found.viewed and not found.view:
@@ -181,7 +182,7 @@ class Operations(Values):
         if found.view and len(op.outputs) == 1 and len(op.values) == 1:
             self.follow_view(op, found)
         else:
-            self.make(op, found, shared)
+            self.make(op, found)
 
     def reads(self, op: Operation) -> None:
         """It makes numbers of sharded tensors."""
@@ -249,8 +250,8 @@ class Operations(Values):
         self.track(op.outputs[0], Sym(op.first.value, mapped, spare))
         self.viewed.add(op.first.value)
 
-    def make(self, op: Operation, found: Ways, shared: bool) -> None:
-        """The results are values of their own; `shared`: written into memory of which there are views."""
+    def make(self, op: Operation, found: Ways) -> None:
+        """The results are values of their own."""
         choices, produced = found.choices, list[int]()
         if found.cuts:
             whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
@@ -263,7 +264,7 @@ class Operations(Values):
                     del t._dsp_sym
             choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
         grad = (op.outputs or op.tracked)[0].requires_grad
-        event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, shared=shared)
+        event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, written=op.written)
         event.largest = op.largest
         event.passing = [found.passing.get(c.needs) for c in choices]
         event.copied = [c.needs in found.copied for c in choices]

@@ -35,7 +35,8 @@ class Program:
         """Where a value is switched by its producer.
 
         One that no use needs as its producer gave it is switched there: the earliest place, and in the producer's own
-        dtype; all other moves happen at the use.
+        dtype; all other moves happen at the use. So do those of what was written in place, which is read by way of the
+        tensor that was written.
         """
         made = {v: (step, key) for step in self.found.steps for v, key in zip(step.op.outputs, step.choice.gives)}
         found: dict[int, Layout] = {}
@@ -43,7 +44,7 @@ class Program:
             if v not in made or first.kind == "gather" or first.dst not in self.trace.cuts[v]:
                 continue
             step, home = made[v]
-            if not step.event.shared and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
+            if not step.event.written and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
                 found[v] = first.dst
         return found
 

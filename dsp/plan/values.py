@@ -112,14 +112,12 @@ class Values:
                 if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
                     self.name_spare(s, cut)  # type: ignore[arg-type]
 
-    def fix(self, t: Tensor, value: int) -> bool:
+    def fix(self, t: Tensor, value: int) -> None:
         """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
         kin = self.sharing.get(memory(t), set()) | {value}
-        if len(kin) == 1 and value not in self.viewed:
-            return False
-        for v in kin:
-            self.values[v] = replace(self.values[v], fixed=True)
-        return True
+        if len(kin) > 1 or value in self.viewed:
+            for v in kin:
+                self.values[v] = replace(self.values[v], fixed=True)
 
     def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:
         """If they were written in place, a gradient comes to them another way since."""
