@@ -209,9 +209,9 @@ s0 = Gate()
 s2 = Scribble()
 def forward(self, x: (b, t, s, c)):
     x2, x3 = self.s0(x, x)
-    x9 = x3.reshape(6, 4, 5, 2)
-    x11 = self.s2(x3)
-    return x9
+    x4 = x3.reshape(6, 4, 5, 2)
+    self.s2(x3)
+    return x4
 """,
     "what was written in place and is switched then": """
 b, s, r, c = 1, 3, 5, 6
