@@ -695,12 +695,7 @@ def nested(mesh: DeviceMesh) -> None:
     model = toys.make("Grid")
     objective = dsp.parallelize(Objective(model), mesh, gather_output=False)
     dsp.parallelize(model, mesh)
-    loss = dsp.mean(objective(noise=noise, **kwargs))
-    expect = single(noise=noise, **kwargs).mean()
-    torch.testing.assert_close(loss, expect)
-    loss.backward()
-    expect.backward()
-    same(averaged(objective, mesh), {n: p.grad for n, p in single.named_parameters()})
+    beside(single, objective, mesh, {"noise": noise, **kwargs}, loss=dsp.mean)
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from held import shares
 from slow import slow
+from test_parallel import beside
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,49 +50,17 @@ def inputs(batch: int, frames: int, side: int, dtype=torch.float64, text: int = 
     }
 
 
-def run(model: Any, kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
-    x = kwargs["hidden_states"].clone().requires_grad_()
-    out = model(**{**kwargs, "hidden_states": x}).sample
-    weight = torch.linspace(0.5, 2, out.shape[2], dtype=out.dtype)[:, None, None].expand(out.shape)
-    loss = (
-        dsp.mean(out.square(), weight)
-        if isinstance(out, dsp.ops.DTensor)
-        else (out.square() * weight).sum() / weight.sum()
-    )
-    loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    return out, loss, grads, x.grad
-
-
 def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gather: bool) -> None:
     kwargs = inputs(batch, frames, side)
-    single = build(frames, side).train()
-    expect, expect_loss, expect_grads, expect_x = run(single, kwargs)
-    model = build(frames, side).train()
+    kwargs["hidden_states"].requires_grad_()
+    single, model = build(frames, side).train(), build(frames, side).train()
     if ckpt:
         model.enable_gradient_checkpointing()
     dsp.parallelize(model, mesh, STAGES, gather_output=gather)
-    for _ in range(2):
-        model.zero_grad()
-        out, loss, grads, gx = run(model, kwargs)
-        whole = out if gather else dsp.gather(out)
-        torch.testing.assert_close(whole, expect)
-        torch.testing.assert_close(loss, expect_loss)
-        torch.testing.assert_close(gx, expect_x)
-        for name, g in expect_grads.items():
-            if g is None:
-                assert grads[name] is None or not grads[name].any(), name
-                continue
-            mine = torch.ops.dsp.all_reduce(grads[name], mesh.get_group().group_name) / mesh.size()
-            torch.testing.assert_close(mine, g, msg=lambda m, name=name: f"{name}: {m}")
-    with torch.no_grad():
-        out = model(**kwargs).sample
-        torch.testing.assert_close(out if gather else dsp.gather(out), expect)
-    if not ckpt:
-        with torch.inference_mode():
-            torch.testing.assert_close(
-                dsp.gather(model(**kwargs, return_dict=False)[0]) if not gather else model(**kwargs).sample, expect
-            )
+    beside(single, model, mesh, kwargs, rounds=2)
+    for no_grad in (torch.no_grad, torch.inference_mode)[: 1 if ckpt else 2]:
+        with no_grad():
+            torch.testing.assert_close(dsp.gather(model(**kwargs, return_dict=False)[0]), single(**kwargs).sample)
 
 
 @pytest.mark.parametrize(

@@ -159,18 +159,12 @@ def objective(mesh: DeviceMesh, method: str) -> None:
     inputs = doubled(single.model.example_inputs(2, frames=3, height=6, width=6))
     inputs["timestep"] = torch.tensor([0.2, 0.7], dtype=torch.float64)
     inputs["noise"] = torch.randn_like(inputs["x"])
-    loss, weight = single(**inputs)
-    expect = (loss * weight).sum() / weight.expand_as(loss).sum()
-    expect.backward()
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     sampler = RectifiedFlow(model.model)  # a second user of the same modules, by DSP
     dsp.parallelize(sampler, mesh, gather_output=False)
     for parallel in (model, sampler):
-        model.zero_grad()
-        got = dsp.mean(*parallel(**inputs))
-        got.backward()
-        torch.testing.assert_close(got, expect)
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+        single.zero_grad()
+        beside(single, parallel, mesh, inputs, loss=dsp.mean)
 
 
 @pytest.mark.slow

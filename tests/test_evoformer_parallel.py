@@ -9,10 +9,9 @@ import pytest
 import torch
 from held import shares
 from slow import slow, slow_but
-from test_parallel import averaged, same
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 import zoo
@@ -51,24 +50,11 @@ def scalar(out: tuple[Tensor, ...]) -> Tensor:
 
 def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, masked: bool, sharded: bool) -> None:
     single, model = build(case), build(case)
-    given = inputs(single, batch, rows, residues, masked)
-    recycles = int(mesh.size() == 3)
-    expect = single(**given, recycles=recycles)
-    scalar(expect).backward()
-    dsp.parallelize(model, mesh, gather_output=False)
-    if sharded:
-        for name in {"msa", "deletions", "msa_mask", "couplings"} & given.keys():
-            whole, dim = given[name], 1 if name == "couplings" else 2
-            own = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-            given[name] = DTensor.from_local(
-                own, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-    out = model(**given, recycles=recycles)
-    for a, b in zip(out, expect):
-        assert b.std() > 0.1
-        torch.testing.assert_close(dsp.gather(a), b)
-    scalar(out).backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    whole = {**inputs(single, batch, rows, residues, masked), "recycles": int(mesh.size() == 3)}
+    given = dict(whole)
+    for name in {"msa", "deletions", "msa_mask", "couplings"} & whole.keys() if sharded else ():
+        given[name] = dsp.split(whole[name], mesh, 1 if name == "couplings" else 2)
+    beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, whole, given)
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))

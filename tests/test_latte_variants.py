@@ -207,44 +207,28 @@ def names(variant, text):
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("batch", "frames", "size"), [(2, 7, 8), (1, 3, 6)])
 @pytest.mark.parametrize("variant", [2, 3, 4])
-def test_class_models_agree_with_blocks_of_diffusers(variant, batch, frames, size, dtype, tolerance):
+@pytest.mark.parametrize("conditioning", ["class", "text"])
+def test_models_agree_with_blocks_of_diffusers(conditioning, variant, batch, frames, size, dtype, tolerance):
     torch.manual_seed(0)
-    oracle = class_oracle(variant, frames, size).to(dtype)
-    options = {"in_channels": 3, "sample_size": size, "conditioning": "class", "num_classes": 5}
-    model = zoo.create("latte", "test", variant=variant, **options).to(dtype)
-    theirs = names(variant, text=False)
+    text = conditioning == "text"
+    oracle = (block_oracle if text else class_oracle)(variant, frames, size).to(dtype)
+    options = {"caption_channels": 20} if text else {"num_classes": 5}
+    options |= {"in_channels": 3, "sample_size": size, "conditioning": conditioning}
+    model, theirs = zoo.create("latte", "test", variant=variant, **options).to(dtype), names(variant, text)
     copy_weights(model, oracle, theirs)
+    x, context = torch.randn(batch, 3, frames, size, size, dtype=dtype), torch.randn(batch, 7, 20, dtype=dtype)
     timestep, label = torch.randint(1000, (batch,)), torch.tensor([2, 5])[:batch]
 
+    def run(model, x):
+        return model(x, timestep.float(), **({"context": context} if text else {"label": label}))
+
     def run_oracle(oracle, x):
+        if text:
+            return oracle(x, timestep.float(), context).sample
         steps, labels = (repeat(y, "b -> (b t)", t=frames) for y in (timestep, label))
         return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=frames)
 
-    x = torch.randn(batch, 3, frames, size, size, dtype=dtype)
-    agree(model, oracle, theirs, lambda model, x: model(x, timestep.float(), label), run_oracle, x, tolerance)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-@pytest.mark.parametrize(("batch", "frames", "size"), [(2, 7, 8), (1, 3, 6)])
-@pytest.mark.parametrize("variant", [2, 3, 4])
-def test_text_models_agree_with_blocks_of_diffusers(variant, batch, frames, size, dtype, tolerance):
-    torch.manual_seed(0)
-    oracle = block_oracle(variant, frames, size).to(dtype)
-    options = {"in_channels": 3, "sample_size": size, "conditioning": "text", "caption_channels": 20}
-    model = zoo.create("latte", "test", variant=variant, **options).to(dtype)
-    theirs = names(variant, text=True)
-    copy_weights(model, oracle, theirs)
-    x, context = torch.randn(batch, 3, frames, size, size, dtype=dtype), torch.randn(batch, 7, 20, dtype=dtype)
-    timestep = torch.rand(batch) * 1000
-    agree(
-        model,
-        oracle,
-        theirs,
-        lambda model, x: model(x, timestep, context=context),
-        lambda oracle, x: oracle(x, timestep, context).sample,
-        x,
-        tolerance,
-    )
+    agree(model, oracle, theirs, run, run_oracle, x, tolerance)
 
 
 @pytest.mark.parametrize(("variant", "switches"), [(1, 3), (2, 1), (3, 7), (4, 8)])

@@ -64,33 +64,36 @@ def same(got: dict[str, Tensor], expect: dict[str, Tensor | None], **rounding: f
 
 def beside(
     single: nn.Module, model: nn.Module, mesh: DeviceMesh, inputs: Any, given: Any = None, *,
-    gradients: Any = averaged, rounds: int = 1, count: bool = False, **rounding: float,
+    gradients: Any = averaged, loss: Any = None, rounds: int = 1, count: bool = False, **rounding: float,
 ) -> list[Any]:  # fmt: skip
     """Steps of `model` on all ranks beside one of `single` on one process: outputs, a loss, every gradient.
 
     `inputs`: arguments in a tuple or by name; of those that require gradients the gradients are compared too. `given`:
-    what the ranks give the model, if it is something else. The loss is the mean square of every output. Returns what
-    was sent in each of the steps, if it is to be counted: then autograd does not look at what is written in place.
+    what the ranks give the model, if it is something else. `loss`: of the outputs, instead of their mean squares.
+    Returns what was sent in each of the steps, if it is to be counted: then autograd does not look at what is written
+    in place.
     """
 
     def step(m: nn.Module, args: Any) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         named = args if isinstance(args, dict) else dict(enumerate(args))
-        leaves = {k: v.detach().clone().requires_grad_() if v.requires_grad else v for k, v in named.items()}
+        asks = [k for k, v in named.items() if isinstance(v, Tensor) and v.requires_grad]
+        leaves = named | {k: named[k].detach().clone().requires_grad_() for k in asks}
         outputs = tensors_in(m(**leaves) if isinstance(args, dict) else m(*leaves.values()))
-        loss = sum((dsp.mean(y.square()) for y in outputs), torch.zeros((), dtype=outputs[0].dtype))
-        loss.backward()
-        return outputs, loss.detach(), [v.grad for v in leaves.values() if v.requires_grad]
+        total = loss(*outputs) if loss else sum(dsp.mean(y.square()) for y in outputs)
+        total.backward()
+        return outputs, total.detach(), [leaves[k].grad for k in asks]
 
-    expect, expect_loss, expect_inputs = step(single, inputs)
+    expect, expect_total, expect_inputs = step(single, inputs)
+    assert expect_total != 0
     sent = []
     for _ in range(rounds):
         model.zero_grad()
         with dsp.count_comm() if count else nullcontext() as comm:
-            outputs, loss, found = step(model, inputs if given is None else given)
+            outputs, total, found = step(model, inputs if given is None else given)
         assert len(outputs) == len(expect)
         for a, b in zip(outputs, expect):
             torch.testing.assert_close(dsp.gather(a), b, **rounding)
-        torch.testing.assert_close(loss, expect_loss, **rounding)
+        torch.testing.assert_close(total, expect_total, **rounding)
         for a, b in zip(found, expect_inputs if given is None else ()):
             torch.testing.assert_close(a, b, **rounding)
         same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()}, **rounding)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from slow import slow
 from test_evoformer_parallel import CASES, build, inputs, scalar
-from test_parallel import averaged, same
+from test_parallel import averaged, beside, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,17 +52,8 @@ def total(out):
 def step(mesh, name, way, uneven):
     """Loss and gradients beside one process that keeps everything; what was sent."""
     single, model = make(name), recomputed(make(name), way)
-    given = given_to(single, name, uneven)
-    expected = total(single(**given))
-    expected.backward()
     dsp.parallelize(model, mesh, gather_output=False)
-    for _ in range(2):
-        model.zero_grad()
-        with dsp.count_comm() as comm:
-            loss = total(model(**given))
-            loss.backward()
-        torch.testing.assert_close(loss, expected)
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    *_, comm = beside(single, model, mesh, given_to(single, name, uneven), rounds=2, count=True)
     phases = {"forward": comm.forward, "backward": comm.backward, "recompute": comm.recompute}
     return {k: sum(v for name, v in phase.bytes.items() if name != "all_reduce") for k, phase in phases.items()}
 

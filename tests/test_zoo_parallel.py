@@ -9,7 +9,7 @@ import pytest
 import torch
 from held import shares
 from slow import slow, slow_but
-from test_parallel import averaged, beside, same
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -94,16 +94,8 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     time = torch.tensor([0.2, 0.7], dtype=torch.float64) if kind == "rf" else torch.tensor([0, 600])
     inputs["timestep"] = time
     inputs["noise"] = torch.randn_like(inputs["x"])
-    loss, weight = single(**inputs)
-    expect = (loss * weight).sum() / weight.expand_as(loss).sum()
-    expect.backward()
     dsp.parallelize(model, mesh, gather_output=False)
-    with dsp.count_comm() as comm:
-        got = dsp.mean(*model(**inputs))
-        got.backward()
-    torch.testing.assert_close(got, expect)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
-    return comm.by_collective()
+    return beside(single, model, mesh, inputs, loss=dsp.mean, count=True)[0].by_collective()
 
 
 @pytest.mark.parametrize(
@@ -155,14 +147,7 @@ def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
 def bits(mesh: DeviceMesh, case: str) -> None:
     single, model = BitsPerDim(build(case)), BitsPerDim(build(case))
     inputs = example(single.model, 3, height=7, width=5)
-    loss, weight = single(**inputs)
-    expect = (loss * weight).sum() / weight.sum()
-    expect.backward()
-    dsp.parallelize(model, mesh, gather_output=False)
-    got = dsp.mean(*model(**inputs))
-    got.backward()
-    torch.testing.assert_close(got, expect)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, inputs, loss=dsp.mean)
 
 
 @pytest.mark.parametrize("case", ["axial-image", slow("axial-image-colour")])
