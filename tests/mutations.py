@@ -198,8 +198,8 @@ FAULTS = [
     Fault(
         "what is long may run whole where it need not",
         "dsp/plan/operations.py",
-        "if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):",
-        "if size < 0:",
+        "if whole and any(c.rank == 0 for c in parts) and self.long((*op.tracked, *op.outputs)):",
+        "if whole and not parts:",
         "test_plan_least",
     ),
     Fault(
@@ -241,7 +241,7 @@ FAULTS = [
         "nothing is divided by its size",
         "dsp/discover/dims.py",
         "if size == 0:",
-        "if size < 0:",
+        "if whole and not parts:",
         "test_nothing",
     ),
     Fault(

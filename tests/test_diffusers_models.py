@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slow import slow_but
+import torch
+from slow import slow, slow_but
 from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
 
 pytest.importorskip("diffusers")
 
@@ -43,3 +46,33 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
     assert found["share"] <= (0.37 if MODELS[name] else 0.5)
     if MODELS[name]:
         assert found["planned"] <= MODELS[name] * found["ulysses"]
+
+
+TEXT, VIDEO = torch.randn(1, 256, 4096, device="meta"), torch.randn(1, 16, 21, 90, 160, device="meta")
+GIVEN = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT, "timestep": torch.tensor([3]), "return_dict": False}
+# 81 frames of 720p: the class, its configuration, what it takes besides, the heads of its attentions together
+DEEP = {
+    "Wan 14B": ("WanTransformer3DModel", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, {}, 40 * 40),
+    "HunyuanVideo 13B": (
+        "HunyuanVideoTransformer3DModel", {}, {
+            "encoder_attention_mask": torch.ones(1, 256), "pooled_projections": torch.randn(1, 768),
+            "guidance": torch.tensor([4.0]),
+        }, 24 * 60,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "n"), [slow("Wan 14B", 3), slow("HunyuanVideo 13B", 4)])
+def test_whole_models_are_planned(name: str, n: int) -> None:
+    """At their real depth and size, from meta tensors: proven, in seconds."""
+    import diffusers
+
+    kind, config, more, heads = DEEP[name]
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**config)
+    line = "hidden_states=b c t h w, encoder_hidden_states=b n e"
+    plan = dsp.plan(model, kwargs=GIVEN | more, size=n, stages={"": line})
+    ulysses = 4 * heads * 128 * 21 * 45 * 80 * 4 * (n - 1) / n**2
+    assert plan.exact
+    assert plan.share <= 1.1 / n
+    assert plan.bytes["forward"] <= 1.06 * ulysses

@@ -177,6 +177,9 @@ class Operations(Values):
             self.fix(op.tracked[0], op.syms[0].value)
         found = self.found(op)
         found.view &= not found.viewed or self.is_view(op.outputs[0], op.tracked[0])
+        if found.view and self.torn(op):
+            found = self.opened(op)
+            found.view = False
         if found.viewed and not found.view:
             self.copies.add(op.index)
         if found.view and len(op.outputs) == 1 and len(op.values) == 1:
@@ -214,18 +217,15 @@ class Operations(Values):
                 assert found.refusal is not None
                 raise found.refusal
             self.run_whole(op, found, [] if op.written else op.outputs)
-        elif (
-            op.outputs
-            and not (op.written or found.cuts or sharded)
-            and self.n * max(t.numel() * t.element_size() for t in op.outputs) > self.longest
-        ):
+        elif op.outputs and not (op.written or found.cuts or sharded) and self.long(op.outputs):
             # its operands are whole anyway: what it makes is split for nothing, if it is long
             found.choices.clear()
             self.run_whole(op, found, op.outputs)
-        size = max(t.numel() * t.element_size() for t in (*op.tracked, *op.outputs))
-        if size * self.n > self.longest and any(c.rank == 0 and any(c.needs) for c in found.choices):
+        parts = [c for c in found.choices if any(c.needs)]
+        whole = len(parts) < len(found.choices)
+        if whole and any(c.rank == 0 for c in parts) and self.long((*op.tracked, *op.outputs)):
             # nothing longer than a share of the longest tensor runs whole where it need not
-            found.choices = [c for c in found.choices if any(c.needs)]
+            found.choices = parts
         return found
 
     def opened(self, op: Operation) -> Ways:
@@ -238,6 +238,21 @@ class Operations(Values):
     def is_view(self, out: Tensor, x: Tensor) -> bool:
         """Whether what looks like a view is one. A run on shards cannot tell: the next rank may see it otherwise."""
         return True
+
+    def torn(self, op: Operation) -> bool:
+        """Whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
+
+        A value of its own can be sharded along them; as a view it could not.
+        """
+        if len(op.tracked) > 1 or len(op.outputs) > 1:
+            return False
+        old, new = op.tracked[0].shape, op.outputs[0].shape
+        for d, cut in op.first.spare.items():
+            before = math.prod(old[:d])
+            into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
+            if 1 < into < old[d] and cut.outer == 1 and isinstance(op.outcome({0: cut}), GlueError):
+                return True
+        return False
 
     def follow_view(self, op: Operation, found: Ways) -> None:
         """The result is the same value."""

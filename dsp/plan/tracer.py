@@ -31,6 +31,16 @@ from dsp.rules.functions import (
 from dsp.stages import Stage
 from dsp.tensors import memory, node, tensors_in
 
+SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
+
+
+class Longer(BaseException):
+    """A tensor is so long that others before it are short: they may run whole. No model may catch this."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
 
 class Tracer(Recorder, TorchFunctionMode):
     """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
@@ -38,6 +48,7 @@ class Tracer(Recorder, TorchFunctionMode):
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
         super().__init__(n, root_sizes)
         self.recompute, self.real = recompute, real
+        self.restarts = False
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
         self.in_stage = False
         self.depth = 0
@@ -108,6 +119,11 @@ class Tracer(Recorder, TorchFunctionMode):
             last.name = event.name
         last.memory = work, saved
         self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=saved),))
+
+    def grow(self, nbytes: int) -> None:
+        super().grow(nbytes)
+        if self.restarts and SHORT * self.n * self.held <= self.longest:
+            raise Longer(self.longest)
 
     def part(self, op: Op, choice: Choice) -> float:
         """What one rank holds of what an op works on."""

@@ -22,12 +22,14 @@ from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.skeleton import Skeleton, foreign
-from dsp.plan.tracer import Tracer
+from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
 from dsp.private import FakeTensorMode, pytree
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
 from dsp.tensors import node, tensors_in
+
+AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,13 @@ def trace(
 
     how: see `How`.
     """
-    rehearsal = Rehearsal(model, stages, How(**how))
-    found = rehearsal.run(root, args, kwargs, n)
+    longest, found = 0, None
+    for again in range(AGAIN, -1, -1):
+        try:
+            found = Rehearsal(model, stages, How(**how)).run(root, args, kwargs, n, (longest, bool(again)))
+            break
+        except Longer as longer:  # what is long beside that is known only now
+            longest = longer.nbytes // SHORT
     if found is None:  # a stage that writes to itself: what it does may depend on how often it ran
         return trace(model, stages, root, args, kwargs, n, **{**how, "twins": False})
     return found
@@ -128,11 +135,16 @@ class Rehearsal:
         """What shows whether stages wrote to themselves."""
         return [fingerprint(self.memo[id(group[0])], foreign) for group in self.groups]
 
-    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
-        """The record of a call with such inputs; None if stages that count as alike turned out not to be."""
+    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int, longest: tuple[int, bool]) -> Trace | None:
+        """The record of a call with such inputs; None if stages that count as alike turned out not to be.
+
+        longest: bytes beside which a tensor is long or not until there is a longer one, and whether to raise `Longer`
+        where that misled.
+        """
         how = self.how
         args, kwargs = pytree.tree_map_only(Tensor, self.fake, (args, dict(kwargs)))
         tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
+        tracer.longest, tracer.restarts = longest[0], longest[1] and not how.real
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
         tracer.root_inputs(bound, how.given or {})
         tracer.resident = {t.untyped_storage()._cdata for t in self.fakes.values()}

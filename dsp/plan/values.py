@@ -41,7 +41,8 @@ class Values:
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
-        self.longest = 0  # bytes of the longest value so far
+        self.longest = 0  # bytes of the longest value so far, or of the longest at all, where that is known
+        self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
         self.frames: list[Any] = []  # the activation checkpoints
 
     def value(
@@ -49,7 +50,7 @@ class Values:
     ) -> int:
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded; `letters`:
         what each dim of the tensor is made of."""
-        self.longest = max(self.longest, t.numel() * t.element_size())
+        self.grow(t.numel() * t.element_size())
         dims = tuple((k, sizes[k]) for k in cuts)
         self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
         self.nodes.append({node(t)})
@@ -64,6 +65,16 @@ class Values:
         spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.outer}
         self.track(t, Sym(index, dict(cuts), spare))
         return index
+
+    def grow(self, nbytes: int) -> None:
+        self.longest = max(self.longest, nbytes)
+
+    def long(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of them is longer than a rank's share of the longest."""
+        nbytes = max(t.numel() * t.element_size() for t in tensors)
+        if self.n * nbytes > self.longest:
+            self.held = min(self.held, nbytes)
+        return self.n * nbytes > self.longest
 
     def track(self, t: Tensor, sym: Sym) -> None:
         self.syms.append(sym)

@@ -8,6 +8,7 @@ all-to-all) or a gather (one all-gather). The best plan has the least
 
     (bytes, calls, sum of choice ranks, largest)        compared in this order
 
+of those in which nothing long is whole that need not be, if one of these has as few bytes and as low a sum of ranks;
 where bytes and calls are those of the moves and of the ops' own communication, for the busiest rank and one run of the
 sequence, and largest is the largest local size of a copy moved, needed or produced, or of an op's work.
 
@@ -17,9 +18,10 @@ the ops in order and carries along what is held. Nothing here knows tensors: byt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
-from dsp.planner.elimination import Elimination
+from dsp.planner.elimination import MADE, Elimination
 from dsp.planner.facts import Facts
 from dsp.planner.problem import (
     FUSE,
@@ -56,8 +58,35 @@ def solve(problem: Problem) -> Solution:
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
     facts, capacity = Facts(problem), problem.capacity
-    solution = Elimination(facts).solve()
-    if solution is None and facts.settle():
+    solution = Elimination(facts).solve(MADE)
+    if solution is None:
+        facts.settle()
         solution = Elimination(facts).solve()
     solution = solution or Sweep(facts, inf).solve()
-    return solution if capacity is None or solution.peak <= capacity else Sweep(Facts(problem), capacity).solve()
+    for found in (_lean(facts, solution), solution):
+        if found is not None and (capacity is None or found.peak <= capacity):
+            return found
+    assert capacity is not None
+    return Sweep(Facts(problem), capacity).solve()
+
+
+def _lean(facts: Facts, best: Solution) -> Solution | None:
+    """A plan of no more bytes than the best, nor of more batch, in which nothing long is whole that need not be.
+
+    Long is more than a rank's share of the longest value. Calls come second then: two gathers over two ranks are the
+    bytes of four switches.
+    """
+    problem = facts.problem
+    limit = max((value.nbytes for value in problem.values), default=0) / problem.size
+    gathered = any(move.dst is None and problem.values[move.value].nbytes > limit for move in best.moves)
+    if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
+        return None
+    facts.narrow(limit)
+    found = Elimination(facts).solve(MADE)
+    if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
+        return None
+    return replace(found, exact=best.exact)
+
+
+def _ranks(problem: Problem, found: Solution) -> int:
+    return sum(op.choices[i].rank for op, i in zip(problem.ops, found.choices))

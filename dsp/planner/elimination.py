@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import count, product
-from math import prod
+from math import inf, prod
 from typing import Any
 
-from dsp.planner.facts import Facts, Shape
+from dsp.planner.facts import Facts, Shape, subsets
 from dsp.planner.problem import (
     Copies,
     Layout,
@@ -18,6 +19,8 @@ from dsp.planner.problem import (
 )
 
 ROWS = 20_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
+MADE = 300_000  # rows of all its tables, where the problem can be made smaller
+HUB = 32  # tables that a variable of one value is in, to be left out of them: its neighbours would be all the others
 
 _Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts that it may start in, those asked of it so far
 _Row = tuple[Any, ...]  # a value for each variable of a table
@@ -34,11 +37,14 @@ class Elimination:
 
     def __init__(self, facts: Facts):
         self.facts = facts
-        self.total = cache(self._total)
+        self.total, self.outlook = cache(self._total), cache(self._outlook)
 
-    def solve(self) -> Solution | None:
-        """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several."""
-        best, rows = _minimize(self.tables())
+    def solve(self, most: float = inf) -> Solution | None:
+        """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several.
+
+        Or if all of them have more than `most` rows.
+        """
+        best, rows = _minimize(self.tables(), most)
         if best is None:
             return None
         choices = [best[k] for k in range(len(self.facts.runs))]
@@ -65,7 +71,11 @@ class Elimination:
                 scope = (facts.producer[v],)
                 rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[scope[0]].items()}
             uses = uses_of[v]
-            for k in uses:
+            later = [frozenset[Layout]() for _ in uses]
+            for i in range(len(uses) - 1, 0, -1):
+                later[i - 1] = later[i].union(*(run.needs[v] for run in facts.runs[uses[i]].values()))
+            for k, ahead in zip(uses, later):
+                same: dict[Any, _Asked] = {}  # of states after which all costs the same, the first
                 table: dict[_Row, tuple[int, int]] = {}
                 after: dict[_Row, _Asked] = {}
                 for (row, (starts, asked)), (choice, run) in product(rows.items(), facts.runs[k].items()):
@@ -75,6 +85,7 @@ class Elimination:
                     if k == uses[-1]:
                         table[row + (choice,)] = cost, relay  # only now is it settled which copies are made
                     else:
+                        state = same.setdefault(self.outlook(facts.shapes[v], *state, ahead), state)
                         table[row + (choice, state)] = cost, 0
                         after[(state,)] = state
                 link = () if k == uses[-1] else (next(variables),)
@@ -89,6 +100,12 @@ class Elimination:
             cost, _, goal = shape.spread(frozenset({start}), asked)
             ways.append((cost, shape.most(goal - asked - {start}), start, goal))
         return min(ways, key=lambda way: way[:2])
+
+    def _outlook(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies, ahead: Copies) -> _Row:
+        """What all that may be asked of a value yet would cost: (more cost, largest relay) for each set of layouts."""
+        now = self.total(shape, starts, asked)[0]
+        ways = (self.total(shape, starts, asked | more)[:2] for more in subsets(a for a in shape.layouts if a in ahead))
+        return tuple((cost - now, relay) for cost, relay in ways)
 
     def moves(self, choices: Sequence[int]) -> tuple[dict[int, Layout], list[Move]]:
         """The homes, and the moves in order, each before the first op that needs its copy or one made from it."""
@@ -114,19 +131,25 @@ class Elimination:
         return homes, sorted(moves, key=lambda move: (move.before, move.value))
 
 
-def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
+def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
     The next variable to go is the one that makes the smallest table. That table holds, for every row of values that its
     neighbours may have, the best value of the variable.
     """
     values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
-    near: dict[int, set[int]] = {}
-    of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
-    left = dict(enumerate(tables))
-    for number, (scope, table) in left.items():
+    times: Counter[int] = Counter()
+    for scope, table in tables:
+        times.update(scope)
         for i, variable in enumerate(scope):
             values.setdefault(variable, {}).update((row[i], None) for row in table)
+    hubs = [variable for variable, own in values.items() if len(own) == 1 and times[variable] > HUB]
+    found: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
+    near: dict[int, set[int]] = {}
+    of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
+    left = {number: _without(found, table) for number, table in enumerate(tables)}
+    for number, (scope, _) in left.items():
+        for variable in scope:
             near.setdefault(variable, set()).update(scope)
             of.setdefault(variable, {})[number] = None
     size = {variable: prod(len(values[other]) for other in near[variable]) for variable in near}
@@ -146,7 +169,7 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
                     del of[other][number]
             joined = _join(joined, term)
             made += len(joined[1])
-            if len(joined[1]) > ROWS:
+            if len(joined[1]) > ROWS or made > most:
                 return None, made
         scope = joined[0][1:]
         best: dict[_Row, tuple[tuple[int, int], Any]] = {}
@@ -162,10 +185,18 @@ def _minimize(tables: list[_Table]) -> tuple[dict[int, Any] | None, int]:
             near[other] = (near[other] | near[variable]) - {variable}
             size[other] = prod(len(values[third]) for third in near[other])
             heappush(queue, (size[other], other))
-    found: dict[int, Any] = {}
     for variable, scope, choose in reversed(chosen):
         found[variable] = choose[tuple(found[other] for other in scope)]
     return found, made
+
+
+def _without(known: Mapping[int, Any], table: _Table) -> _Table:
+    """A table without the variables that are known, which have but one value."""
+    scope, rows = table
+    kept = [i for i, variable in enumerate(scope) if variable not in known]
+    if len(kept) == len(scope):
+        return table
+    return tuple(scope[i] for i in kept), {tuple(row[i] for i in kept): cost for row, cost in rows.items()}
 
 
 def _join(one: _Table, two: _Table) -> _Table:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, chain, combinations, product
+from math import inf
 from typing import Literal, NamedTuple
 
 from dsp.planner.problem import (
@@ -104,7 +105,7 @@ class Facts:
     def __init__(self, problem: Problem):
         self.problem = problem
         self.producer = _check(problem)
-        self.shapes = self._shapes()
+        self.shapes = self._shapes([range(len(op.choices)) for op in problem.ops])
         self.runs = [  # of each op, by the index of the choice
             {i: self._digest(op, choice) for i, choice in enumerate(op.choices)} for op in problem.ops
         ]
@@ -154,18 +155,35 @@ class Facts:
                     break
         return changed
 
-    def _shapes(self) -> list[Shape]:
+    def touches(self, k: int, i: int, limit: float) -> bool:
+        """Whether an op's choice needs or gives a value of more than `limit` bytes whole."""
+        op, choice = self.problem.ops[k], self.problem.ops[k].choices[i]
+        layouts = zip(op.inputs + op.outputs, choice.needs + choice.gives)
+        return any(layout is None and self.problem.values[v].nbytes > limit for v, layout in layouts)
+
+    def narrow(self, limit: float) -> None:
+        """Nothing of more than `limit` bytes is whole, wherever there is another choice; nor is such a copy made on
+        the way."""
+        for k, runs in enumerate(self.runs):
+            parts = {i: run for i, run in runs.items() if not self.touches(k, i, limit)}
+            self.runs[k] = parts or runs
+        self.shapes = self._shapes(self.runs, limit)
+
+    def _shapes(self, taken: Iterable[Iterable[int]], limit: float = inf) -> list[Shape]:
+        """taken: of each op the choices that it has; limit: bytes of a whole copy that may be made on the way."""
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
-        for op in self.problem.ops:
-            for choice in op.choices:
+        for op, own in zip(self.problem.ops, taken):
+            for choice in (op.choices[i] for i in own):
                 for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives):
                     named[v].add(layout)
         # alike values share one
         shape = cache(lambda value, layouts: Shape(value, layouts, self.problem.size))
-        return [
-            shape(replace(value, name="", home=()), (None, *(dim for dim, _ in value.sizes if dim in dims)))
-            for value, dims in zip(self.problem.values, named)
-        ]
+        found = []
+        for value, dims in zip(self.problem.values, named):
+            whole = None in dims or value.apart or value.nbytes <= limit
+            layouts = (*((None,) * bool(whole)), *(dim for dim, _ in value.sizes if dim in dims))
+            found.append(shape(replace(value, name="", home=()), layouts))
+        return found
 
     def _digest(self, op: Op, choice: Choice) -> Run:
         needs: dict[int, Copies] = {}
@@ -221,6 +239,9 @@ class Facts:
         runs = [options[choice] for options, choice in zip(self.runs, choices)]
         lives: list[list[int]] = []  # of each copy: local bytes, the first and the last op that finds it there
         latest: dict[tuple[int, Layout], list[int]] = {}
+        before: dict[int, list[Move]] = {}
+        for move in moves:
+            before.setdefault(move.before, []).append(move)
 
         def appear(v: int, layout: Layout, first: int) -> None:
             latest[v, layout] = [self.shapes[v].local[layout], first, first - 1]
@@ -229,7 +250,7 @@ class Facts:
         for v, layout in homes.items():
             appear(v, layout, 0)
         for k, run in enumerate(runs):
-            for move in (move for move in moves if move.before == k):
+            for move in before.get(k, []):
                 latest[move.value, move.src][2] = max(latest[move.value, move.src][2], k - 1)
                 appear(move.value, move.dst, k)
             for v, layout in ((v, layout) for v, layouts in run.needs.items() for layout in layouts):
