@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from test_infer import run  # noqa: F401 (a fixture: a tiny run)
-from test_train import trainer  # noqa: F401 (a fixture)
+from test_train import Runs, metrics, trainer  # noqa: F401 (a fixture)
 
 import dsp
 import zoo
@@ -167,3 +167,17 @@ def test_a_browser_shows_the_page(tmp_path):
         colours = image.convert("RGB").getcolors(1 << 24)
     assert any(colour == (37, 99, 235) for _, colour in colours)  # the curves
     assert any(colour == (59, 130, 246) for _, colour in colours)  # the plan
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_same_numbers(trainer, tmp_path):  # noqa: F811
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    where = Runs(trainer, tmp_path)("log.tensorboard=true", "train.steps=2", "sample.every=2")
+    events = EventAccumulator(str(where / "tensorboard"))
+    events.Reload()
+    told = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert told == pytest.approx({step: loss for step, (loss,) in metrics(where, "loss").items()}, rel=1e-6)
+    assert {"val/loss", "val/losses_0", "train/seconds_per_step"} <= set(events.Tags()["scalars"])
+    assert events.Tags()["images"] == ["samples"]
