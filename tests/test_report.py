@@ -161,7 +161,7 @@ def test_a_browser_shows_the_page(tmp_path):
     report.main([str(one)])
     picture = tmp_path / "page.png"
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               f"--screenshot={picture}", "--window-size=1200,1600", (one / "report.html").as_uri()]  # fmt: skip
+               f"--screenshot={picture}", "--window-size=1200,5000", (one / "report.html").as_uri()]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(picture) as image:
         colours = image.convert("RGB").getcolors(1 << 24)

@@ -17,9 +17,9 @@ from zoo.training.sections import Optim
 def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
     """What updates the weights; vectors (biases, scales) are not decayed.
 
-    adafactor keeps two vectors for the second moment of a matrix (Shazeer and Stern, 2018); muon makes the update of
-    every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al., 2025), and leaves
-    vectors and kernels of convolutions to AdamW. All are torch's own.
+    muon makes the update of every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al.,
+    2025), and leaves vectors and kernels of convolutions to AdamW. Both are torch's own; its Adafactor takes no sharded
+    weights.
     """
     groups: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
@@ -31,8 +31,6 @@ def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
         matrices += [{"params": of_muon}] if of_muon else []
     groups = [group for group in groups if group["params"]]  # torch takes no empty one beside another optimizer
     betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
-    if options.name == "adafactor":
-        return [torch.optim.Adafactor(groups, options.lr, weight_decay=decay, foreach=False)]
     found: list[torch.optim.Optimizer] = []
     if groups:
         found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay))

@@ -59,7 +59,7 @@ class Hardware:
 
 @dataclass
 class Optim:
-    name: str = option("adamw", "the optimizer", choices=("adamw", "adafactor", "muon"))
+    name: str = option("adamw", "the optimizer", choices=("adamw", "muon"))
     lr: float = option(1e-4, "peak learning rate", least=0)
     betas: list[float] = option([0.9, 0.99], "AdamW's decay of the two moments", length=2)
     eps: float = option(1e-8, "AdamW's epsilon", least=0)
