@@ -32,7 +32,7 @@ def ribbon(rows: Sequence[tuple[Any, int]], title: str) -> str:
         x, y = LEFT + GAP + i % PER_ROW * (WIDE + GAP), TOP + i // PER_ROW * ROW
         parts += _band(row, times, x, y, colours)
     height = TOP + lines * ROW
-    width = max(width, int(LEFT * 2 + 7.6 * len(title)), 130 * (len(dims) + 1))
+    width = max(width, int(LEFT * 2 + 8.6 * len(title)), 130 * (len(dims) + 1))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"

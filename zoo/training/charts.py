@@ -61,7 +61,8 @@ def draw(chart: Chart) -> str:
     for curve in curves:
         colour = COLOURS[curve.colour % len(COLOURS)]
         path = "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in curve.points)
-        parts.append(f'<path class="curve" stroke="{colour}" d="M{path}"/>')
+        dashes = f' stroke-dasharray="{8 * curve.colour} 6"' if curve.colour else ""  # nothing hides what is under it
+        parts.append(f'<path class="curve" stroke="{colour}"{dashes} d="M{path}"/>')
         a, b = curve.points[-1]
         told = f"<title>{escape(curve.name)}: {b:.5g} at step {a:g}</title>"
         parts.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4" fill="{colour}">{told}</circle>')
