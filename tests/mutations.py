@@ -224,13 +224,6 @@ FAULTS = [
         "test_random_models::test_mended",
     ),
     Fault(
-        "an operation that returns what it was given makes a copy of a part",
-        "dsp/run/glue.py",
-        "if run.script is not None and index in run.script.same and not run.strayed and isinstance(args[0], Sharded):",
-        "if index < 0:",
-        "test_random_models::test_mended test_plan_word",
-    ),
-    Fault(
         "complex numbers travel as they are",
         "dsp/collectives.py",
         "return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()",

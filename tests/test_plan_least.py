@@ -63,18 +63,19 @@ class Alignment(nn.Module):
         return x.permute(2, 0, 1, 3)
 
 
-@pytest.mark.parametrize(("n", "batch"), [(2, 2), (2, 4), (3, 3), (2, 3), (3, 2)])
-def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "batch", "most"), [(2, 2, 0), (2, 4, 0), (3, 3, 0), (2, 3, 1.19), (3, 2, 1.11)]
+)  # of activations, for two layers
+def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, batch: int, most: float) -> None:
     """What an operation returns is named after the operand whose cut it carries on: not all its dims are batch."""
     plan = dsp.plan(Alignment(), torch.ones(batch, 6, 10, dtype=torch.long), size=n, stages={"": "tokens=b r l"})
     assert plan.problem is not None
     named = {v.name: dict(v.sizes) for v in plan.problem.values}
     assert named[f"type_as [{6 * batch}, 10]"].items() >= {"r": 6, "l": 10}.items()
     m = batch * 6 * 10 * 32 * 4
-    if batch % n:
-        assert 0 < plan.bytes["forward"] < 1.25 * m
-    else:
-        assert plan.bytes["forward"] == 0
+    assert plan.bytes["forward"] <= most * m
+    assert plan.exact
+    if not batch % n:
         assert "inputs: tokens along b" in str(plan)
 
 
