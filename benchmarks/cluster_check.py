@@ -187,7 +187,7 @@ def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
 
     alone = mean(RectifiedFlow(small_model(device).double())).item()
     objective = RectifiedFlow(small_model(device).double())
-    planned = dsp.plan(objective, kwargs=inputs, size=n).bytes
+    planned = dsp.plan(objective, kwargs=inputs, size=n, gather_output=False).bytes
     dsp.parallelize(objective, mesh, gather_output=False)
     with dsp.count_comm() as comm:
         loss = mean(objective)

@@ -120,7 +120,7 @@ def plan(shape: Shape, method: str, ranks: int, mode: str, recompute: str) -> ds
     with torch.no_grad() if mode == "infer" else nullcontext():
         return dsp.embedded.plan(
             model, kwargs=inputs, size=ranks, method=method, recompute=recompute != "no" and mode == "train",
-            save_exchanges=recompute == "saved",
+            save_exchanges=recompute == "saved", gather_output=False,
         )  # fmt: skip
 
 

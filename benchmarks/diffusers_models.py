@@ -200,7 +200,7 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
     single, kwargs = made(name)
     model = copy.deepcopy(single)
     n, rest = mesh.size(), {} if "z" in kwargs else {"return_dict": False}
-    plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line})
+    plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line}, gather_output=False)
     with Attentions() as attentions:
         expected, inputs = step(single, kwargs, line)
     dsp.parallelize(model, mesh, {"": line})

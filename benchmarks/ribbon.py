@@ -41,7 +41,7 @@ def plan(method: str, ranks: int = RANKS, layers: int = LAYERS) -> dsp.Plan:
     with torch.device("meta"):
         model: Any = zoo.create("transformer2d", "720m", depth=layers)
         inputs = model.example_inputs(1, **LENGTHS)
-    return dsp.embedded.plan(model, kwargs=inputs, size=ranks, method=method, dtype=torch.bfloat16)
+    return dsp.embedded.plan(model, kwargs=inputs, size=ranks, method=method, dtype=torch.bfloat16, gather_output=False)
 
 
 def layouts(method: str, row: StageRow) -> list[str]:

@@ -80,7 +80,7 @@ def measure(entry: Entry) -> Row:
     with torch.device("meta"):
         model = zoo.create(entry.model, entry.size, **entry.options)
         inputs = model.example_inputs(1, **VIDEO)
-    plan = dsp.plan(model, kwargs=inputs, size=RANKS, dtype=torch.bfloat16)
+    plan = dsp.plan(model, kwargs=inputs, size=RANKS, dtype=torch.bfloat16, gather_output=False)
     blocks = [row for row in plan.stages if any(char.isdigit() for char in row.name)]
     dims = {dim for row in blocks for dim in row.computes}
     dims &= {"n"} if "n" in dims else {"t", "s", "h", "w"}  # where all places are one dim, h are heads
@@ -119,7 +119,7 @@ def pair_table(sizes: Sequence[tuple[int, int]] = PAIRS) -> Iterator[str]:
             with torch.device("meta"):
                 model = zoo.create("evoformer", "af2", depth=depth, extra_depth=0)
                 inputs = model.example_inputs(1, rows=s, residues=r)
-            plans.append(dsp.plan(model, kwargs=inputs, size=n, dtype=torch.bfloat16))
+            plans.append(dsp.plan(model, kwargs=inputs, size=n, dtype=torch.bfloat16, gather_output=False))
         sent, calls = (
             getattr(plans[1], kind)["forward"] - getattr(plans[0], kind)["forward"] for kind in ("bytes", "calls")
         )

@@ -265,7 +265,7 @@ def joined(verdicts: Sequence[Verdict]) -> Verdict:
         every = [v.sent[phase] for v in verdicts]
         if len(set(map(len, every))) > 1:
             return replace(result, kind="BYTES", reason=f"{phase}: ranks make different calls")
-        if (sent := sum(map(max, zip(*every)))) != planned:
+        if (sent := max(map(sum, every))) != planned:
             how = "more" if sent > planned else "less"
             return replace(result, kind="BYTES", reason=f"{phase}: {how} than planned, {sent} for {planned}")
     return result

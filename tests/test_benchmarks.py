@@ -67,7 +67,9 @@ def test_formulas_are_what_the_plans_send(script, n: int) -> None:
             with torch.device("meta"):
                 model = rivals.zoo.create("transformer2d", hidden=32, heads=8, depth=depth)
                 inputs = model.example_inputs(1, frames=8, height=8, width=8)
-            plans.append(dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, recompute=True))
+            plans.append(
+                dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, recompute=True, gather_output=False)
+            )
         grew = {phase: plans[1].bytes[phase] - plans[0].bytes[phase] for phase in plans[0].bytes}
         units = rivals.formula(method, n)
         assert grew == {phase: pytest.approx(unit * shape.activation) for phase, unit in units.items()}
@@ -250,9 +252,11 @@ def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
     for depth in (1, 2, 5):
         with torch.device("meta"):
             model = zoo.create("transformer2d", hidden=32, heads=4, depth=depth)
-            inputs = model.example_inputs(1, frames=6, height=8, width=8)
+            inputs = model.example_inputs(1, frames=8, height=8, width=8)  # even: the busiest rank is any
         for method in script("rivals").METHODS:
-            plans[method, depth] = dsp.embedded.plan(model, kwargs=inputs, size=4, method=method, recompute=True)
+            plans[method, depth] = dsp.embedded.plan(
+                model, kwargs=inputs, size=4, method=method, recompute=True, gather_output=False
+            )
     for method in script("rivals").METHODS:
         made, true = cost.deeper(plans[method, 1], plans[method, 2], 5), plans[method, 5]
         assert made.sends == true.sends

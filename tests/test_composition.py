@@ -131,7 +131,9 @@ class Doubled(Layered):
 
 def test_a_function_of_autograd_at_the_end() -> None:
     """As fully_shard puts there. Some versions of torch forget what is behind it once its output is gone."""
-    plan, plain = (dsp.plan(model(), torch.randn(1, 7, 5, toys.C), size=2) for model in (Doubled, Layered))
+    plan, plain = (
+        dsp.plan(model(), torch.randn(1, 7, 5, toys.C), size=2, gather_output=False) for model in (Doubled, Layered)
+    )
     assert plan.bytes == plain.bytes
     assert plan.bytes["backward"] > 0
 
@@ -744,7 +746,7 @@ def test_containers(ranks) -> None:
 def input_gradient_bytes(mesh: DeviceMesh) -> tuple[int, int]:
     model = toys.make("Grid")
     kwargs = {k: v.requires_grad_() for k, v in toys.inputs("Grid", 1, 8, 8).items()}
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size())
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), gather_output=False)
     dsp.parallelize(model, mesh, gather_output=False)
     loss = dsp.mean(model(**kwargs))
     with dsp.count_comm() as comm:
@@ -815,7 +817,7 @@ class Chain(nn.Module):
 def chained(mesh: DeviceMesh) -> tuple[int, int, int]:
     x = torch.randn(1, 8, 8, toys.C).double()
     single, model = pair(lambda: Chain(False))
-    plan = dsp.plan(single, (x,), size=mesh.size())
+    plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=False)
     (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), count=True)
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
     return comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]

@@ -110,7 +110,7 @@ def test_parallel_is_exact_under_the_discovered_stages(ranks, name: str) -> None
 
 def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dict[str, int], float]:
     model, single, kwargs = build(name), build(name), inputs(name, 1, 7)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with dsp.count_comm() as comm:
         out = model(**kwargs)

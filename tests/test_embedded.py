@@ -211,7 +211,9 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
     model = build(case)
     inputs = doubled(example(model, 2, **SHAPE))
     recomputed(model, how)
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, save_exchanges=how == "saved")
+    plan = dsp.embedded.plan(
+        model, kwargs=inputs, size=n, method=method, save_exchanges=how == "saved", gather_output=False
+    )
     layer = 2 * 4 * 16 * 48 * 8  # M
     forward, backward = {
         "ulysses": (4 * layer // n, 4 * layer // n),
@@ -254,7 +256,7 @@ def test_the_plan_of_the_papers_model() -> None:
     n, volume = 8, 64 * 4096 * 1152 * 2
     found = {}
     for method in ("dsp", *METHODS):
-        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16)
+        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, gather_output=False)
         found[method] = plan.bytes["forward"]
         if method != "dsp":
             rows = [r for r in plan.stages if r.name.endswith("spatial")]
@@ -270,7 +272,7 @@ def test_fewer_heads_of_keys_send_less(kv_heads: int, share: float) -> None:
     with torch.device("meta"):
         model = zoo.create("stdit", "test", hidden=192, heads=16, kv_heads=kv_heads, depth=1)
         inputs = model.example_inputs(1, frames=4, height=8, width=8)
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=4, method="ulysses")
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=4, method="ulysses", gather_output=False)
     ends = sum(s.bytes for s in plan.switches)
     assert plan.bytes["forward"] - ends == share * (4 * 16 * 192 * 4) / 4 * 3 / 4
 
@@ -295,7 +297,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
 def test_what_does_not_fit_is_an_error(name: str, method: str, size: int, message: str) -> None:
     model, inputs = build_meta(name)
     with pytest.raises(ValueError, match=message):
-        dsp.embedded.plan(model, kwargs=inputs, size=size, method=method)
+        dsp.embedded.plan(model, kwargs=inputs, size=size, method=method, gather_output=False)
 
 
 def test_cores_that_do_not_fit_are_errors() -> None:
@@ -309,7 +311,7 @@ def test_cores_that_do_not_fit_are_errors() -> None:
     ]:
         model.cores = cores
         with pytest.raises(ValueError, match=re.escape(message)):
-            dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring")
+            dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring", gather_output=False)
 
 
 def compiled(mesh: DeviceMesh, method: str) -> None:
@@ -409,7 +411,7 @@ def full(mesh: DeviceMesh, shape: tuple[int, ...], heads: int, depth: int) -> No
     single, model = Full(heads, depth).double(), Full(heads, depth).double()
     model.load_state_dict(single.state_dict())
     x = torch.randn(shape, dtype=torch.float64)
-    plan = dsp.plan(model, (x,), size=mesh.size())
+    plan = dsp.plan(model, (x,), size=mesh.size(), gather_output=False)
     (comm,) = beside(single, dsp.parallelize(model, mesh), mesh, (x,), count=True)
     layouts = {r.name.split(".")[0]: r.layout for r in plan.stages if r.pattern}
     assert layouts == {"heads": "l", "core": "n", "out": "l"}

@@ -246,7 +246,9 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
     model = build(case)
     inputs = doubled(example(model, 2, **shape))
     recomputed(model, how)
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, save_exchanges=how == "saved")
+    plan = dsp.embedded.plan(
+        model, kwargs=inputs, size=n, method=method, save_exchanges=how == "saved", gather_output=False
+    )
     m = 2 * 2 * 16 * 48 * 8 // n  # of an activation, what a rank has of it
     switches, layers = 2 * m // 2, model.config.depth  # to frames and back, of which one of two halves travels
     inside = {"dsp_ulysses": (4 * m // 2, 4 * m // 2), "dsp_ring": (2 * m, 2 * m + 2 * 2 * m)}[method]
@@ -264,7 +266,9 @@ def test_nobody_to_switch_with_is_no_exchange(ranks) -> None:
     """No two of three ranks can switch two frames: what is exchanged is Ulysses' own, in as many calls as planned."""
     case, method, shape = "transformer2d", "dsp_ulysses", {"frames": 2, "height": 6, "width": 10}
     model = build(case)
-    plan = dsp.embedded.plan(model, kwargs=doubled(example(model, 2, **shape)), size=3, method=method)
+    plan = dsp.embedded.plan(
+        model, kwargs=doubled(example(model, 2, **shape)), size=3, method=method, gather_output=False
+    )
     for counts in ranks(step, 3, case, method, None, shape):
         for phase in ("forward", "backward"):
             assert counts[phase]["switch"]["calls"] == plan.calls[phase]
@@ -279,9 +283,13 @@ def test_thirty_two_ranks_on_sixteen_frames() -> None:
     for method in ("dsp", "ulysses", *METHODS):
         if method == "ulysses":
             with pytest.raises(NotationError, match=r"16 heads over 32 ranks.*dsp_ulysses"):
-                dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16)
+                dsp.embedded.plan(
+                    model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, gather_output=False
+                )
             continue
-        plan = found[method] = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16)
+        plan = found[method] = dsp.embedded.plan(
+            model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, gather_output=False
+        )
         rows = [r for r in plan.stages if r.name.endswith("spatial")]
         if method == "dsp":
             assert "16 of 32 ranks have nothing to do in embed, blocks.*.spatial: 't' is too short" in str(plan)
@@ -304,7 +312,7 @@ def test_stages_without_another_dim_are_errors() -> None:
             self.attention.core = Core()
 
     with pytest.raises(ValueError, match="leaves no dim but batch to switch to"):
-        dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses")
+        dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses", gather_output=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- train.py

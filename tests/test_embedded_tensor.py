@@ -44,7 +44,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     """Bytes, (planned, sent) by phase; those of the loss, a scalar's, apart."""
     single, model = build(case), build(case)
     inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method)
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method, gather_output=False)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
     weights = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -88,7 +88,9 @@ def test_bytes_of_the_paper(method: str) -> None:
         with torch.device("meta"):
             model = zoo.create("transformer2d", "720m", depth=depth)
             inputs = model.example_inputs(1, frames=16, height=32, width=32)
-        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, recompute=True)
+        plan = dsp.embedded.plan(
+            model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, recompute=True, gather_output=False
+        )
         found.append(plan)
     activation = 16 * 256 * 1152 * 2
     for phase in ("forward", "backward", "recompute"):
@@ -144,7 +146,7 @@ def test_inputs_and_half_precision(ranks, method: str) -> None:
 def plan_of(method: str, n: int, name: str = "stdit", **overrides: Any) -> dsp.Plan:
     with torch.device("meta"):
         model = zoo.create(name, "test", **overrides)
-        return dsp.embedded.plan(model, kwargs=example(model, 1), size=n, method=method)
+        return dsp.embedded.plan(model, kwargs=example(model, 1), size=n, method=method, gather_output=False)
 
 
 @pytest.mark.parametrize("method", MEGATRON)
@@ -160,7 +162,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="names no linear layers to be cut"):
             plan_of(method, 2, "st_mamba")
     with pytest.raises(ValueError, match="no such dim in its first input"):
-        dsp.embedded.plan(build("latte"), size=2, method="megatron_sp", along="h")
+        dsp.embedded.plan(build("latte"), size=2, method="megatron_sp", along="h", gather_output=False)
     with pytest.raises(ValueError, match="dap is a schedule for alignments"):
         plan_of("dap", 2)
     for text, message in (
@@ -170,7 +172,7 @@ def test_refusals() -> None:
         model = build("latte")
         model.tensor_parallel["blocks.*.spatial.attention.qkv"] = text
         with pytest.raises(NotationError, match=message):
-            dsp.embedded.plan(model, size=2, method="megatron_lm")
+            dsp.embedded.plan(model, size=2, method="megatron_lm", gather_output=False)
 
 
 # FastFold's schedule
@@ -196,7 +198,11 @@ def test_bytes_of_fastfold(r: int, s: int, n: int, table: dict[str, int]) -> Non
             with torch.device("meta"):
                 model = zoo.create("evoformer", "af2", depth=depth, extra_depth=0)
                 inputs = model.example_inputs(1, rows=s, residues=r)
-            plans.append(dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16))
+            plans.append(
+                dsp.embedded.plan(
+                    model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, gather_output=False
+                )
+            )
         found[method] = [plans[1].bytes[p] - plans[0].bytes[p] for p in ("forward", "backward")]
         if method == "dap":
             assert plans[1].calls["forward"] - plans[0].calls["forward"] == 12
@@ -219,7 +225,7 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
     single, model = made(), made()
     torch.manual_seed(1)
     inputs = single.example_inputs(1, rows=5, residues=7)
-    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap")
+    plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap", gather_output=False)
     dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
     (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
     scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()

@@ -78,7 +78,7 @@ def test_check(ranks: Any, case: str) -> None:
 def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int]]:
     model = build(case, chunk=layers.CHUNK)
     given = inputs(model, 1, 8, 16)
-    plan = dsp.plan(model, kwargs=given, size=mesh.size())
+    plan = dsp.plan(model, kwargs=given, size=mesh.size(), gather_output=False)
     dsp.parallelize(model, mesh, gather_output=False)
     with dsp.count_comm() as comm:
         scalar(model(**given)).backward()
@@ -141,7 +141,7 @@ def real_plan(name: str, s: int, r: int, n: int, **overrides: Any) -> dsp.Plan:
     with torch.device("meta"):
         model = zoo.create(name, **overrides)
         given = model.example_inputs(rows=s, residues=r)
-    return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16)
+    return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16, gather_output=False)
 
 
 @pytest.mark.parametrize(("n", "s", "r"), [slow(2, 512, 768), slow(4, 128, 1024), (8, 512, 768), slow(16, 512, 2048)])

@@ -146,7 +146,7 @@ def traffic(mesh: DeviceMesh) -> dict[str, tuple[Any, Any]]:
         x = torch.randn(2, 8, 8, C, dtype=torch.float64)
         model = make(name, ckpt=True)
         own = mesh.get_local_rank() == 0  # one rank's plan will do
-        plan = dsp.plan(model, x, size=mesh.size(), stages=STAGES, gather_output=True).bytes if own else None
+        plan = dsp.plan(model, x, size=mesh.size(), stages=STAGES).bytes if own else None
         dsp.parallelize(model, mesh, STAGES)
         with dsp.count_comm() as comm:
             model(x).sum().backward()
@@ -160,7 +160,4 @@ def test_planned_bytes_are_counted_bytes(ranks) -> None:
     for name in GLUE:
         busiest = {p: max(r[name][0][p] for r in results) for p in ("forward", "backward", "recompute")}
         planned = results[0][name][1]
-        if name == "token among the frames":  # 1 + t s is uneven: another rank is the busiest in another move
-            assert all(busiest[p] <= planned[p] <= 1.07 * busiest[p] for p in planned), (busiest, planned)
-        else:
-            assert busiest == planned, name
+        assert busiest == planned, name

@@ -67,7 +67,7 @@ def test_flops_are_those_of_the_flop_counter() -> None:
     model, x = Products(), torch.randn(1, 7, 5, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         model(x).sum().backward()
-    plan = dsp.plan(model, (x,), size=4)
+    plan = dsp.plan(model, (x,), size=4, gather_output=False)
     assert plan.flops_alone == counter.get_total_flops() == 3 * 3 * 2 * 7 * 5 * 8 * 8
     # a rank has 2 of 7 frames, or 2 of 5 positions
     layouts = [row.layout for row in plan.stages]
@@ -75,20 +75,20 @@ def test_flops_are_those_of_the_flop_counter() -> None:
     each = plan.flops_alone / 3
     assert plan.flops in (int(each * (2 / 7 + 2 / 7 + 2 / 5)), int(each * (2 / 7 + 2 / 5 + 2 / 5)))
     with torch.no_grad():
-        assert dsp.plan(model, (x,), size=4).flops_alone == plan.flops_alone // 3
+        assert dsp.plan(model, (x,), size=4, gather_output=False).flops_alone == plan.flops_alone // 3
     model = zoo.create("transformer2d", "test")
     kwargs = model.example_inputs()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**kwargs)
     with torch.no_grad():
-        plan = dsp.plan(model, kwargs=kwargs, size=2)
+        plan = dsp.plan(model, kwargs=kwargs, size=2, gather_output=False)
     attention = 4 * 48 * (5 * 16**2 + 16 * 5**2) * 2  # which the counter does not know on a CPU
     assert plan.flops_alone == counter.get_total_flops() + attention
 
 
 def test_seconds_of_a_plan() -> None:
     model, x = Products(), torch.randn(1, 8, 8, 8)
-    plan = dsp.plan(model, (x,), size=4, hardware=machine())
+    plan = dsp.plan(model, (x,), size=4, hardware=machine(), gather_output=False)
     assert plan.calls == {"forward": 1, "backward": 1, "recompute": 0}
     sent = 8**3 * 4 * 3 // 16
     assert plan.bytes == {"forward": sent, "backward": sent, "recompute": 0}
@@ -100,8 +100,8 @@ def test_seconds_of_a_plan() -> None:
     assert "2 calls over wire 2 ms" in text
     assert "4 ranks are no faster than one: the calls alone take longer than is saved" in text
     assert "does not fit" not in text
-    assert "does not fit in 1.0 KiB" in str(dsp.plan(model, (x,), size=4, hardware=machine(1024)))
-    bare = dsp.plan(model, (x,), size=4)
+    assert "does not fit in 1.0 KiB" in str(dsp.plan(model, (x,), size=4, hardware=machine(1024), gather_output=False))
+    bare = dsp.plan(model, (x,), size=4, gather_output=False)
     assert "takes" not in str(bare)
     assert (bare.stages, bare.bytes) == (plan.stages, plan.bytes)
     with pytest.raises(ValueError, match="hardware="):
@@ -148,7 +148,7 @@ def test_the_smallest_that_fits() -> None:
 
 def test_where_the_cheapest_does_not_fit_another_may() -> None:
     model, kwargs = toys.make("Pair"), toys.inputs("Pair", 1, 8, 16)
-    free = dsp.plan(model, kwargs=kwargs, size=2)
+    free = dsp.plan(model, kwargs=kwargs, size=2, gather_output=False)
     tight = dsp.choose(model, kwargs=kwargs, hardware=machine(free.peak - 1), sizes=(2,))
     assert tight.smallest == 2
     assert tight.plans[2].peak < free.peak
@@ -164,7 +164,7 @@ def test_recomputed_stages_keep_their_inputs(name: str) -> None:
     model = toys.make(name)
     wrap_checkpoints(model)
     stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
-    found = dsp.plan(model, kwargs=kwargs, size=2, stages=stages)
+    found = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)
     assert (told.peak, told.flops) == (found.peak, found.flops)
     assert told.peak < bare.peak
     assert told.flops > bare.flops
@@ -220,7 +220,7 @@ def test_a_link_by_kind_of_collective() -> None:
 
 def test_seconds_with_memory_and_weights() -> None:
     model, x = Products(), torch.randn(1, 8, 8, 8)
-    plan = dsp.plan(model, (x,), size=4)
+    plan = dsp.plan(model, (x,), size=4, gather_output=False)
     assert plan.sends == {"forward": {"switch": (384, 1)}, "backward": {"switch": (384, 1)}, "recompute": {}}
     # a product with a bias reads its input, weights and bias and writes its output, each of three three times a step
     one = 4 * (2 * 8**3 + 8 * 8 + 8)
@@ -244,11 +244,11 @@ def test_recomputed_stages_cost_a_forward_more() -> None:
         model = zoo.create("transformer2d", "test")
         kwargs = model.example_inputs()
     made = {
-        again: dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses", recompute=again)
+        again: dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses", recompute=again, gather_output=False)
         for again in (False, True)
     }
     with torch.no_grad():
-        forward = dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses")
+        forward = dsp.embedded.plan(model, kwargs=kwargs, size=2, method="ulysses", gather_output=False)
     assert made[False].flops == pytest.approx(3 * forward.flops, rel=1e-3)
     assert 3.9 * forward.flops < made[True].flops < 4 * forward.flops  # what is in glue is not recomputed
     (before,) = made[False].switches  # the first block, which no recomputation sends again
@@ -261,7 +261,10 @@ def test_whole_activations_are_touched_on_every_rank() -> None:
     with torch.device("meta"):
         model = zoo.create("transformer2d", "test")
         kwargs = model.example_inputs()
-    lm, sp = (dsp.embedded.plan(model, kwargs=kwargs, size=2, method=f"megatron_{kind}") for kind in ("lm", "sp"))
+    lm, sp = (
+        dsp.embedded.plan(model, kwargs=kwargs, size=2, method=f"megatron_{kind}", gather_output=False)
+        for kind in ("lm", "sp")
+    )
     assert lm.touched_alone == sp.touched_alone
     assert sp.touched < lm.touched < lm.touched_alone + 2 * sum(lm.bytes.values())
     assert set(lm.sends["forward"]) == {"all_reduce"}

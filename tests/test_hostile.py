@@ -553,22 +553,22 @@ class OneSequence(nn.Module):
 def test_a_model_that_dsp_cannot_help_is_told_so() -> None:
     x = torch.randn(2, 8, C)
     over_sequence = {"": "x=b s c", "blocks.*": "b [s c]"}
-    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=over_sequence)
+    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=over_sequence, gather_output=False)
     assert "DSP does not help this model" in str(plan)
     assert "whole on every rank, and no memory is saved" in str(plan)
     assert "along its heads" in plan.advice
     assert plan.bytes["forward"] == 0
-    plan = dsp.plan(OneSequence(), x, size=2, stages=over_sequence)
+    plan = dsp.plan(OneSequence(), x, size=2, stages=over_sequence, gather_output=False)
     assert "its part of the batch, as data parallelism would" in plan.advice
     # elsewhere sharded, for this gathered each time: M (N-1)/N bytes a rank
     mixed = {"": "x=b s c", "blocks.*.qkv": "b s [c] -> b s [d]", "blocks.*.core": "b h [s d], b h [s d], b h [s d]"}
     mixed["blocks.*.core"] = "[b h s d], [b h s d], [b h s d] -> [b h s d]"
-    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=mixed)
+    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=mixed, gather_output=False)
     assert "2 stage calls run whole on every rank" in plan.advice
     assert "gathered for that" in plan.advice
     # the heads apart: two switches a block, as Ulysses does, and nothing to say
     apart = {"": "x=b s c", "blocks.*.core": "b h [s d], b h [s d], b h [s d] -> b h [s d]"}
-    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=apart)
+    plan = dsp.plan(OneSequence(), x[:1], size=2, stages=apart, gather_output=False)
     assert {r.layout for r in plan.stages if r.pattern} == {"h"}
     assert plan.advice == ""
 

@@ -21,7 +21,7 @@ def test_the_3b_model_at_four_million_tokens_in_seconds() -> None:
         model = zoo.create("transformer2d", "3b")
         kwargs = model.example_inputs(1, frames=1024, height=128, width=128)
     start = time.process_time()
-    plan = dsp.plan(model, kwargs=kwargs, size=32, dtype=torch.bfloat16)
+    plan = dsp.plan(model, kwargs=kwargs, size=32, dtype=torch.bfloat16, gather_output=False)
     assert time.process_time() - start < 60
     m = 1024 * 4096 * 2048 * 2
     each = 31 * m // 32**2
@@ -41,14 +41,14 @@ def test_the_3b_model_at_four_million_tokens_in_seconds() -> None:
 def test_three_dims_share_switches() -> None:
     """t, h, w in turn: each stage may be sharded along either of two dims, so one switch serves two stages."""
     toy = toys.TOYS["Cube"](layers=4).double()
-    plan = dsp.plan(toy, kwargs=toys.inputs("Cube", 1, 6, 6), size=2)
+    plan = dsp.plan(toy, kwargs=toys.inputs("Cube", 1, 6, 6), size=2, gather_output=False)
     assert len(plan.switches) == 4 * 3 // 2 - 1
     assert plan.exact
 
 
 def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
     toy = toys.make("Global")
-    plan = dsp.plan(toy, kwargs=toys.inputs("Global", 1, 6, 6), size=2)
+    plan = dsp.plan(toy, kwargs=toys.inputs("Global", 1, 6, 6), size=2, gather_output=False)
     row = next(r for r in plan.stages if r.name == "mix")
     m = 6 * 6 * toys.C * 8
     assert row.layout is None
@@ -60,17 +60,17 @@ def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
 def test_memory_changes_the_plan_or_refuses() -> None:
     toy = toys.make("Pair")
     kwargs = toys.inputs("Pair", 1, 8, 16)
-    free = dsp.plan(toy, kwargs=kwargs, size=2)
-    tight = dsp.plan(toy, kwargs=kwargs, size=2, memory=free.peak)
+    free = dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False)
+    tight = dsp.plan(toy, kwargs=kwargs, size=2, memory=free.peak, gather_output=False)
     assert tight.bytes == free.bytes
     with pytest.raises(Infeasible, match=r"no plan fits .* a rank.*more than 2 ranks"):
-        dsp.plan(toy, kwargs=kwargs, size=2, memory=1000)
+        dsp.plan(toy, kwargs=kwargs, size=2, memory=1000, gather_output=False)
     with pytest.raises(ValueError, match="number of ranks"):
-        dsp.plan(toy, kwargs=kwargs, size=0)
+        dsp.plan(toy, kwargs=kwargs, size=0, gather_output=False)
 
 
 def test_size_one_costs_nothing() -> None:
-    plan = dsp.plan(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 6, 6), size=1)
+    plan = dsp.plan(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 6, 6), size=1, gather_output=False)
     assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
 
 
@@ -81,7 +81,7 @@ def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) 
         wrap_checkpoints(model)
         stages = {k.replace(".*", ".*.inner"): v for k, v in stages.items()}
     kwargs = toys.inputs(name, *shape)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with dsp.count_comm() as comm:
         out = as_tuple(model(**kwargs))
@@ -115,7 +115,7 @@ def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool
 def test_tensors_that_switch_together_share_a_collective() -> None:
     """Out of one stage, and from two stages into one; not where checkpointing would repeat it."""
     model, kwargs = toys.make("Streams"), toys.inputs("Streams", 1, 8, 8)
-    plan = dsp.plan(model, kwargs=kwargs, size=2)
+    plan = dsp.plan(model, kwargs=kwargs, size=2, gather_output=False)
     assert [(s.before, s.shared) for s in plan.switches[:5]] == [
         ("time.0", False), ("time.0", True), ("time.0", True), ("space.1", False), ("space.1", True),
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     assert "12 switches, in 5 collectives" in str(plan)
     wrap_checkpoints(model)
     stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
-    plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages)
+    plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)
     assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
 
 
@@ -149,7 +149,9 @@ class Scores(torch.nn.Module):
 
 def test_gradients_come_to_what_is_written_in_place() -> None:
     stages = {"": "x=b h s c -> b h s c"}
-    written, plain = (dsp.plan(Scores(w), torch.zeros(1, 1, 16, 4), size=2, stages=stages) for w in (True, False))
+    written, plain = (
+        dsp.plan(Scores(w), torch.zeros(1, 1, 16, 4), size=2, stages=stages, gather_output=False) for w in (True, False)
+    )
     assert written.bytes == plain.bytes
     assert plain.bytes["backward"] == plain.bytes["forward"] > 0
 

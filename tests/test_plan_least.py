@@ -32,7 +32,7 @@ def test_no_layouts_of_a_traced_model_cost_less(name: str, staged: bool, n: int,
     assert plan.problem is not None
     solution = solve(plan.problem)
     assert verify(plan.problem, solution) == least(plan.problem)
-    assert solution.bytes == plan.bytes["forward"]
+    assert solution.bytes == sum(row.bytes for row in plan.stages) >= plan.bytes["forward"]
 
 
 class Alignment(nn.Module):
@@ -68,7 +68,13 @@ class Alignment(nn.Module):
 )  # of activations, for two layers
 def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, batch: int, most: float) -> None:
     """What an operation returns is named after the operand whose cut it carries on: not all its dims are batch."""
-    plan = dsp.plan(Alignment(), torch.ones(batch, 6, 10, dtype=torch.long), size=n, stages={"": "tokens=b r l"})
+    plan = dsp.plan(
+        Alignment(),
+        torch.ones(batch, 6, 10, dtype=torch.long),
+        size=n,
+        stages={"": "tokens=b r l"},
+        gather_output=False,
+    )
     assert plan.problem is not None
     named = {v.name: dict(v.sizes) for v in plan.problem.values}
     assert named[f"type_as [{6 * batch}, 10]"].items() >= {"r": 6, "l": 10}.items()
@@ -83,10 +89,12 @@ def test_stages_leave_the_batch_to_data_parallelism() -> None:
     """Along an even batch nothing would be sent. It is for stages only if one of them has nothing else."""
     x = torch.randn(2, 4, 5, toys.C)
     grid = toys.TOYS["Grid"](layers=1)
-    plan = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2)
+    plan = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2, gather_output=False)
     assert [r.layout for r in plan.stages if r.pattern] == ["t", "s"]
     stages = {"": "x=b t s c", "time.*": "b [t s c]", "space.*": "b t [s c], scale=b 1 1 [c]"}
-    forced = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2, stages=stages)
+    forced = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2, stages=stages, gather_output=False)
     assert ([r.layout for r in forced.stages if r.pattern], forced.bytes["forward"]) == (["b", "b"], 0)
-    uneven = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=3, stages=stages)  # one rank would have nothing
+    uneven = dsp.plan(
+        grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=3, stages=stages, gather_output=False
+    )  # one rank would have nothing
     assert [r.layout for r in uneven.stages if r.pattern] == ["t", "b"]

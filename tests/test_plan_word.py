@@ -49,7 +49,7 @@ class Frames(nn.Module):
 
 def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None = None) -> tuple[Any, ...]:
     model = build()
-    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages)
+    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages, gather_output=False)
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with Heard() as heard:
         for _ in range(2):

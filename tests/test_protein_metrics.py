@@ -274,7 +274,7 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     for module in recomputed_modules(objective.model)[way]:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     inputs = batch(residues=16, rows=8) | {"recycles": recycles}
-    plan = dsp.plan(objective, kwargs=inputs, size=mesh.size())
+    plan = dsp.plan(objective, kwargs=inputs, size=mesh.size(), gather_output=False)
     dsp.parallelize(objective, mesh, gather_output=False)
     with dsp.count_comm() as comm:
         mean_of(objective(**inputs)).backward()

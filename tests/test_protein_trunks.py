@@ -171,7 +171,7 @@ def moved(mesh: DeviceMesh, kind: str, s: int, r: int) -> tuple[dict[str, int], 
     even = {**SMALL, "c_hidden_mul": 8, "no_heads_pair": 4, "c_hidden_opm": 4}
     model, stages = make(kind, even)
     kwargs = inputs(kind, s, r, even)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
     dsp.parallelize(model, mesh, stages, gather_output=False)
     with dsp.count_comm() as comm:
         step(model, kwargs)
@@ -195,7 +195,7 @@ def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> ds
             "m": torch.empty(1, s, r, 256), "z": torch.empty(1, r, r, 128),
             "msa_mask": torch.empty(1, s, r), "pair_mask": torch.empty(1, r, r),
         }  # fmt: skip
-        return dsp.plan(model, kwargs=kwargs, size=n, stages=EVOFORMER, dtype=torch.bfloat16)
+        return dsp.plan(model, kwargs=kwargs, size=n, stages=EVOFORMER, dtype=torch.bfloat16, gather_output=False)
 
 
 @pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), (4, 128, 1024), (8, 512, 768), (16, 512, 2048)])
@@ -246,7 +246,9 @@ def test_triangles_switch_channels_where_a_gather_does_not_fit() -> None:
     def plan(memory: int | None) -> dsp.Plan:
         stages = {"": "z=b i j d, mask=b i j -> b i j d"}
         with torch.no_grad():  # in training what glue keeps for backward is the most either way
-            return dsp.plan(model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, memory=memory)
+            return dsp.plan(
+                model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, memory=memory, gather_output=False
+            )
 
     roomy = plan(None)
     assert [s.kind for s in roomy.switches] == ["gather"]

@@ -60,7 +60,7 @@ def step(mesh, name, way, uneven):
 
 def planned(name, way, uneven, n):
     model = recomputed(make(name), way)
-    return dsp.plan(model, kwargs=given_to(model, name, uneven), size=n).bytes
+    return dsp.plan(model, kwargs=given_to(model, name, uneven), size=n, gather_output=False).bytes
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,8 @@ def test_loss_gradients_and_bytes(ranks, name, way):
         assert (expect["recompute"] > 0) == (way != "stages")
     for n in (3,):
         results, most = ranks(step, n, name, way, True), planned(name, way, True, n)
-        for phase in ("forward", "backward", "recompute"):
-            # the plan adds up the busiest rank of each move, which need not be the same one
-            assert 0.7 * most[phase] <= max(sent[phase] for sent in results) <= most[phase]
+        for phase in ("forward", "backward", "recompute"):  # the plan's are those of one rank, the busiest of the phase
+            assert max(sent[phase] for sent in results) == most[phase]
 
 
 def dropping(mesh, name, way, apart=False):

@@ -66,7 +66,7 @@ def directory(path, **options):
     (path / "console.log").write_text(
         "noise\nmodel   toy\ndata    d\nmesh    m\nplan    p\nmemory  1\nrun     r\nstep 1\n"
     )
-    (path / "plan.svg").write_text(dsp.plan(Two(), (torch.zeros(1, 4, 6, 3),), size=2).svg())
+    (path / "plan.svg").write_text(dsp.plan(Two(), (torch.zeros(1, 4, 6, 3),), size=2, gather_output=False).svg())
     Image.new("RGB", (4, 4)).save(path / "samples" / "step-00000040.gif")
     return path
 
@@ -124,7 +124,7 @@ def test_charts_of_odd_curves():
 
 
 def test_the_picture_of_a_plan():
-    plan = dsp.plan(Two(), (torch.zeros(1, 4, 6, 3),), size=2)
+    plan = dsp.plan(Two(), (torch.zeros(1, 4, 6, 3),), size=2, gather_output=False)
     svg = ElementTree.fromstring(plan.svg())
     words = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert [w for w in words if w in ("space", "time", "t", "s")] == ["space", "t", "time", "s"]

@@ -57,7 +57,7 @@ def exact(mesh: DeviceMesh, build: Any, args: tuple[Any, ...], stages: dict[str,
 
 
 def rows(model: nn.Module, args: tuple[Any, ...], stages: dict[str, str]) -> list[str | None]:
-    return [r.layout for r in dsp.plan(model, args, size=2, stages=stages).stages if r.pattern]
+    return [r.layout for r in dsp.plan(model, args, size=2, stages=stages, gather_output=False).stages if r.pattern]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_one_name_will_do_for_what_stays_together() -> None:
 )  # fmt: skip
 def test_what_is_not_told_is_asked_for(build: Any, args: tuple[Any, ...], stages: dict[str, str], message: str) -> None:
     with pytest.raises(NotationError, match=message):
-        dsp.plan(build(), args, size=2, stages=stages)
+        dsp.plan(build(), args, size=2, stages=stages, gather_output=False)
 
 
 def test_only_the_root_pattern_states_sizes() -> None:

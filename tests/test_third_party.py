@@ -162,7 +162,7 @@ BYTES = {"timesformer": timesformer_bytes, "patchtst": patchtst_bytes, "axial": 
 def moved(mesh: DeviceMesh, name: str, one: int, two: int) -> tuple[dict, dict, int]:
     model = make(name, one, two)
     kwargs = {k: v.double() for k, v in MODELS[name].inputs(1, one, two).items()}
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=MODELS[name].stages)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=MODELS[name].stages, gather_output=False)
     dsp.parallelize(model, mesh, MODELS[name].stages, gather_output=False)
     with dsp.count_comm() as comm:
         outputs = [y for y in tensors_in(model(**kwargs)) if y.requires_grad]

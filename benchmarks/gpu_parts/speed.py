@@ -143,7 +143,9 @@ def step(machine: Machine, shape: Shape, again: str, kernel: str | None) -> Row:
         optimizer.zero_grad()
 
     on_meta, without_data = model_of(shape, "meta")
-    flops = dsp.plan(on_meta, kwargs=without_data, size=1).flops  # of forward and backward, nothing twice
+    flops = dsp.plan(
+        on_meta, kwargs=without_data, size=1, gather_output=False
+    ).flops  # of forward and backward, nothing twice
     with attended_by([kernel, *(k for k in KERNELS if k != kernel)] if kernel else []):
         run()
         memory = machine.peak_memory(run)

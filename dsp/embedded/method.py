@@ -202,7 +202,7 @@ def plan(
     size: int,
     method: str,
     dtype: torch.dtype | None = None,
-    gather_output: bool = False,
+    gather_output: bool = True,
     hardware: Hardware | None = None,
     recompute: bool = False,
     save_exchanges: bool = False,

@@ -69,7 +69,7 @@ def plan(
     stages: Mapping[str, str] | None = None,
     memory: int | None = None,
     dtype: torch.dtype | None = None,
-    gather_output: bool = False,
+    gather_output: bool = True,
     hardware: Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
@@ -77,9 +77,9 @@ def plan(
     A forward that reads its data is run once, on inputs that have some. args, kwargs: what its forward takes (meta
     tensors will do, but for such a forward); stages: as for `parallelize`, by default
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: count the gather of the outputs, too; hardware: what the ranks are and
-    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
-    ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; hardware: what
+    the ranks are and how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the
+    memory). Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")

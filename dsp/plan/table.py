@@ -70,18 +70,18 @@ class Whole:
 class Plan:
     """How a model runs on `size` ranks; ``print(plan)`` is a table.
 
-    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
-    one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
-    checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
-    forward: parameters whole (`resident`), activations saved for backward, copies and work of the running stage; not
-    gradients, optimizer states, or the transients of backward. flops: of a step on the busiest rank, and `flops_alone`
-    on one rank: matrix products, convolutions and attention; `flops_whole`, those that every rank does again;
-    `flops_model`, those of one rank without what is recomputed, by which utilisation (MFU) is counted. touched:
-    bytes that operations read and write in a step, likewise, where nothing is fused. share: the largest tensor that a
-    rank holds between the model's inputs and outputs, over the largest of one process: 1/N is the least. whole: the
-    glue that every rank runs whole though it is longer than 1.5/N of that. sends: bytes and calls by phase
-    and kind of collective. `exact` is False when the search was cut. hardware: what the plan is for, if that was said;
-    then `estimate` has the seconds of a step.
+    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what one rank sends in one
+    step, the busiest of each phase (of a row: of that row): ``forward``, ``backward``, ``recompute`` (forward moves
+    repeated by the model's own activation checkpointing). calls: the collectives of a step, likewise. peak: an
+    estimate of the most bytes a rank holds in forward: parameters whole (`resident`), activations saved for backward,
+    copies and work of the running stage; not gradients, optimizer states, or the transients of backward. flops: of a
+    step on the busiest rank, and `flops_alone` on one rank: matrix products, convolutions and attention;
+    `flops_whole`, those that every rank does again; `flops_model`, those of one rank without what is recomputed, by
+    which utilisation (MFU) is counted. touched: bytes that operations read and write in a step, likewise, where
+    nothing is fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the
+    largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
+    1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
+    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step.
     """
 
     size: int
@@ -117,7 +117,7 @@ class Plan:
         """For every residual stream added to in glue: what it costs to switch the stream, and its branches instead."""
         if self.problem is None or self.size == 1:
             return []
-        own = self.bytes["forward"], self.calls["forward"] + sum(s.shared for s in self.switches)
+        own = sum(row.bytes for row in self.stages), self.calls["forward"] + sum(s.shared for s in self.switches)
         return residuals(self.problem, self.staged, own)
 
     @property

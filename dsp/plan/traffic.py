@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from dsp.inside import Sends, Sent, add_sent
+from dsp.inside import Sends, Sent
 from dsp.plan.program import Program
 from dsp.plan.script import Sending, Where
 from dsp.plan.solve import Goal, Solved, Step
-from dsp.planner import Move, Value, chunk_sizes, fuses, price
+from dsp.planner import Layout, Move, Value, chunk_sizes, fuses, sent_by
 
 
 class Traffic:
@@ -18,18 +18,26 @@ class Traffic:
     def __init__(self, found: Solved, program: Program, goal: Goal) -> None:
         self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
         self.recomputing = {event.region for event in self.trace.events if event.grad}
-        self.sends: dict[str, Sent] = {phase: {} for phase in ("forward", "backward", "recompute")}
+        self.each: dict[str, dict[str, tuple[list[int], int]]]  # by phase and kind: bytes of every rank, and calls
+        self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
         self.sendings: list[Sending] = []
         self.own_call: dict[Move, int] = {}
         self.count_moves()
         for step in found.steps:
             self.count_step(step)
         self.count_inputs()
+        self.sends = {phase: busiest(kinds) for phase, kinds in self.each.items()}
         if found.size == 1:
             self.sends, self.sendings = {phase: {} for phase in self.sends}, []
 
+    def add(self, phase: str, kind: str, each: Sequence[int], calls: int) -> None:
+        before, times = self.each[phase].get(kind, ([0] * self.found.size, 0))
+        self.each[phase][kind] = [a + b for a, b in zip(before, each)], times + calls
+
     def count(self, phase: str, *sent: Sent) -> None:
-        self.sends[phase] = add_sent(self.sends[phase], *sent)
+        """What is sent inside of stages, of which the busiest rank is known, as if every rank sent that."""
+        for kind, (nbytes, calls) in (item for one in sent for item in one.items()):
+            self.add(phase, kind, [nbytes] * self.found.size, calls)
 
     def where(self, at: int) -> Where:
         return self.trace.events[at].kind, self.trace.events[at].index, self.trace.ops[at].name
@@ -42,23 +50,24 @@ class Traffic:
         seen: set[Hashable] = set()
         for m in (m for m in self.found.solution.moves if m.kind != "split"):
             value = self.trace.values[m.value]
-            for phase, kind, nbytes in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
+            for phase, kind, each in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
                 new = int((phase, self.collective(m)) not in seen)
                 seen.add((phase, self.collective(m)))
-                self.count(phase, {kind: (nbytes, new)})
+                self.add(phase, kind, each, new)
                 if phase == "forward":
                     self.own_call[m] = new
                     at = self.where(m.after if self.program.pushed(m) else m.before)
                     self.sendings.append(Sending(at, m.kind, new, value, m.src, m.dst))
 
-    def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, int]]:
-        """When a move is made, as which collective, and what the busiest rank sends then."""
-        yield "forward", m.kind, m.bytes
+    def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, list[int]]]:
+        """When a move is made, as which collective, and what every rank sends then."""
+        value, n = self.trace.values[m.value], self.found.size
+        yield "forward", m.kind, sent_by_each(value, m.src, m.dst, n)
         if differentiated:
             kind = "reduce_scatter" if m.kind == "gather" else m.kind
-            yield "backward", kind, adjoint_bytes(self.trace.values[m.value], m, self.found.size)
+            yield "backward", kind, adjoint_bytes(value, m, n)
         if self.recomputed(m):
-            yield "recompute", m.kind, m.bytes
+            yield "recompute", m.kind, sent_by_each(value, m.src, m.dst, n)
 
     def collective(self, m: Move) -> Hashable:
         """The same for moves that share one: switches of small tensors at one place."""
@@ -93,9 +102,11 @@ class Traffic:
         inside = event.sends[step.taken] if stage else Sends()
         if (passing := step.passing) is not None:
             self.sendings.append(Sending(self.where(step.at), passing.kind, 1, each=passing.forward))
-            there, home = {passing.kind: (max(passing.forward), 1)}, {passing.adjoint: (max(passing.backward), 1)}
-            home = home if any(passing.backward) else {}
-            inside += Sends(there, home, after=there) if stage else Sends(there, home, there)
+            self.add("forward", passing.kind, passing.forward, 1)
+            if self.again(step.at, after=True) and (event.grad or not stage):
+                self.add("recompute", passing.kind, passing.forward, 1)
+            if event.grad and any(passing.backward):
+                self.add("backward", passing.adjoint, passing.backward, 1)
         self.count("forward", inside.forward)
         if event.grad:
             self.count("backward", inside.backward)
@@ -124,17 +135,28 @@ class Traffic:
             if t.grads[v] and t.values[v].home == (None,):
                 layouts = self.program.used.get(v, set())
                 if len(layouts) == 1 and None not in layouts:
-                    self.count("backward", {"gather": (price(t.values[v], next(iter(layouts)), None, n)[0], 1)})
+                    self.add("backward", "gather", sent_by_each(t.values[v], next(iter(layouts)), None, n), 1)
                 else:
                     summed.append(t.values[v].nbytes)
         self.count("backward", *({"all_reduce": (-(-2 * size * (n - 1) // n), 1)} for size in summed))
 
 
-def adjoint_bytes(value: Value, m: Move, n: int) -> int:
-    """What the busiest rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
+def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
+    """What the rank sends that sends most of all kinds together, by kind."""
+    total = [sum(each) for each in zip(*(each for each, _ in kinds.values()))]
+    rank = total.index(max(total)) if total else 0
+    return {kind: (each[rank], calls) for kind, (each, calls) in kinds.items()}
+
+
+def sent_by_each(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
+    return [sent_by(value, src, dst, n, rank) for rank in range(n)]
+
+
+def adjoint_bytes(value: Value, m: Move, n: int) -> list[int]:
+    """What every rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
     if m.kind == "switch":
-        return price(value, m.dst, m.src, n)[0]
+        return sent_by_each(value, m.dst, m.src, n)
     if m.kind == "gather" and m.src is not None:  # a reduce-scatter: all but this rank's own chunk
         size = dict(value.sizes)[m.src]
-        return value.nbytes // size * (size - chunk_sizes(size, n)[-1])
-    return 0
+        return [value.nbytes // max(size, 1) * (size - own) for own in chunk_sizes(size, n)]
+    return [0] * n

@@ -39,7 +39,7 @@ def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket:
     with torch.device("meta"):
         return user_error(
             dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
-            method=config.parallel.method, save_exchanges=config.parallel.save_exchanges,
+            method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
         )  # fmt: skip
 
 
