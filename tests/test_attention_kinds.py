@@ -146,6 +146,24 @@ def test_exact_and_shared(ranks: Any, n: int, name: str) -> None:
     found = ranks(exact, n, name)
     planned = found[0][1]
     assert planned
-    assert 0.9 * planned < max(sent for *_, sent in found) <= planned  # not the same rank is the busiest in all
-    if name != "a bias a head":  # which is six times as long as the tokens, and whole
+    if "Llama" not in name:  # which makes a mask where tensors have no data, and none in a run: that is told
+        assert 0.9 * planned < max(sent for *_, sent in found) <= planned  # not the same rank is the busiest in all
+    # a bias is longer than the tokens, and whole; of one attention alone to gather the keys costs least
+    if name not in ("a bias a head", "nn.MultiheadAttention"):
         assert found[0][0] <= (0.75 if n == 2 else 0.4)
+
+
+class Flex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
+
+
+@pytest.mark.slow  # for what it imports
+@pytest.mark.parametrize("stages", [{"": "input=b h n c"}, {"": "input=b h n c", "0": "b h [n c]"}])
+def test_flex_attention_is_refused_by_name(stages: dict[str, str]) -> None:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        with pytest.raises(dsp.GlueError, match=r"flex_attention\(\) compiles itself.*scaled_dot_product_attention"):
+            dsp.plan(nn.Sequential(Flex()), torch.randn(1, 4, 8, 16), size=2, stages=stages)

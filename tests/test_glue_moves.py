@@ -47,6 +47,7 @@ GLUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "window": lambda x, v: windows(x, v),
     "scrambled": lambda x, v: x.transpose(1, 3).reshape(x.shape) * v,
     "mask": lambda x, v: x.masked_fill((x > 0).any(-1, keepdim=True) & (x.amax(1, keepdim=True) > 1), 0.0) + v,
+    "the type of a sharded tensor": lambda x, v: x + v.type_as(x) * x.to(v) + v.to(x),
     "no rule": lambda x, v: torch.fft.fft(x, dim=1).real + torch.kron(x[0, 0], v)[: x.shape[2], :C],
     "triangle": lambda x, v: torch.einsum("btsc,busc->btuc", x, x).mean(2, keepdim=True) * v + x,
     "written frame": lambda x, v: written(x, v),

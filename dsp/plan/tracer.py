@@ -23,6 +23,7 @@ from dsp.rules.functions import (
     BY_NUMBER,
     METADATA,
     UNRUNNABLE,
+    cast_to,
     in_place,
     known,
     op_name,
@@ -68,9 +69,11 @@ class Tracer(Recorder, TorchFunctionMode):
             refuse_unrunnable(name, metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
         if metadata:
             return func(*args, **kwargs)
-        if (written := known(func).parts) is not None:
+        what = known(func)
+        args = cast_to(args) if what.casts else args
+        if what.parts is not None:
             with self:
-                out = written(*args, **kwargs)
+                out = what.parts(*args, **kwargs)
             if out is not None:
                 return out
         if name in BY_NUMBER and not self.real:

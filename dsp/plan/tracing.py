@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ from dsp.plan.skeleton import Skeleton, foreign
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
 from dsp.private import FakeTensorMode, pytree
+from dsp.rules import GlueError
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
 from dsp.tensors import node, tensors_in
 
 AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
+FLEX = (
+    "flex_attention() compiles itself, which torch does not do on the tensors without data that a plan is made with; "
+    "use torch.nn.functional.scaled_dot_product_attention, with the mask as attn_mask"
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,10 @@ class Rehearsal:
             with drawn, self.mode, tracer.watch, tracer, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what the model has to say it says when it runs
                 tracer.root_outputs(self.clone(*args, **kwargs), how.gather_output)
+        except Exception as error:
+            if any("flex_attention" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
+                raise GlueError(FLEX) from error
+            raise
         finally:
             tracer.abandon()
             for handle in handles:

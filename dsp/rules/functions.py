@@ -100,12 +100,23 @@ bfloat16 conj positive dropout
 )
 
 
+CASTS = frozenset({"to", "type_as"})
+
+
+def cast_to(args: Any) -> Any:
+    """The arguments of a cast. Of the tensor whose type is taken nothing else is read: how it lies is no matter."""
+    if len(args) < 2 or not isinstance(args[1], Tensor):
+        return args
+    return args[0], torch.empty(0, dtype=args[1].dtype, device=args[1].device), *args[2:]
+
+
 class Function(NamedTuple):
     """What glue knows of a torch function by itself."""
 
     name: str
     metadata: bool
     changing: bool  # it writes into its first argument
+    casts: bool  # it may be given a tensor for the type to cast to
     parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
 
 
@@ -113,5 +124,9 @@ class Function(NamedTuple):
 def known(func: Any) -> Function:
     name, attribute = op_name(func)
     return Function(
-        name, (attribute and name not in ATTRIBUTE_OPS) or name in METADATA, in_place(func), WRITTEN_OUT.get(func)
+        name,
+        (attribute and name not in ATTRIBUTE_OPS) or name in METADATA,
+        in_place(func),
+        name in CASTS,
+        WRITTEN_OUT.get(func),
     )
