@@ -217,3 +217,14 @@ def test_direct_couplings_need_no_checkpoint(tmp_path, capsys):
 def test_direct_couplings_that_cannot_be(tmp_path, capsys, rows, options, said):
     assert infer("--dca", alignment(tmp_path / "one.a3m", *rows), *options, "--out", tmp_path) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(trainer, tmp_path, capsys):  # noqa: F811
+    runs = Runs(trainer, tmp_path)
+    runs.file.write_text(TINY)
+    data = ["data.extra_rows=0", "data.couplings=true", "data.kinds=true"]
+    run = runs(*data, "model.overrides.couplings=1", "model.overrides.extra_depth=0")
+    rows = ["".join(LETTERS[a] for a in row) for row in PottsFamilies(families=1, residues=12, rows=9).protein(0).msa]
+    assert infer(run, alignment(tmp_path / "one.a3m", *rows), "--rows", 2, 5, "--out", tmp_path) == 0
+    assert "one: 12 residues, 5 of 9 rows" in capsys.readouterr().out
