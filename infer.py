@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from zoo.training import UserError, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show import dca
+from zoo.training.show.options import checked
 from zoo.training.use import arguments as describe
 from zoo.training.use import load_model, locate, progress
 
@@ -53,7 +54,7 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
         raise UserError("--dca is done by one process: python infer.py --dca ...")
     parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     dca.arguments(parser)
-    for path in dca.run(parser.parse_args(arguments)):
+    for path in dca.run(checked(parser.parse_args(arguments))):
         print(f"wrote {path}")
     return 0
 
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
         task = cfg.create_task(config)
         infer = cfg.create_infer(task)
         describe(parser, infer, run / "inference")
-        options = parser.parse_args(arguments[1:])
+        trained = [getattr(config.data, name, 1) for name in ("frames", "height", "width")]
+        options = checked(parser.parse_args(arguments[1:]), trained)
         with ranks.process_group() as device:
             model = load_model(task, directory, step, device, options.weights == "averaged")
             began = time.perf_counter()
@@ -85,9 +87,8 @@ def main(arguments: Sequence[str]) -> int:
             for path in written:
                 ranks.say(f"wrote {path}")
         return 0
-    except UserError as error:
-        ranks.complain(error)
-        return 2
+    except Exception as error:
+        return ranks.complain(error)
 
 
 if __name__ == "__main__":

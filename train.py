@@ -32,13 +32,15 @@ from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.account import closing, opening
 from zoo.training.console import Console
-from zoo.training.dry_run import dry_run, out_of_memory, step_bytes
+from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Guard
 from zoo.training.loader import Micro, batches, place
 from zoo.training.meter import Meter, log_line
 from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
 from zoo.training.optim import MovingAverage, average_cut, clip_gradients, optimizers
+from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
+from zoo.training.records import naming
 from zoo.training.saving import Saver
 from zoo.training.schedule import due, learning_rate
 from zoo.training.task import Inputs, Show, Task
@@ -71,7 +73,7 @@ class Run:
     tracker: Tracker | None = None  # on rank 0
 
 
-def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console) -> Run:
+def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
     # mesh: sp innermost, within a node. Every rank holds a share of the weights: FSDP spans dp_shard x sp
     replicate, shard, sp = cfg.mesh_shape(config.parallel, dist.get_world_size())
     mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
@@ -88,7 +90,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # model: shapes alone, weights come last
     model, objective, stages = without_weights(config, task)
     plan = make_plan(config, task, objective, sp)
-    directory = ranks.on_first_rank(lambda: open_run(config))
+    check_memory(config, task, model, plan, device)
+    directory = ranks.on_first_rank(lambda: open_run(config, owner))
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
@@ -125,13 +128,13 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
 
 def resume(run: Run) -> None:
     """Continue from the latest checkpoint, if that is wanted, and open the records."""
-    config, directory, wandb_id = run.config, run.directory / "checkpoints", None
+    config, directory, before = run.config, run.directory / "checkpoints", {}
     changed: list[str] = []
     if config.resume:
         state = checkpoint.load(directory, contents(run), report=ranks.say)
         if state:
-            run.start, wandb_id = state["step"], state["extra"]["wandb_id"]
-            run.guard = Guard(config.train, state["extra"].get("guard"))
+            run.start, before = state["step"], state["extra"]
+            run.guard = Guard(config.train, before.get("guard"))
         ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
         changed = changes(run.directory, config) if state else []
         for change in changed:
@@ -141,7 +144,7 @@ def resume(run: Run) -> None:
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
     if dist.get_rank() == 0:
-        run.tracker = Tracker(run.directory, config, step=run.start, wandb_id=wandb_id, plan=run.plans[0])
+        run.tracker = Tracker(run.directory, config, step=run.start, before=before, plan=run.plans[0])
         if run.start:
             run.tracker.log(run.start, resumed=dist.get_world_size(), changes=changed)
 
@@ -159,7 +162,7 @@ def loop(run: Run) -> bool:
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            bucket = run.task.bucket(step - 1, groups)
+            run.stop.progress.doing, bucket = f"step {step}", run.task.bucket(step - 1, groups)
             tokens, plan = run.task.batch_tokens(bucket), plan_of(run, bucket)
             each = config.train.accumulation * groups
             with run.profiler.step(step), meter.step(tokens * each, plan.flops_model * each):
@@ -242,7 +245,9 @@ def assess(run: Run, step: int) -> None:
         with averaged(run):
             samples = run.show.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
-            if measured := run.show.write(samples, path):
+            with naming(path):
+                measured = run.show.write(samples, path)
+            if measured:
                 run.tracker.log(step, **{ascii_key(name): value for name, value in measured.items()})
                 ranks.say(f"step {step}: " + ", ".join(f"{key} {value:.3g}" for key, value in measured.items()))
             run.tracker.picture(step, path)
@@ -267,8 +272,8 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
 
 
 def save(run: Run, step: int) -> None:
-    wandb_id = ranks.on_first_rank(lambda: run.tracker and run.tracker.wandb_id)
-    run.saver.save(step, contents(run), {"wandb_id": wandb_id, "guard": run.guard.state()})
+    recorded = ranks.on_first_rank(lambda: run.tracker.flush() if run.tracker else {})
+    run.saver.save(step, contents(run), {**recorded, "guard": run.guard.state()})
 
 
 def contents(run: Run) -> checkpoint.Contents:
@@ -315,28 +320,24 @@ def main(arguments: list[str]) -> int:
             if cfg.wants_help(arguments):
                 print(cfg.help_text(arguments), end="")
                 return 0
-            config = cfg.load(arguments)
+            config, refused = cfg.load_or_error(arguments)
             if not config.dry_run:
-                return 0 if train(config, console) else STOPPED
+                return 0 if train(config, console, refused) else STOPPED
             if int(os.environ.get("RANK", 0)) == 0:
                 dry_run(config)
             return 0
-        except UserError as error:
-            ranks.complain(error)
-            return 2
+        except Exception as error:
+            return ranks.complain(error)
 
 
-def train(config: cfg.Config, console: Console) -> bool:
-    """Whether the run came to its end; False if a signal stopped it."""
-    with ranks.process_group() as device, ranks.StopSignal() as stop:
-        run = setup(config, device, stop, console)
+def train(config: cfg.Config, console: Console, refused: UserError | None) -> bool:
+    """Whether the run came to its end; False if a signal stopped it. `refused`: what is wrong, said by all together."""
+    with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, stop), Owner() as owner:
+        run = setup(config, device, stop, console, owner)
         try:
-            resume(run)
-            finished = loop(run)
-        except RuntimeError as error:
-            if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-                raise
-            raise out_of_memory(config) from error
+            with out_of_memory(config):
+                resume(run)
+                finished = loop(run)
         finally:
             if run.tracker:
                 run.tracker.finish()

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zoo.training import UserError
 from zoo.training import config as cfg
-from zoo.training.tracking import duration, read_metrics
+from zoo.training.records import read_metrics
+from zoo.training.tracking import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 SAME = ("loss", "grad_norm", "lr")  # what a step recorded twice has to agree on

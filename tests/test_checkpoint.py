@@ -179,6 +179,96 @@ def test_another_model_is_refused(run):
     assert "2 tensors only in this model: 3.bias (3,), 3.weight (3, 3)" in str(error.value)
 
 
+def _state(**changes):
+    """Another state.json, and a manifest that agrees with it."""
+
+    def damage(path):
+        state = json.loads((path / "state.json").read_text())
+        (path / "state.json").write_text(json.dumps({**state, **changes}))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["state.json"] = verify.digest(path / "state.json")
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def _manifest(text):
+    return lambda path: (path / "manifest.json").write_text(text)
+
+
+def _in_place(name, make):
+    def damage(path):
+        (path / name).unlink()
+        make(path / name)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_in_place("manifest.json", lambda p: p.symlink_to("/dev/zero")), "manifest.json is no regular file"),
+        (_in_place("manifest.json", os.mkfifo), "manifest.json is no regular file"),
+        (_in_place("manifest.json", Path.mkdir), "manifest.json is no regular file"),
+        (_in_place("manifest.json", lambda p: p.symlink_to(p)), "manifest.json"),
+        (_in_place("__0_0.distcp", os.mkfifo), "__0_0.distcp is missing"),
+        (_in_place(".metadata", lambda p: p.symlink_to("/dev/zero")), ".metadata is missing"),
+        (_manifest("[" * 200_000), "nested too deeply"),
+        (_manifest('{"a":' * 200_000), "nested too deeply"),
+        (_manifest('{"\\u0000": {"size": 1}}'), "is missing"),
+        (_manifest(json.dumps({"x" * 5000: {"size": 1}})), "File name too long"),
+        (_manifest('{"state.json": 7}'), "manifest.json"),
+        (_manifest('{"../state.json": {"size": 1, "sha256": ""}}'), "is missing"),
+        (_manifest('{"a": ' + "9" * 5000 + "}"), "manifest.json"),
+        (_state(step="2"), "step is '2', where int is expected"),
+        (_state(step=7), "is of step 7, and its folder of step 2"),
+        (_state(identity=[]), "identity is '[]', where dict is expected"),
+        (_state(extra={"wandb_id": 7}), "wandb_id is '7', where a text is expected"),
+        (_state(format=99), "has format 99, this program reads [1]"),
+        (_state(format="x\x1b"), "has format"),
+    ],
+    ids=range(19),
+)
+def test_a_forged_manifest_or_state_is_refused_at_once(run, damage, said):
+    directory, at = run
+    damage(directory / "step-00000002")
+    model, optimizer = toy(seed=5)
+    reports = []
+    state = checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=reports.append)
+    assert state["step"] == 1
+    assert same(values(model), at[1])
+    assert len(reports) == 1
+    assert said in reports[0]
+    assert len(reports[0]) < 6000
+    checkpoint.save(directory, 2, Contents(model, optimizer, identity=IDENTITY))
+
+
+def test_an_older_format_is_migrated(run, monkeypatch):
+    directory, _ = run
+    _state(format=0, identity="older")(directory / "step-00000002")
+    monkeypatch.setitem(verify.MIGRATIONS, 0, lambda state: state | {"format": 1, "identity": IDENTITY})
+    model, optimizer = toy(seed=5)
+    state = checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY))
+    assert (state["step"], state["format"], state["identity"]) == (2, 1, IDENTITY)
+
+
+def test_moved_and_linked_back_and_things_in_the_way(run):
+    """A checkpoint that lies elsewhere is one; what it leads to is never deleted, and a file in the way is."""
+    directory, at = run
+    elsewhere = directory.parent / "elsewhere"
+    (directory / "step-00000001").rename(elsewhere)
+    (directory / "step-00000001").symlink_to(elsewhere)
+    model, optimizer = toy(seed=5)
+    assert checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), step=1)["step"] == 1
+    assert same(values(model), at[1])
+    (directory / "step-00000003.incomplete").write_text("a file")
+    (directory / "step-00000009.incomplete").symlink_to(elsewhere)
+    (directory / "step-00000003").write_text("a file")
+    checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY), keep=2)
+    assert sorted(p.name for p in directory.iterdir()) == ["step-00000002", "step-00000003"]
+    assert (elsewhere / "manifest.json").is_file()
+
+
 class Exploit:
     def __reduce__(self):
         return os.system, ("echo owned > owned.txt",)

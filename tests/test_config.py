@@ -1,5 +1,6 @@
 """The configuration: layers, strictness, messages."""
 
+import os
 import re
 from pathlib import Path
 
@@ -72,6 +73,67 @@ def test_errors_say_where_and_what(load, text, arguments, parts):
         load(text, *arguments)
     for part in parts:
         assert part in str(error.value)
+
+
+HUGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        *((f"{key}={value}", f"{key}=.*finite") for key in ("optim.lr", "train.clip") for value in (".nan", ".inf")),
+        ("sample.guidance=.inf", "sample.guidance=inf: must be a finite number"),
+        ("optim.betas=[.nan,0]", "optim.betas=nan: must be a finite number"),
+        *((f"{key}={value}", key) for key in ("train.steps", "train.batch", "train.seed", "data.frames", "eval.clips")
+          for value in ("-1", HUGE, "1" * 5000, "1.5", ".nan", "9223372036854775808")),
+        ("train.timeout=0", "at least 1"),
+        ("name=..", "plain folder name"),
+        ("name=" + "x" * 201, "at most 200 bytes"),
+        ('name="a\\nb"', r"name='a\\nb'"),
+        ("name=a\x1b[2J", r"control characters|special characters|printable"),
+        ("runs_dir=\0", r"special characters|printable"),
+        ("train.steps=" + "[" * 3000, "nested more than 16"),
+        ("train.steps=" + "{a: " * 1000, "nested more than 16|flow"),
+        ("model.overrides=&a [*a]", "alias"),
+        ("name=${train.steps}${train.steps}", "not to several"),
+        ("train.steps=" + "1" * 9000, "longer than 4096"),
+        ("parallel.save_exchanges=true", "needs train.checkpoint_activations=stages, not none"),
+        ("data.speed=[2,1]", "slowest and then the fastest"),
+        ("data.speed=[-1,1]", "neither negative"),
+        ("model.overrides={a: {b: .inf}}", "model.overrides.a.b=inf"),
+    ],
+)  # fmt: skip
+def test_what_no_option_can_be(load, argument, said):
+    with pytest.raises(UserError, match=said) as error:
+        load("", argument)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 400
+
+
+def test_files_that_would_not_end(tmp_path):
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
+    )
+    for i, (text, said) in enumerate(
+        [
+            (bomb.encode(), "alias"),
+            (b"a: " + b"[" * 100_000, "nested more than 16"),
+            (b"a:\n" + b"".join(b" " * i + b"a:\n" for i in range(1, 500)), "nested more than 16"),
+            (b"name: a\0b", "not a readable YAML file"),
+            (b"\xff\xfe\x00", "not a readable YAML file"),
+            (b"# " + b"x" * (2 << 20), "has 2,097,154 bytes, where at most 1,048,576"),
+            (b"train: {steps: " + b"1" * 5000 + b"}", "not a readable YAML file|digits"),
+        ]
+    ):
+        (tmp_path / f"{i}.yaml").write_bytes(text)
+        with pytest.raises(UserError, match=said) as error:
+            cfg.load([str(tmp_path / f"{i}.yaml")])
+        assert str(error.value).isprintable()
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    for name in ("fifo", "zero"):
+        with pytest.raises(UserError, match="is no regular file"):
+            cfg.load([str(tmp_path / f"{name}.yaml")])
 
 
 def test_missing_file_and_no_file(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.data import video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.video_folder import VideoError, VideoFolder
@@ -468,3 +469,20 @@ def test_save_gif_refuses_a_wrong_shape_and_leaves_nothing_half_written(tmp_path
         save_gif(tmp_path / "a.gif", torch.ones(1, 1, 2, 8, 8))
     assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
     assert (tmp_path / "a.gif").read_bytes() == before
+
+
+def test_frames_that_no_model_can_use_are_told_when_the_folder_is_opened(tmp_path, monkeypatch):
+    """Sides that differ too much, more pixels than fit, a time stamp far behind the one before it."""
+    save_gif(tmp_path / "narrow.gif", torch.rand(1, 3, 3, 2, 100) * 2 - 1)
+    save_gif(tmp_path / "sound.gif", torch.rand(1, 3, 3, 8, 8) * 2 - 1)
+    narrow = video_folder.probe(tmp_path / "narrow.gif")
+    assert "its sides differ more than 20 times" in narrow
+    assert not isinstance(video_folder.probe(tmp_path / "sound.gif"), str)
+    with monkeypatch.context() as patch:
+        patch.setattr(video_folder, "MOST_PIXELS", 50)
+        assert "pixels, and 50 is the most" in video_folder.probe(tmp_path / "sound.gif")
+    with monkeypatch.context() as patch:
+        patch.setattr(video_folder, "LONGEST_FRAME", 0.01)
+        assert "a broken time stamp" in video_folder.probe(tmp_path / "sound.gif")
+    with pytest.raises(video_folder.VideoError, match="too narrow for 4096 x 4096"):
+        video_folder.read_frames(tmp_path / "narrow.gif", 4096, 4096)

@@ -1,5 +1,6 @@
 """infer.py on the checkpoints of a tiny run."""
 
+import argparse
 import importlib
 import shutil
 import sys
@@ -9,6 +10,9 @@ import pytest
 from PIL import Image, ImageChops
 from slow import slow
 from test_train import Runs, trainer  # noqa: F401 (a fixture)
+
+from zoo.training import UserError
+from zoo.training.show.options import checked
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,3 +123,26 @@ def test_clips_of_pixels_go_on_from_a_frame_and_are_written_as_mp4(trainer, tmp_
     assert infer(run, "--label", 3, "--format", "mp4", "--out", tmp_path / "none") == 2
     assert "error: writing MP4 needs PyAV: pip install -e '.[video]'" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"guidance": float("nan")}, "--guidance nan: must be a finite number"),
+        ({"fps": float("inf")}, "--fps inf: must be a finite number"),
+        ({"clips": 10**9}, "--clips 1000000000: expected 0 to 1,048,576"),
+        ({"clips": -1}, "--clips -1"),
+        ({"label": [3, 2**70]}, "--label 1180591620717411303424"),
+        ({"seed": -1}, "--seed -1"),
+        ({"seed": 2**64}, "--seed 18446744073709551616"),
+        ({"prompt": ["a\x1b[2J"]}, r"--prompt 'a.x1b.2J': expected printable"),
+        ({"out": Path("a\nb\0")}, "--out"),
+        ({"clips": 10**6, "frames": 10**6, "height": 64}, "1,000,000 clips of 1,000,000 x 64 x 8 pixels are"),
+    ],
+)
+def test_options_that_cannot_be(given, said):
+    with pytest.raises(UserError, match=said):
+        checked(argparse.Namespace(**given), (4, 8, 8))
+    assert (
+        checked(argparse.Namespace(clips=3, seed=7, prompt=["ein Boot\nund See"], guidance=None), (4, 8, 8)).clips == 3
+    )

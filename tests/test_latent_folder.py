@@ -9,7 +9,7 @@ from latent_folders import CHANNELS, LENGTH, SHAPES, TEXT, latent_folder, manife
 
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
 from zoo.data.latent_folder import LatentFolder
-from zoo.data.latents import LatentError, Writer, write_manifest
+from zoo.data.latents import LatentError, Latents, Writer, write_manifest
 from zoo.video.clean_frames import noised_frames
 
 # ---------------------------------------------------------------------------------------------------------- the sampler
@@ -153,12 +153,47 @@ def test_folders_that_cannot_be_used(tmp_path):
     lying = latent_folder(tmp_path / "lying", {(2, 2, 2): 1})
     with Writer(lying) as writer:
         writer.add(dataclasses.replace(entry, name="other"), torch.zeros(2, 2, 3, 2), torch.zeros(2, TEXT))
-    folder = LatentFolder(lying)
-    entry = next(e for e in folder.clips[0] if e.name == "other")
-    with pytest.raises(LatentError, match="other is not what the header says"):
-        folder.latent(entry)
-    with pytest.raises(LatentError, match=r"text of other .* has the shape \[2, 6\], where \[1, 6\] is expected"):
-        folder.caption(entry)
+    said = r"'other' is said to be \[2, 2, 2, 2\] with 1 tokens: \[2, 2, 3, 2\], \[2, 6\]"
+    with pytest.raises(LatentError, match=said):
+        LatentFolder(lying)
+
+
+def test_numbers_and_entries_that_cannot_be(tmp_path):
+    """Found when the folder is opened, or with `verify`, and by name."""
+
+    def changed(name, tensor=lambda x: x, **fields):
+        folder = latent_folder(tmp_path / name, {(2, 2, 2): 1})
+        entry = dataclasses.replace(Latents(folder).entries[0], name="other", **fields)
+        with Writer(folder) as writer:
+            writer.add(entry, tensor(torch.zeros(2, 2, 2, 2)), torch.zeros(1, TEXT))
+        return folder
+
+    for name, fields, said in (
+        ("caption", {"caption": 7}, "the caption of clip 0 is '7'"),
+        ("long", {"caption": "x" * 70_000}, "the caption of clip 0 is 'xxx"),
+        ("frames", {"frames": 0}, "has the sizes"),
+        ("huge", {"width": 2**40}, "has the sizes"),
+        ("rate", {"fps": float("nan")}, "nan frames a second"),
+    ):
+        with pytest.raises(LatentError, match=said):
+            LatentFolder(changed(name, **fields))
+    folder = LatentFolder(changed("infinite", lambda x: x / 0))
+    with pytest.raises(LatentError, match=r"shard-.*: 0.latent holds NaN or infinite numbers"):
+        folder.latents.verify()
+    with pytest.raises(LatentError, match="other holds NaN or infinite numbers"):
+        folder.latent(next(e for e in folder.clips[0] if e.name == "other"))
+
+    sound = latent_folder(tmp_path / "sound", {(2, 2, 2): 2})
+    LatentFolder(sound).latents.verify()
+    shard = next(sound.glob("shard-*"))
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(LatentError, match=f"{shard.name}: differs from the checksum"):
+        LatentFolder(sound).latents.verify()
+    (sound / "unconditional.safetensors").write_bytes(b"damaged")
+    with pytest.raises(LatentError, match=r"unconditional.safetensors: missing or damaged"):
+        LatentFolder(sound)
 
 
 # --------------------------------------------------------------------------------------------------------- clean frames

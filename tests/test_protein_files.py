@@ -2,8 +2,10 @@
 
 import gzip
 import importlib.util
+import io
 import os
 import re
+import shutil
 import string
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from Bio.Data.PDBData import protein_letters_3to1
 from Bio.PDB.MMCIF2Dict import MMCIF2Dict
 
+from zoo.data.protein import folder, structure
 from zoo.data.protein.alignment import read_alignment, species_of
 from zoo.data.protein.record import ATOMS, LETTERS, encode
 from zoo.data.protein.structure import read_structure
@@ -375,7 +378,7 @@ def test_limits(tmp_path):
         read_alignment(bomb, max_bytes=1 << 20)
     with pytest.raises(ValueError, match=r"\d+ atoms, and the limit is 100"):
         read_structure(STRUCTURES / "1A8O.cif.gz", max_atoms=100)
-    with pytest.raises(ValueError, match=r"70 residues, and the limit is 50"):
+    with pytest.raises(ValueError, match=r"more than 50 residues in SEQRES, which is the limit"):
         read_structure(STRUCTURES / "1A8O.pdb.gz", max_residues=50)
     cut = tmp_path / "cut.cif.gz"
     cut.write_bytes((STRUCTURES / "1A8O.cif.gz").read_bytes()[:9000])
@@ -536,3 +539,37 @@ def test_alignments_of_another_package():
     assert sum(species_of(name) is not None for name in sto.names) == len(sto.names) - 1
     assert species_of(a3m.names[1]) == "1280"
     assert (sto.msa[1] != sto.msa[0]).sum() > 0
+
+
+def test_a_bad_file_is_skipped_with_one_line_whatever_it_raises(tmp_path, monkeypatch, caplog):
+    """Also where a parser stumbles over what nobody thought of."""
+    for name in ("1A8O", "2BEG"):
+        shutil.copy(STRUCTURES / f"{name}.pdb.gz", tmp_path)
+    text = gzip.decompress((STRUCTURES / "1A8O.pdb.gz").read_bytes()).decode()
+    (tmp_path / "short.pdb").write_text("SEQRES\n" + text)
+    (tmp_path / "far.pdb").write_text(re.sub(r"(?m)^(ATOM.{26}) .{7}", r"\1 1e30000", text, count=1))
+    plain = folder.read_protein
+
+    def stumbles(path, alignments):
+        if path.name.startswith("2BEG"):
+            raise IndexError("what\nnobody thought of")
+        return plain(path, alignments)
+
+    monkeypatch.setattr(folder, "read_protein", stumbles)
+    found = folder.ProteinFolder(tmp_path)
+    assert found.names == ["1A8O"]
+    said = {path.name: reason for path, reason in found.skipped}
+    assert "line 1: a SEQRES record cut off after 6 columns" in said["short.pdb"]
+    assert "is not a number" in said["far.pdb"]
+    assert said["2BEG.pdb.gz"] == "damaged: IndexError: what nobody thought of"
+
+
+def test_other_tables_are_not_held(tmp_path):
+    """What is not read of an mmCIF takes no memory, and what repeats is held once."""
+    text = gzip.decompress((STRUCTURES / "1A8O.cif.gz").read_bytes()).decode()
+    (tmp_path / "large.cif").write_text(text + "loop_\n_x.a\n_x.b\n" + "123456 abcdefgh\n" * 20_000)
+    table = structure._Table(io.StringIO((tmp_path / "large.cif").read_text()))
+    assert (len(table["_x.a"]), list(table["_x.a"])) == (20_000, [])
+    types = table["_atom_site.label_comp_id"]
+    assert len({id(value) for value in types}) == len(set(types))
+    assert read_structure(tmp_path / "large.cif").sequence == read_structure(STRUCTURES / "1A8O.cif.gz").sequence

@@ -1,8 +1,6 @@
 """The trainer: in this process, and under torchrun where ranks matter."""
 
-import contextlib
 import importlib
-import io
 import itertools
 import json
 import math
@@ -26,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from zoo.pictures import save_gif
-from zoo.training import UserError, ranks, tracking
 from zoo.training import config as cfg
+from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.loader import ahead
 from zoo.training.model import recomputed_modules
@@ -347,19 +345,6 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
-def _complaining(mesh):
-    error, said = UserError("what every rank finds"), io.StringIO()
-    with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", str(mesh.get_rank()))
-        ranks.complain_together(error, mesh.get_group())
-        ranks.complain(error)
-    return said.getvalue()
-
-
-def test_an_error_of_all_ranks_is_printed_once(whole_world):
-    assert whole_world(_complaining, 2) == ["error: what every rank finds\n", ""]
-
-
 @pytest.mark.slow
 def test_under_torchrun_an_error_is_printed_once(run):
     run("train.steps=1", "eval.every=0", "sample.every=0")
@@ -368,6 +353,17 @@ def test_under_torchrun_an_error_is_printed_once(run):
     assert process.returncode != 0
     assert err.count("error: ") == 1
     assert "already holds a run (to step 1): continue it with resume=true" in err
+
+
+@pytest.mark.slow
+def test_the_launcher_adds_nothing(run, trainer, monkeypatch):
+    """The line of the rank that failed is the only one; the exit status is the rank's."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run("train.steps=1", "eval.every=0", "sample.every=0")
+    process = run.start(["-m", "zoo.training.launch", "--nproc-per-node", "2"], [])
+    _, err = process.communicate(timeout=180)
+    assert (process.returncode, err.count("\n")) == (2, 1), err
+    assert re.match(r"error: .* already holds a run \(to step 1\)", err)
 
 
 @pytest.mark.slow

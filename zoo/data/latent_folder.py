@@ -41,6 +41,7 @@ class LatentFolder:
                     f"{root}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and {entry.tokens} tokens, "
                     f"where the manifest says {self.manifest.channels} and at most {self.manifest.text_length}"
                 )
+        self.caption(None)  # a damaged one is found now
         if repeated := sorted({str(bucket) for bucket in buckets if list(buckets).count(bucket) > 1}):
             raise LatentError(f"{', '.join(repeated)}: named twice among the buckets")
         found = sorted({Bucket(*entry.shape[1:]) for entry in entries}, key=largest_first)
@@ -95,6 +96,8 @@ class LatentFolder:
         x, (channels, length, *size) = self.latents.latent(entry, frames), entry.shape
         if x.shape != (channels, length if frames is None else len(frames), *size):
             raise LatentError(f"{self.latents.folder / entry.shard}: {entry.name} is not what the header says of it")
+        if not torch.isfinite(x).all():
+            raise LatentError(f"{self.latents.folder / entry.shard}: {entry.name} holds NaN or infinite numbers")
         return x
 
     def caption(self, entry: Entry | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.data.limits import parse_json, read_bytes, read_json
 from zoo.data.sampling import frame_range
 
 __all__ = ["Entry", "LatentError", "Latents", "Manifest", "Writer", "encoded", "read_manifest", "write_manifest"]
@@ -86,14 +87,16 @@ def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor) -> N
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, 1 << 20)
         if found.pop("format") != FORMAT:
             raise LatentError(f"{path}: of another version of this package; encode the clips again")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
         return Manifest(**values)
     except FileNotFoundError:
         raise LatentError(f"{folder} has no {MANIFEST}: it is not a folder that zoo.video.encode wrote") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except LatentError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LatentError(f"{path}: damaged: {error}; encode the clips into a new folder") from None
 
 
@@ -110,13 +113,15 @@ def encoded(folder: Path) -> list[Entry]:
         try:
             with safe_open(path, "pt") as shard:
                 header, names = shard.metadata() or {}, set(shard.keys())
-            clips = [_entry(clip, path.name, i) for i, clip in enumerate(json.loads(header["clips"]))]
+                clips = [_entry(clip, path.name, i) for i, clip in enumerate(parse_json(header["clips"]))]
+                for clip in clips if names == _names(clips) else ():
+                    _compare(clip, shard)
             whose = {name: header[name] for name in ("vae_hash", "text_hash")}
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise LatentError(f"{path}: truncated or damaged ({error}); delete it and encode again") from None
         if whose != {name: getattr(manifest, name) for name in whose}:
             raise LatentError(f"{path}: encoded by another autoencoder or text encoder than {folder / MANIFEST} names")
-        if names != {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text")}:
+        if names != _names(clips):
             raise LatentError(f"{path}: its header names other clips than it holds; delete it and encode again")
         for clip in clips:
             if clip.name in entries:
@@ -148,9 +153,33 @@ class Latents:
 
     def unconditional(self) -> Tensor:
         """The embedding of the empty caption [l, e], float32."""
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
-        return load_file(self.folder / UNCONDITIONAL)["text"].float()
+        path = self.folder / UNCONDITIONAL
+        try:
+            text = load(read_bytes(path, 1 << 30))["text"].float()
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise LatentError(f"{path}: missing or damaged ({error}); encode into a new folder") from None
+        if not torch.isfinite(text).all():
+            raise LatentError(f"{path}: it holds NaN or infinite numbers; encode into a new folder")
+        return text
+
+    def verify(self) -> None:
+        """Read every shard whole: a LatentError names one whose tensors are not those that were written, or not finite.
+
+        Shards of before there were checksums are only searched for what is not finite.
+        """
+        for path in sorted(self.folder.glob("shard-*.safetensors")):
+            known = read_header(path)
+            found, strange = hashlib.sha256(), []
+            for name, tensor in read_tensors(path):
+                found.update(_raw(tensor))
+                strange += [] if torch.isfinite(tensor).all() else [name]
+            if known.get("sha256", found.hexdigest()) != found.hexdigest():
+                raise LatentError(f"{path}: differs from the checksum in its header; delete it and encode again")
+            if strange:
+                raise LatentError(f"{path}: {strange[0]} holds NaN or infinite numbers; delete it and encode again")
 
     def _shard(self, entry: Entry) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -196,7 +225,14 @@ class Writer:
             )
         clips = [{k: v for k, v in asdict(clip).items() if k not in ("shard", "place")} for clip in self._clips]
         header = {"format": "pt", "clips": json.dumps(clips)}
-        header |= {"vae_hash": self.manifest.vae_hash, "text_hash": self.manifest.text_hash}
+        digest = hashlib.sha256()
+        for key in sorted(self._tensors):
+            digest.update(_raw(self._tensors[key]))
+        header |= {
+            "sha256": digest.hexdigest(),
+            "vae_hash": self.manifest.vae_hash,
+            "text_hash": self.manifest.text_hash,
+        }
         name = hashlib.sha256("\n".join(clip.name for clip in self._clips).encode()).hexdigest()[:16]
         path = self.folder / f"shard-{name}.safetensors"
         _write(path, save(self._tensors, header))
@@ -213,7 +249,49 @@ class Writer:
 def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
     if set(clip) != {f.name for f in fields(Entry)} - {"shard", "place"}:
         raise ValueError(f"clip {place} has the fields {sorted(clip)}")
-    return Entry(**{**clip, "shape": tuple(clip["shape"]), "shard": shard, "place": place})
+    entry = Entry(**{**clip, "shape": tuple(clip["shape"]), "shard": shard, "place": place})
+    for name, kind in (("name", str), ("caption", str)):
+        if type(getattr(entry, name)) is not kind or len(getattr(entry, name)) > 1 << 16:
+            raise ValueError(f"the {name} of clip {place} is {str(getattr(entry, name))[:40]!r}")
+    counts = (entry.frames, entry.height, entry.width, *entry.shape)
+    if len(entry.shape) != 4 or not all(type(n) is int and 0 < n < 1 << 31 for n in counts):
+        raise ValueError(
+            f"{entry.name!r} has {entry.frames} x {entry.height} x {entry.width} pixels, shape {entry.shape}"
+        )
+    if type(entry.tokens) is not int or entry.tokens < 0 or not 0 < entry.fps < float("inf"):
+        raise ValueError(f"{entry.name!r} has {entry.tokens} tokens and {entry.fps} frames a second")
+    return entry
+
+
+def _names(clips: Sequence[Entry]) -> set[str]:
+    return {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text")}
+
+
+def _compare(clip: Entry, shard: Any) -> None:
+    """A ValueError if the tensors of a clip have other sizes than its entry says."""
+    latent, text = (shard.get_slice(f"{clip.place}.{what}").get_shape() for what in ("latent", "text"))
+    if tuple(latent) != clip.shape or len(text) != 2 or text[0] != clip.tokens:
+        raise ValueError(f"{clip.name!r} is said to be {list(clip.shape)} with {clip.tokens} tokens: {latent}, {text}")
+
+
+def read_header(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as shard:
+        return shard.metadata() or {}
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a shard by name, one at a time."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as shard:
+        for name in sorted(shard.keys()):
+            yield name, shard.get_tensor(name)
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:

@@ -6,6 +6,7 @@ first frame, decodes up to its last one, and closes the file: nothing stays open
 """
 
 import bisect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
 __all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "source_frame"]
 
+MOST_PIXELS, MOST_ASPECT, LONGEST_FRAME = 1 << 26, 20, 3600.0  # of a frame, of its sides, in seconds
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
 log = logging.getLogger(__name__)
@@ -245,7 +247,11 @@ def _open(path: Path) -> tuple[Any, Any]:
     if not container.streams.video:
         container.close()
         raise VideoError("it has no video stream")
-    return container, container.streams.video[0]
+    stream = container.streams.video[0]
+    if (size := stream.codec_context).width * size.height > MOST_PIXELS:
+        container.close()
+        raise VideoError(f"its frames have {size.width} x {size.height} pixels, and {MOST_PIXELS:,} is the most")
+    return container, stream
 
 
 def _probe(path: Path, verify: bool) -> Video:
@@ -275,9 +281,15 @@ def _probe(path: Path, verify: bool) -> Video:
         return Video(path, list(range(count)), [], 1 / float(rate or 25), *sizes, timed=False)
     if verify:
         times = decoded
+    if max(sizes) > MOST_ASPECT * min(sizes):
+        raise VideoError(f"it is {sizes[0]} x {sizes[1]}: its sides differ more than {MOST_ASPECT} times")
+    places = sorted(set(times))
+    longest = max((after - before for before, after in itertools.pairwise(places)), default=0) * tick
+    if longest > LONGEST_FRAME:
+        raise VideoError(f"a frame of it is on show for {longest:.0f} s: a broken time stamp")
     if form == "gif":
         keyframes = []  # a GIF frame is drawn over the ones before it
-    return Video(path, sorted(set(times)), sorted(set(keyframes)), tick, *sizes)
+    return Video(path, places, sorted(set(keyframes)), tick, *sizes)
 
 
 def _decode(video: Video, ticks: list[int], take: Callable[[int, Any], Any]) -> None:
@@ -344,6 +356,8 @@ def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> tor
     turns, sizes = _turns(frame), _upright(frame)
     scale = max(height / sizes[0], width / sizes[1])
     rows, columns = max(height, round(sizes[0] * scale)), max(width, round(sizes[1] * scale))
+    if rows * columns > MOST_PIXELS:
+        raise VideoError(f"it is {sizes[0]} x {sizes[1]} pixels: too narrow for {height} x {width}")
     stored = (columns, rows) if turns % 2 else (rows, columns)
     pixels = frame.to_ndarray(format="rgb24", height=stored[0], width=stored[1], interpolation="BICUBIC")
     image = torch.from_numpy(pixels).rot90(turns)

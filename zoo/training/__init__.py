@@ -22,3 +22,13 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
         error = UserError(f"{prefix}{cause}")
         error.alone = alone
         raise error from cause
+
+
+def one_line(error: object) -> str:
+    """What an error says, in one line that is safe to print."""
+    return printable(" ".join(str(error).split()))[:500]
+
+
+def printable(text: str) -> str:
+    """A text with what would move a terminal's cursor, or colour it, written out; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -120,7 +120,7 @@ def write(
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob("*.incomplete"):
-            shutil.rmtree(leftover)
+            _remove(leftover)
         check_space(directory, size_of(tensors))
         part.mkdir()
 
@@ -142,14 +142,13 @@ def write(
             raise UserError(f"{part}: rank 0 does not see {absent[0]}: runs_dir must be on storage all ranks share")
         _write(part / "manifest.json", json.dumps(files, indent=1))
         _sync_directory(part)
-        if final.exists():  # a damaged one that `load` went past
-            shutil.rmtree(final)
+        _remove(final)  # a damaged one that `load` went past
         part.rename(final)
         _sync_directory(directory)
         # what is newer than this step was damaged, and the run went back behind it
         sound = [path for at, path in found(directory) if at <= step]
         for path in [path for at, path in found(directory) if at > step] + sound[:-keep]:
-            shutil.rmtree(path)
+            _remove(path)
 
     on_first_rank(publish, group)
     return final
@@ -241,9 +240,11 @@ def load(
     belongs to another model.
     """
     damaged = []
-    for _, path in reversed([(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]):
+    for at, path in reversed(
+        [(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]
+    ):
         try:
-            state, metadata = verify(path)
+            state, metadata = verify(path, at)
             _refuse_foreign(path, state["identity"], metadata, contents)
             swap = averaged and contents.optimizer is None and _has_average(metadata)
             _restore(path, metadata, contents, swap)
@@ -324,6 +325,14 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there, if anything: a folder, a file in its place, or a link, and then not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_directory(path: Path) -> None:

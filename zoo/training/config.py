@@ -8,6 +8,8 @@ is read from the environment and no name is ever imported. `data` has the keys o
 
 import difflib
 import importlib
+import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -20,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
-from zoo.training import UserError
+from zoo.data.limits import read_bytes
+from zoo.training import UserError, one_line
 from zoo.training.sections import (
     Checkpoint,
     Hardware,
@@ -45,6 +48,9 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     train.py data.name=video_folder help=1     the keys of another data set
     train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated"""
 
+
+MOST_BYTES, MOST_DEPTH, MOST_TEXT = 1 << 20, 16, 4096  # of a file, of its nesting, of one value
+MOST_COUNT = {"train.seed": 2**63 - 1, "data": 2**20}  # of a key or a section; else what 32 bits hold
 
 TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
     "digit_images": "image",
@@ -135,19 +141,31 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
         raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
     config.name = config.name or Path(files[0]).stem
-    if Path(config.name).name != config.name:
-        raise UserError(f"name={config.name!r} must be a plain folder name, without slashes")
+    if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
+        raise UserError(f"name={config.name[:60]!r} must be a plain folder name, without slashes, of at most 200 bytes")
     return config
+
+
+def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
+    """The configuration; or the defaults, and what is wrong, for the ranks to say it together."""
+    try:
+        return load(arguments), None
+    except UserError as error:
+        return Config(), error
 
 
 def _read(path: str) -> DictConfig:
     try:
-        layer = OmegaConf.load(path)
+        text = read_bytes(Path(path), MOST_BYTES).decode()
+        _refuse_bombs(text, path)
+        layer = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         beside = sorted(str(p) for p in Path(path).parent.glob("*.yaml")) if Path(path).parent.is_dir() else []
         raise UserError(f"{path}: no such file{_suggest(path, beside)}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: not a readable YAML file: {error}") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: not a readable YAML file: {one_line(error)}") from None
     if not isinstance(layer, DictConfig):
         raise UserError(f"{path}: expected keys and values at the top level")
     for key in [k for k in layer if OmegaConf.is_missing(layer, k) or layer._get_node(k)._is_none()]:  # type: ignore
@@ -156,8 +174,27 @@ def _read(path: str) -> DictConfig:
     return layer
 
 
+def _refuse_bombs(text: str, source: str) -> None:
+    """A YAML text whose reading would not end, or fill the memory: aliases of aliases, interpolations of each other,
+    sections without bottom."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise UserError(f"{source}: *{event.anchor} is an alias, which a configuration may not have: write it out")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MOST_DEPTH:
+                raise UserError(f"{source}: nested more than {MOST_DEPTH} deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent) and str(event.value).count("${") > 1:
+            raise UserError(f"{source}: a value may refer to one other with ${{...}}, not to several")
+
+
 def _parse(overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
+        if len(override) > MOST_TEXT:
+            raise UserError(f"command line: {override[:40]!r}... is longer than {MOST_TEXT} characters")
         key, value = override.split("=", 1)
         if not re.fullmatch(r"\w+(\.\w+)*", key):
             raise UserError(f"command line: {key!r} is not a key; expected key=value, for example train.steps=10")
@@ -165,9 +202,13 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
         if value == "":
             raise UserError(f"command line: {key}= has no value; write {key}=null for none")
     try:  # 10:13 is a range of steps here, and in YAML the number 613
+        for override in overrides:
+            _refuse_bombs(override.split("=", 1)[1], "command line")
         return OmegaConf.from_dotlist([re.sub(r"=(\d+:\d+)$", r"='\1'", override) for override in overrides])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"command line: {' '.join(str(error).split())}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"command line: {one_line(error)}") from None
 
 
 def _get(layer: DictConfig, section: str, key: str) -> Any:
@@ -208,6 +249,7 @@ def _check_keys(schema: DictConfig, layer: DictConfig, source: str, prefix: str 
 
 def _check_values(config: Config) -> None:
     for key, value, metadata in leaves(config):
+        _check_plain(key, value)
         if value is None:
             continue
         if value not in metadata.get("choices", (value,)):
@@ -220,6 +262,28 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas={config.optim.betas}: expected numbers in [0, 1)")
+    recomputed = config.train.checkpoint_activations
+    if config.parallel.save_exchanges and recomputed != "stages":
+        raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {recomputed}")
+    if (fps := getattr(config.data, "fps", None)) is not None and not fps > 0:
+        raise UserError(f"data.fps={fps}: must be more than 0; null for the video's own")
+    if (speed := getattr(config.data, "speed", None)) and not 0 <= speed[0] <= speed[1]:
+        raise UserError(f"data.speed={speed}: expected the slowest and then the fastest, neither negative")
+
+
+def _check_plain(key: str, value: Any) -> None:
+    """Refuse what no option can be: endless numbers, counts that no machine holds, text that cannot be printed."""
+    if isinstance(value, Mapping | list):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_plain(f"{key}.{name}" if isinstance(value, Mapping) else key, inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value}: must be a finite number")
+    elif isinstance(value, float) and abs(value) > 1e100:
+        raise UserError(f"{key}={value}: too large")
+    elif isinstance(value, int) and abs(value) > MOST_COUNT.get(key, MOST_COUNT.get(key.split(".")[0], 2**31 - 1)):
+        raise UserError(f"{key} is a number of {len(str(value)) if value < 10**1000 else 'many'} digits: too large")
+    elif isinstance(value, str) and (len(value) > MOST_TEXT or not value.isprintable()):
+        raise UserError(f"{key}={value[:40]!r}: expected at most {MOST_TEXT} printable characters")
 
 
 def _suggest(wrong: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
@@ -250,6 +314,11 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[st
             yield from leaves(value, f"{prefix}{f.name}.")
         else:
             yield f"{prefix}{f.name}", value, f.metadata
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every option by its dotted key."""
+    return {key: value for key, value, _ in leaves(config)}
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """`dry_run=true`: the plan, memory, bytes and seconds a rank, for any mesh, on one process and without memory."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -50,8 +53,18 @@ def dry_run(config: Config) -> None:
         print(steps_on(hardware, config, task, objective, memory).table(dp, sp, replicate))
 
 
-def out_of_memory(config: Config) -> UserError:
-    """What a run that ran out of memory would have needed."""
+@contextmanager
+def out_of_memory(config: Config) -> Iterator[None]:
+    """What runs out of memory inside says what it would have needed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise _needed(config) from error
+
+
+def _needed(config: Config) -> UserError:
     sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
     task = create_task(config)
     memory = Memory(config, task, without_weights(config, task)[0])
@@ -59,6 +72,24 @@ def out_of_memory(config: Config) -> UserError:
     error = UserError(f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}")
     error.alone = True  # the other ranks may have had enough
     return error
+
+
+def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, device: torch.device) -> None:
+    """Refuse a run whose ranks need more than their device has, or all of a host's more than its RAM."""
+    replicate, _, sp = mesh_shape(config.parallel, dist.get_world_size())
+    if device.type == "cuda":
+        there, ranks = torch.cuda.get_device_properties(device).total_memory, 1
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    weights = 16 * sum(p.numel() for p in model.parameters()) * replicate // dist.get_world_size()
+    if (weights + plan.peak) * ranks > there:  # roughly; it takes time to say it exactly
+        need = Memory(config, task, model).total(sp) * ranks
+        if need > there:
+            raise UserError(
+                f"a training step needs {size(need)} on a device or host that has {size(there)}: {task.describe()}, "
+                f"batch {config.train.batch}, model {config.model.name}; dry_run=true says what would fit"
+            )
 
 
 class Memory:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import dsp
 from dsp.stages import find_modules
 from zoo.contract import check
-from zoo.training import UserError, initial, user_error
+from zoo.training import UserError, initial, one_line, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Task
 
@@ -29,14 +30,31 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Module]]:
     """The model, its objective and its stages as they will run, on the meta device."""
-    with torch.device("meta"):
-        model = task.model()
-        objective = task.objective(model)
-    return model, objective, compile_and_recompute(config, model)
+    try:
+        with torch.device("meta"), sizes_that_exist():
+            model = task.model()
+            objective = task.objective(model)
+        stages = compile_and_recompute(config, model)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, UserError) or not config.model.overrides:
+            raise
+        raise UserError(f"model: with {config.model.overrides} it is none: {one_line(error)}") from error
+    return model, objective, stages
+
+
+@contextmanager
+def sizes_that_exist() -> Iterator[None]:
+    """A tensor of more elements than can be counted is the user's error."""
+    try:
+        yield
+    except (RuntimeError, OverflowError) as error:
+        if not isinstance(error, OverflowError) and "overflow" not in str(error):
+            raise
+        raise UserError(f"model and data make a tensor that no machine holds: {one_line(error)}") from error
 
 
 def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
-    with torch.device("meta"):
+    with torch.device("meta"), sizes_that_exist():
         return user_error(
             dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,

@@ -1,12 +1,16 @@
 """What the ranks of a run must do together: start, agree, stop."""
 
+import json
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -16,10 +20,23 @@ import torch
 import torch.distributed as dist
 
 from zoo.training import UserError
+from zoo.training.watch import (
+    HOME,
+    PATIENCE,
+    Peer,
+    Progress,
+    Watch,
+    connect,
+    listen,
+    own_code,
+    speak,
+    wait_for_port,
+)
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(seconds=3)  # with ranks that ought to find the same error
+TIMEOUT = 600.0  # seconds, where the caller says nothing
+COLLECTIVE = timedelta(minutes=30)  # torch's own limit, for what comes before the first step
 
 
 class Interrupted(Exception):
@@ -27,45 +44,123 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def process_group(patience: timedelta | None = None) -> Iterator[torch.device]:
+def process_group(
+    timeout: float = TIMEOUT,
+    *,
+    collective: timedelta = COLLECTIVE,
+    progress: Progress | None = None,
+    agree: Mapping[str, Any] | None = None,
+    refused: UserError | None = None,
+) -> Iterator[torch.device]:
     """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone.
 
-    `patience` is how long ranks wait for each other; None for torch's default, half an hour or less.
+    Within `timeout` seconds all ranks have to be there, each has to answer, and, once `progress` counts, to get on; a
+    `collective` may take so long. All have to bring the same `agree`, and `refused` is an error that this rank has
+    already. Whatever is raised inside ends all ranks with one line, printed once; it is raised again, marked as told.
     """
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
-                f"start at most so many ranks a node (torchrun --nproc-per-node {torch.cuda.device_count()})"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    borrowed = dist.is_initialized()
-    if borrowed:
-        pass
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    farewell = None if borrowed else dist.new_group(backend="gloo", timeout=PATIENCE)
+    borrowed, watch = dist.is_initialized(), None
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
+    progress = progress or Progress()
     try:
+        if borrowed:
+            if refused:
+                raise refused
+        elif "RANK" in os.environ:
+            store, watch, said = _meet(timeout, progress, {"config": agree, "error": refused and str(refused)})
+            if refused:
+                raise refused
+            _compare(agree, said)
+        elif refused:
+            raise refused
+        device, backend = _device()
+        if borrowed:
+            pass
+        elif watch:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         if dist.get_rank() == 0:  # what the data sets have to say
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
         yield device
-    except UserError as error:
-        if farewell is not None and not error.alone:
-            complain_together(error, farewell)
+    except Exception as error:
+        if not borrowed:
+            tell(error, watch, progress)
         raise
     finally:
         zoo.removeHandler(notes)
         if not borrowed:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if watch:
+                watch.close()
+
+
+@contextmanager
+def training(
+    timeout: float, agree: Mapping[str, Any], refused: UserError | None
+) -> Iterator[tuple[torch.device, "StopSignal"]]:
+    """`process_group` for a run: its device, and what says that it is to stop and that it gets on."""
+    stop = StopSignal()
+    with process_group(timeout, progress=stop.progress, agree=agree, refused=refused) as device, stop:
+        yield device, stop
+
+
+def _device() -> tuple[torch.device, str]:
+    """This rank's device, and what communicates there."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    if local >= torch.cuda.device_count():
+        error = UserError(
+            f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
+            f"start at most so many ranks a node (torchrun --nproc-per-node {torch.cuda.device_count()})"
+        )
+        error.alone = True
+        raise error
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device, "cpu:gloo,cuda:nccl"
+
+
+def _meet(timeout: float, progress: Progress, says: Any) -> tuple[dist.Store, Watch, list[Any]]:
+    """A store for torch, this rank's watch, and on rank 0 what the others said: all ranks are there."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        wait_for_port(host, port, timeout)
+    limit = timedelta(seconds=max(1.0, timeout))
+    served = dist.TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    store = dist.PrefixStore(f"attempt-{attempt}", served)
+    peers: list[Peer] = []
+    said: list[Any] = []
+    if rank == 0 and world > 1:
+        key = secrets.token_hex(16)
+        peers, said = listen(world, key, timeout, lambda port: store.set("watch", f"{port} {key}"))
+    elif rank:
+        port_and_key = store.get("watch").decode().split()
+        peers = connect(rank, host, int(port_and_key[0]), port_and_key[1], says)
+    return store, Watch(rank, peers, timeout, progress), said
+
+
+def _compare(mine: Mapping[str, Any] | None, said: list[Any]) -> None:
+    """On rank 0: refuse ranks that were started otherwise."""
+    mine = json.loads(json.dumps(mine))
+    others = [(rank, one["config"]) for rank, one in enumerate(said, 1) if one["error"] is None]
+    odd = [(rank, theirs) for rank, theirs in others if theirs != mine]
+    if odd:
+        rank, theirs = odd[0]
+        mine, theirs = mine or {}, theirs or {}
+        keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
+        named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {mine.get(key)})" for key in keys[:5])
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise UserError(
+            f"the ranks were started with different configurations: {len(odd)} of {len(others)} others differ from "
+            f"rank 0, rank {rank} in {named}{more}; start all with the same file and command line"
+        )
 
 
 def say(text: str) -> None:
@@ -74,27 +169,63 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def complain_together(error: UserError, group: dist.ProcessGroup) -> None:
-    """Rank 0 prints an error that every rank has, and all meet: whoever left first would cut the others' connections
-    under their threads, and have torchrun kill them. A rank that nobody meets is the only one that has the error."""
-    if dist.get_rank() == 0:
-        complain(error)
-    try:
-        dist.barrier(group)
-        error.told = True
-    except RuntimeError:  # as long as PATIENCE
-        error.alone = True
-
-
-def complain(error: UserError) -> None:
-    """Print a user's error once. Rank 0 speaks; another rank only if it is alone, or if rank 0 did not end the run."""
-    if error.told:
+def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
+    """Print what ends the run, once for all ranks."""
+    if getattr(error, "told", False):
         return
-    rank = int(os.environ.get("RANK", 0))
-    if rank and not error.alone:
-        time.sleep(PATIENCE.total_seconds())
-    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    error.told = True
+    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION)
+    if lost and watch and watch.verdict(2 * PATIENCE):  # another rank ended, and that is what there is to say
+        error.told = True  # type: ignore[attr-defined]
+        return
+    shared = isinstance(error, UserError) and not error.alone
+    text = str(error) if isinstance(error, UserError) and shared else describe(error, progress)
+    status = status_of(error)
+    if watch:
+        watch.report(f"error: {text}" if shared and watch.rank == 0 else text, status, shared=shared)
+    else:
+        speak(f"error: {text}")
+    error.told = True  # type: ignore[attr-defined]
+
+
+CONNECTION = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "TCPStore", "Broken pipe")
+
+
+def describe(error: Exception, progress: Progress) -> str:
+    """An error of one rank in one line: when, what, and which file; where it may be our own, the traceback is kept."""
+    words = str(error) if isinstance(error, UserError) else " ".join(str(error).split())[:500]
+    when = f"{progress.doing}: " if progress.count else ""
+    if isinstance(error, UserError):
+        return when + words
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if own_code(f.filename)]
+    last = frames[-1] if frames else None
+    place = f" (in {last.name}, {os.path.relpath(last.filename, HOME)}:{last.lineno})" if last else ""
+    if isinstance(error, OSError) and error.filename:
+        return f"{when}{error.filename}: {error.strerror}"
+    text = f"{when}{type(error).__name__}: {words}{place}"
+    if isinstance(error, OSError | MemoryError):
+        return text
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="dsp-error-", suffix=".txt", delete=False) as file:
+            file.writelines(traceback.format_exception(error))
+        return f"{text}; the traceback is in {file.name}"
+    except OSError:
+        return text
+
+
+def status_of(error: Exception) -> int:
+    """2 for what the user can put right, 1 for all else."""
+    return 2 if isinstance(error, UserError) else 1
+
+
+def complain(error: Exception) -> int:
+    """Print an error that no group of ranks has told: rank 0, or one that is alone. Returns the exit status."""
+    if not getattr(error, "told", False):
+        rank = int(os.environ.get("RANK", 0))
+        if rank and not getattr(error, "alone", False):
+            time.sleep(PATIENCE)
+        speak(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
+        error.told = True  # type: ignore[attr-defined]
+    return status_of(error)
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -144,8 +275,8 @@ class StopSignal:
     A signal may reach one rank alone, or all at different steps, so it counts once the ranks have been asked together.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.name, self.progress = "", progress or Progress()
 
     def __enter__(self) -> "StopSignal":
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -160,7 +291,8 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank received a signal."""
+        """Whether this rank received a signal. Asked once a step: the run gets on."""
+        self.progress.count += 1
         return bool(self.name)
 
     def poll(self, *_: object) -> None:

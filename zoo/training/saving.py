@@ -66,4 +66,4 @@ class Saver:
     def abandon(self) -> None:
         """Leave, after an error: what is being written gets a moment; others may not be there to finish it with."""
         if self.thread is not None:
-            self.thread.join(PATIENCE.total_seconds())
+            self.thread.join(PATIENCE)

@@ -78,6 +78,7 @@ class Train:
     precision: str = option("fp32", "of the computation; weights, sums and moments stay fp32", choices=("fp32", "bf16"))
     clip: float = option(1.0, "largest gradient norm; 0 for no limit", least=0)
     ema: float = option(0.0, "decay of the averaged weights that are judged and shown; 0 for none", least=0, most=1)
+    timeout: float = option(600.0, "seconds until a rank that hangs or does not answer ends the run", least=1, most=1e7)
     seed: int = option(0, "decides weights, sample order, noise and dropout", least=0)
     checkpoint_activations: str = option(
         "none", "what backward recomputes instead of keeping its inside", choices=("none", "stages", "blocks", "both")

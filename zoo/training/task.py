@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 import zoo
 from dsp.layout import chunk
 from zoo.data.sampling import batch_indices
-from zoo.training import user_error
+from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
 
+MOST_LAYERS = 4096  # to build more would take hours
 Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
 
 
@@ -55,7 +56,17 @@ class Task(ABC):
     def create(self) -> Any:
         """The model that the configuration names, on the default device; it is noted in `identity`."""
         options = self.config.model
-        model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
+        for key, value in options.overrides.items():
+            if isinstance(value, int) and value > MOST_LAYERS and any(word in key for word in ("depth", "layers")):
+                raise UserError(f"model.overrides.{key}={value}: at most {MOST_LAYERS} layers")
+        try:
+            model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
+        except (ArithmeticError, RuntimeError, TypeError, AssertionError, LookupError) as error:
+            if not options.overrides:
+                raise  # no fault of the user's
+            raise UserError(
+                f"model: {options.name} cannot be made with {options.overrides}: {one_line(error)}"
+            ) from error
         settings = vars(model.config)
         self.identity["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
         if self.config.lora.rank:

@@ -12,24 +12,28 @@
 A resumed run cuts metrics.jsonl back to the step of its checkpoint, so the file always holds one continuous curve.
 """
 
-import json
 import math
-import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from zoo.training import UserError
 from zoo.training.config import Config, leaves, load, to_yaml
+from zoo.training.owner import Owner
+from zoo.training.records import append, cut_metrics, flush, read_metrics, summary, write
 from zoo.training.sinks import Sink, TensorBoard, Wandb
 
 
-def open_run(config: Config) -> Path:
-    """The directory of a run, made if need be. An occupied one is refused unless the run is to be resumed."""
+def open_run(config: Config, owner: Owner) -> Path:
+    """The directory of a run, made if need be, and owned. An occupied one is refused unless the run is to be resumed,
+    and one that another process writes into in any case."""
     assert config.name is not None
     directory = Path(config.runs_dir) / config.name
+    if before := owner.take(directory):
+        print(f"the last owner of {directory} is gone: {before}", flush=True)
     records = read_metrics(directory / "metrics.jsonl")
     begun = (directory / "metrics.jsonl").exists() or any((directory / "checkpoints").glob("step-*"))
     if begun and not config.resume:
@@ -40,26 +44,6 @@ def open_run(config: Config) -> Path:
         )
     (directory / "samples").mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a run. A last line that a crash cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
-
-
-def cut_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the records after `step`; returns those that stay."""
-    records = [record for record in read_metrics(path) if record["step"] <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(record) + "\n" for record in records))
-    os.replace(part, path)
-    return records
 
 
 def changes(directory: Path, config: Config) -> list[str]:
@@ -75,15 +59,16 @@ def changes(directory: Path, config: Config) -> list[str]:
 class Tracker:
     """Writes what happens in a run. One for each run, on rank 0."""
 
-    def __init__(self, directory: Path, config: Config, *, step: int, wandb_id: str | None, plan: Any):
-        (directory / "config.yaml").write_text(to_yaml(config))
-        (directory / "plan.svg").write_text(plan.svg(), encoding="utf-8")
+    def __init__(self, directory: Path, config: Config, *, step: int, before: Mapping[str, Any], plan: Any):
+        """`before`: what `flush` returned when the checkpoint was written that this run goes on from, if it does."""
+        write(directory / "config.yaml", to_yaml(config))
+        write(directory / "plan.svg", plan.svg())
         self.path = directory / "metrics.jsonl"
-        self.records = cut_metrics(self.path, step)
+        self.records = cut_metrics(self.path, step, known=before.get("records"))
         self.sinks: list[Sink] = []
         self.wandb_id: str | None = None
         if config.wandb.mode != "disabled":
-            sink = Wandb(directory, config, wandb_id, plan_rows(plan))
+            sink = Wandb(directory, config, before.get("wandb_id"), plan_rows(plan))
             self.wandb_id = sink.run.id
             sink.begin(step)
             for record in self.records if config.wandb.mode == "offline" else ():
@@ -102,10 +87,14 @@ class Tracker:
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         record = {"step": step, "time": round(time.time(), 3), **values}
         self.records.append(record)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append(self.path, record)
         for sink in self.sinks:
             sink.log(step, values)
+
+    def flush(self) -> dict[str, Any]:
+        """See to it that what was logged outlives a crash of the host; returns what a checkpoint has to say of it."""
+        flush(self.path)
+        return {"wandb_id": self.wandb_id, "records": summary(self.records)}
 
     def picture(self, step: int, path: Path) -> None:
         """Show a GIF or a PNG that was written to the run's directory."""

@@ -4,8 +4,8 @@ DCP itself loads a shard with a flipped bit without a word, and unpickles what i
 """
 
 import hashlib
-import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from zoo.data.limits import read_json as _read_json
+from zoo.training import one_line
+
 FORMAT = 1
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # of state.json: from a format to the next
+MOST_BYTES = 1 << 26  # of manifest.json and state.json
 
 
 class Damaged(Exception):
     """A checkpoint that cannot be trusted; the message names the file."""
 
 
-def verify(path: Path) -> tuple[dict[str, Any], Metadata]:
-    """The state and the metadata of a checkpoint whose every file is what its manifest says.
+def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
+    """The state and the metadata of the checkpoint of `step`, whose every file is what its manifest says.
 
     Damaged, on all ranks, if one is not. The ranks share the reading.
     """
@@ -42,13 +47,12 @@ def verify(path: Path) -> tuple[dict[str, Any], Metadata]:
                 raise Damaged(f"{path / name} is not in the manifest")
     except Damaged as error:
         problem = str(error)
-    except (OSError, KeyError, TypeError) as error:
-        problem = f"{path / 'manifest.json'}: {error!r}"
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        problem = f"{path / 'manifest.json'}: {one_line(repr(error))}"
     raise_together(problem)
     try:
         state = read_json(path / "state.json")
-        if state.get("format") != FORMAT:
-            raise Damaged(f"{path / 'state.json'} has format {state.get('format')}, this program reads {FORMAT}")
+        state = check_state(path / "state.json", state, step)
         metadata = read_metadata(path / ".metadata", allowed_files=set(files))
     except Damaged as error:
         problem = str(error)
@@ -111,14 +115,36 @@ class Reader(dcp.FileSystemReader):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = _read_json(path, MOST_BYTES)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path}: {error}") from None
+        raise Damaged(f"{path}: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected an object")
     return value
+
+
+def check_state(path: Path, state: dict[str, Any], step: int) -> dict[str, Any]:
+    """A state as this program writes it, if need be made from an older one by MIGRATIONS; Damaged if it is another."""
+    while (found := state.get("format")) != FORMAT:
+        if type(found) is not int or found not in MIGRATIONS:
+            raise Damaged(f"{path} has format {str(found)[:40]}, this program reads {sorted([*MIGRATIONS, FORMAT])}")
+        state = MIGRATIONS[found](state)
+        if state.get("format") != found + 1:
+            raise AssertionError(f"the migration of format {found} does not lead to the next")
+    kinds: dict[str, Any] = {"step": int, "identity": dict, "extra": dict}
+    for key, kind in kinds.items():
+        if type(state.get(key)) is not kind:
+            raise Damaged(f"{path}: {key} is {str(state.get(key))[:40]!r}, where {kind.__name__} is expected")
+    if state["step"] != step:
+        raise Damaged(f"{path} is of step {state['step']}, and its folder of step {step}")
+    known = state["extra"].get("records", {"count": 0})
+    if not isinstance(known, dict) or type(known.get("count")) is not int or known["count"] < 0:
+        raise Damaged(f"{path}: records is {str(known)[:40]!r}, where a count and a checksum are expected")
+    if not isinstance(state["extra"].get("wandb_id"), str | None):
+        raise Damaged(f"{path}: wandb_id is {str(state['extra']['wandb_id'])[:40]!r}, where a text is expected")
+    return state
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -55,11 +55,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
-        with ranks.process_group(PATIENCE) as device:
+        with ranks.process_group(collective=PATIENCE) as device:
             return run(options, device)
-    except UserError as error:
-        ranks.complain(error)
-        return 2
+    except Exception as error:
+        return ranks.complain(error)
     except KeyboardInterrupt:
         return 130
 

@@ -126,8 +126,9 @@ class ProteinFolder:
         for name, (path, alignments) in files.items():
             try:
                 read = read_protein(path, alignments)
-            except (ValueError, OSError) as error:
-                self._skip(path, str(error))
+            except Exception as error:  # whatever a parser stumbles over: one bad file ends no run
+                known = isinstance(error, ValueError | OSError)
+                self._skip(path, str(error) if known else f"damaged: {type(error).__name__}: {error}")
                 continue
             self.files[name] = (path, alignments)
             if len(self._read) < _KEPT:
@@ -143,6 +144,7 @@ class ProteinFolder:
             )
 
     def _skip(self, path: Path, reason: str) -> None:
+        reason = " ".join(reason.split())[:500]
         self.skipped.append((path, reason))
         log.warning("skipped %s: %s", path, reason)
 

@@ -14,6 +14,7 @@ Biopython's parsers of atoms are not used: they drop repeated atoms and take nan
 import io
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,14 @@ _LETTERS = protein_letters_3to1_extended | {
     "DGN": "Q", "DGL": "E", "DHI": "H", "DIL": "I", "DLE": "L", "DLY": "K", "MED": "M", "DPN": "F", "DPR": "P",
     "DSN": "S", "DTH": "T", "DTR": "W", "DTY": "Y", "DVA": "V",
 }  # fmt: skip
+
+# columns of _atom_site, _pdbx_poly_seq_scheme, _entity_poly_seq and _entity_poly
+_READ = {
+    "label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "label_alt_id", "Cartn_x", "Cartn_y", "Cartn_z",
+    "pdbx_PDB_model_num", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code", "auth_asym_id", "asym_id", "entity_id",
+    "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num", "pdb_ins_code", "pdb_strand_id", "type",
+}  # fmt: skip
+FARTHEST = 1e5  # Å from the origin that an atom may be: farther, single precision loses it
 
 
 @dataclass
@@ -85,13 +94,13 @@ def read_structure(
     """
     text = read_text(path, max_bytes=max_bytes)
     try:
-        count = len(re.findall(r"^(?:ATOM|HETATM)\s", text, re.MULTILINE))
+        count = sum(1 for _ in re.finditer(r"^(?:ATOM|HETATM)\s", text, re.MULTILINE))
         if count > max_atoms:
             raise ValueError(f"{count} atoms, and the limit is {max_atoms}")
         if re.search(r"^\s*data_\S*\s*$", text, re.MULTILINE):
             chains, atoms = _parse_mmcif(text)
         elif count:
-            chains, atoms = _parse_pdb(text)
+            chains, atoms = _parse_pdb(text, max_residues)
         else:
             raise ValueError("neither an mmCIF file (no data_ block) nor a PDB file (no ATOM records)")
         if not chains:
@@ -102,6 +111,8 @@ def read_structure(
         return _build(name.removesuffix(Path(name).suffix), chains, atoms)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}") from error
 
 
 def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
@@ -126,11 +137,12 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
             values = np.array(chosen, dtype=np.float64)
         except ValueError:
             values = np.array([_number(text) for text in chosen])
-        for i in np.flatnonzero(~np.isfinite(values))[:1]:
+        for i in np.flatnonzero(~(np.abs(values) < FARTHEST))[:1]:
             chain, residue = residues[place[i]]
+            wrong = "is not a number" if not np.isfinite(values[i]) else "is too large"
             raise ValueError(
                 f"atom {ATOMS[atom[i]]} of residue {residue.name} {residue.id} of chain {chain.id}: "
-                f"{what} {chosen[i]!r} is not a number"
+                f"{what} {chosen[i]!r} {wrong}"
             )
         return values
 
@@ -212,6 +224,34 @@ def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str])
 # ---------------------------------------------------------------------------------------------------------------- mmCIF
 
 
+class _Column(list[str]):
+    """Values of a column that is read, of which many are the same: each is held once."""
+
+    def append(self, value: str) -> None:
+        super().append(sys.intern(value))
+
+
+class _Unread(list[str]):
+    """A column that nothing reads: how long it is."""
+
+    length = 0
+
+    def append(self, value: str) -> None:
+        self.length += 1
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class _Table(MMCIF2Dict):
+    """Of a file with other large tables, or with many columns, only what is read."""
+
+    def __setitem__(self, key: str, value: list[str]) -> None:
+        if value == []:
+            value = _Column() if key.partition(".")[2] in _READ else _Unread()
+        super().__setitem__(key, value)
+
+
 def _columns(table: Mapping[str, list[str]], category: str, *names: str) -> list[list[str]]:
     columns = [table.get(f"_{category}.{name}", []) for name in names]
     for name, column in zip(names, columns):
@@ -226,7 +266,7 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
     if len(blocks := re.findall(r"^\s*data_\S*\s*$", text, re.MULTILINE)) > 1:
         raise ValueError(f"{len(blocks)} data blocks; expected one")
     try:
-        table = MMCIF2Dict(io.StringIO(text))
+        table: Mapping[str, list[str]] = _Table(match[0] for match in re.finditer(r".*\n|.+", text))
     except Exception as error:  # whatever it stumbles over
         raise ValueError(f"not a readable mmCIF file, or cut off: {error}") from error
     if not any(key.startswith("_atom_site.") for key in table):
@@ -284,15 +324,22 @@ def _joined(number: str, insertion: str) -> str:
 # ------------------------------------------------------------------------------------------------------------------ PDB
 
 
-def _parse_pdb(text: str) -> tuple[list[Chain], Atoms]:
+def _parse_pdb(text: str, max_residues: int) -> tuple[list[Chain], Atoms]:
     lines = text.splitlines()
     rows: list[tuple[str, ...]] = []
     ended: set[str] = set()  # chains after whose end only ligands and water come
     sequences: dict[str, list[str]] = {}
+    residues = 0
     for number, line in enumerate(lines, 1):
         kind = line[:6]
         if kind == "SEQRES":
-            sequences.setdefault(line[11], []).extend(line[19:70].split())
+            if len(line) < 20:
+                raise ValueError(f"line {number}: a SEQRES record cut off after {len(line)} columns")
+            names = line[19:70].split()
+            sequences.setdefault(line[11], []).extend(names)
+            residues += len(names)
+            if residues > max_residues:
+                raise ValueError(f"more than {max_residues} residues in SEQRES, which is the limit")
         elif kind in ("ATOM  ", "HETATM"):
             if len(line) < 54:
                 raise ValueError(f"line {number}: an atom record cut off after {len(line)} columns")

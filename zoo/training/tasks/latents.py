@@ -42,6 +42,7 @@ class Latents:
     path: str | None = option(None, "the folder; required")
     buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; none for all there are")
     balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
+    verify: bool = option(False, "read every shard once at the start, and compare it with its checksum")
     validation: float = option(0.05, "share of the clips held out for validation, in whole videos", least=0, most=1)
 
 
@@ -88,10 +89,17 @@ class Task(video.Task):
     def read(self) -> LatentFolder:
         return user_error(LatentFolder, self.config.data.path, self.wanted, prefix="data: ")
 
+    def verified(self) -> LatentFolder:
+        """The folder, every byte of it compared with its checksums if the configuration says so."""
+        folder = self.read()
+        if self.config.data.verify:
+            folder.latents.verify()
+        return folder
+
     def open(self) -> None:
         share_held_out = self.config.data.validation
         self.train, self.validation = on_first_rank(
-            lambda: user_error(lambda: self.read().split(share_held_out), prefix="data: ")
+            lambda: user_error(lambda: self.verified().split(share_held_out), prefix="data: ")
         )
         self.buckets = self.train.buckets
         shapes = ", ".join(f"{len(clips)} of {b}" for b, clips in zip(self.buckets, self.train.clips))

@@ -1,0 +1,118 @@
+"""`metrics.jsonl`: one JSON object a line, each with its step, appended as the run goes; the source of truth.
+
+A file that was damaged, wherever, is read as far as it can be: what is no record is counted, said, and kept beside it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zoo.data.limits import parse_json, read_bytes
+from zoo.training import UserError
+
+MOST = 1 << 32  # bytes; a year of steps has less
+NUMBERS = ("loss", "val_loss", "grad_norm", "lr")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run; none if there is no such file. Lines that are no records are left out."""
+    return _read(path)[0]
+
+
+def cut_metrics(
+    path: Path, step: int, report: Callable[[str], None] = print, known: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Drop the records after `step`; returns those that stay.
+
+    Damaged lines go to `<name>.damaged`, which is said; so is it if the records are not those of which the checkpoint
+    holds the `summary`.
+    """
+    records, damaged = _read(path)
+    if damaged:
+        beside = path.with_suffix(".damaged")
+        with naming(beside), beside.open("ab") as file:
+            file.writelines(line + b"\n" for _, line in damaged)
+        numbers = ", ".join(str(number) for number, _ in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
+        report(f"{path}: {len(damaged)} lines are damaged and were put into {beside.name}: {numbers}")
+    records = [record for record in records if record["step"] <= step]
+    if known and summary(records[: known["count"]]) != known:
+        there = min(len(records), known["count"])
+        report(
+            f"{path}: damaged: of the {known['count']} records that were there at step {step} it holds {there}"
+            + ("" if there < known["count"] else ", of which some are others")
+        )
+    part = path.with_suffix(".part")
+    with naming(part), part.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    return records
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add one record. An OSError names the file."""
+    with naming(path), path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def flush(path: Path) -> None:
+    """See to it that what was appended outlives a crash of the host."""
+    with naming(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint says of the records before it: how many, and a checksum."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    return {"count": len(records), "sha256": hashlib.sha256(lines.encode()).hexdigest()}
+
+
+def write(path: Path, text: str) -> None:
+    """A file that is whole or as it was; what else stands in its place is not written to. An OSError names it."""
+    part = path.with_name(f".{path.name}.part")
+    with naming(path):
+        part.unlink(missing_ok=True)
+        part.write_text(text)
+        os.replace(part, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of what is done inside names the file: that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+    try:
+        lines = read_bytes(path, MOST).split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except ValueError as error:
+        raise UserError(f"{error}; move it away") from None
+    records, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = parse_json(line)
+        except ValueError:
+            record = None
+        if _sound(record):
+            records.append(record)
+        elif line.strip():
+            damaged.append((number, line))
+    return records, damaged
+
+
+def _sound(record: Any) -> bool:
+    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 0:
+        return False
+    return all(type(record.get(key)) in (int, float, type(None)) for key in NUMBERS)

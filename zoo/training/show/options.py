@@ -1,0 +1,36 @@
+"""What infer.py's options cannot be, whatever the task."""
+
+import math
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+
+from zoo.training import UserError
+from zoo.training.tracking import size
+
+MOST = 1 << 20  # of anything that is counted, and of characters of a text
+
+
+def checked(options: Namespace, trained: Sequence[int] = (1, 1, 1)) -> Namespace:
+    """The options themselves; a UserError names one that is endless, more than any machine makes, or not to be printed.
+
+    `trained`: frames, height and width where none are asked for.
+    """
+    for name, given in vars(options).items():
+        flag = f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{flag} {value}: must be a finite number")
+            if isinstance(value, int) and not 0 <= value <= (2**63 - 1 if name == "seed" else MOST):
+                raise UserError(f"{flag} {str(value)[:30]}: expected 0 to {2**63 - 1 if name == 'seed' else MOST:,}")
+            text = str(value)
+            if len(text) > MOST or not text.replace("\n", " ").isprintable():
+                raise UserError(f"{flag} {text[:40]!r}: expected printable characters, at most {MOST:,}")
+    lists = (len(getattr(options, name, None) or ()) for name in ("label", "prompt"))
+    clips = max(*lists, getattr(options, "clips", 0))
+    sizes = [getattr(options, name, it) for name, it in zip(("frames", "height", "width"), trained)]
+    need, there = 3 * clips * math.prod(sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > there:
+        asked = f"{clips:,} clips of {' x '.join(f'{s:,}' for s in sizes)} pixels"
+        raise UserError(f"{asked} are {size(need)}, and this host has {size(there)}: ask for fewer or smaller ones")
+    return options
