@@ -231,10 +231,10 @@ def _sleeps(rank: int) -> Callable[[int], None]:
 
         plain = Task.batch
 
-        def batch(self: Any, objective: Any, step: int, *rest: Any) -> Any:
+        def batch(self: Any, objective: Any, step: int, *rest: Any, **more: Any) -> Any:
             if mine == rank and step == 5:
                 time.sleep(10_000)
-            return plain(self, objective, step, *rest)
+            return plain(self, objective, step, *rest, **more)
 
         Task.batch = batch  # type: ignore[method-assign]
 

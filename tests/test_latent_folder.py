@@ -171,8 +171,8 @@ def test_numbers_and_entries_that_cannot_be(tmp_path):
     for name, fields, said in (
         ("caption", {"caption": 7}, "the caption of clip 0 is '7'"),
         ("long", {"caption": "x" * 70_000}, "the caption of clip 0 is 'xxx"),
-        ("frames", {"frames": 0}, "has the sizes"),
-        ("huge", {"width": 2**40}, "has the sizes"),
+        ("frames", {"frames": 0}, "has 0 x 16 x 16 pixels"),
+        ("huge", {"width": 2**40}, "16 x 1099511627776 pixels"),
         ("rate", {"fps": float("nan")}, "nan frames a second"),
     ):
         with pytest.raises(LatentError, match=said):
