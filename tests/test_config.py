@@ -84,7 +84,11 @@ HUGE = "1" + "0" * 400
         *((f"{key}={value}", f"{key}=.*finite") for key in ("optim.lr", "train.clip") for value in (".nan", ".inf")),
         ("sample.guidance=.inf", "sample.guidance=inf: must be a finite number"),
         ("optim.betas=[.nan,0]", "optim.betas=nan: must be a finite number"),
-        *((f"{key}={value}", key) for key in ("train.steps", "train.batch", "train.seed", "data.frames", "eval.clips")
+        ("train.steps=-1", "at least 1"),
+        (f"train.batch={HUGE}", "train.batch is a number of 401 digits: too large"),
+        ("train.seed=9223372036854775808", "train.seed is a number of 19 digits"),
+        ("data.frames=2000000", "data.frames is a number of 7 digits"),
+        *(slow(f"{key}={value}", key) for key in ("train.steps", "train.batch", "train.seed", "data.frames")
           for value in ("-1", HUGE, "1" * 5000, "1.5", ".nan", "9223372036854775808")),
         ("train.timeout=0", "at least 1"),
         ("name=..", "plain folder name"),
