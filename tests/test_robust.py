@@ -136,9 +136,10 @@ def test_what_is_held_does_not_change_and_an_error_is_raised(tmp_path):
         saver.save(1, contents, {})
         saver.wait()
         assert (tmp_path / "step-00000001" / "manifest.json").exists()
-        (tmp_path / "step-00000002.incomplete").write_text("in the way")
+        (tmp_path / "file").write_text("in the way")
+        saver = Saver(tmp_path / "file", 2, True)
         saver.save(2, contents, {})
-        with pytest.raises(Exception, match="incomplete"):
+        with pytest.raises(UserError, match=r"File exists: '.*file'"):
             saver.wait()
         saver.wait()  # once
     finally:
