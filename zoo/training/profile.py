@@ -10,6 +10,7 @@ operations.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ class Profiler:
     def _begin(self, shapes: bool) -> Any:
         if shapes and self.memory and self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's library writes two lines to the screen each time
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         found = profile(activities=kinds, record_shapes=shapes, profile_memory=shapes and self.memory)
         found.start()
