@@ -1,6 +1,6 @@
 """Unmodified models of diffusers under `dsp.parallelize`, held to one process: the table of docs/diffusers.md.
 
-    python benchmarks/diffusers_models.py [--ranks 2 3] [--models Flux Wan] [--write]
+    python benchmarks/diffusers_models.py [--ranks 2 3 4] [--models Flux Wan] [--write]
 
 Each is a small one of its class with random weights, in float64, and gets one line: the names of its inputs' dims. On
 gloo ranks its output, the gradient of every input and of every parameter are compared with one process. Bytes are those
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +55,13 @@ class Decoder(nn.Module):
         return self.vae.decode(z, return_dict=False)[0]
 
 
+class FramesDecoder(Decoder):
+    """Of one that takes all frames as a batch."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.vae.decode(z, num_frames=z.shape[0], return_dict=False)[0]
+
+
 class Encoder(Decoder):
     def forward(self, z: Tensor) -> Tensor:
         return self.vae.encode(z, return_dict=False)[0].parameters
@@ -71,6 +80,14 @@ def _video(c: int, t: int, side: int, text: int = 10, e: int = 16, **more: Any) 
     def inputs() -> dict[str, Any]:
         found = {"hidden_states": torch.randn(1, c, t, side, side), "encoder_hidden_states": torch.randn(1, text, e)}
         return found | {"timestep": torch.tensor([3])} | {k: make() for k, make in more.items()}
+
+    return inputs
+
+
+def _noise(*shape: int, text: int = 5, **more: Any) -> Callable[[], dict[str, Any]]:
+    def inputs() -> dict[str, Any]:
+        found = {"sample": torch.randn(*shape), "encoder_hidden_states": torch.randn(1, text, 16), "timestep": 3}
+        return found | {k: make() for k, make in more.items()}
 
     return inputs
 
@@ -97,6 +114,20 @@ HUNYUAN = {
     "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "text_embed_dim": 16,
     "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 2),
 }  # fmt: skip
+SAMPLE = "sample=b c t h w, encoder_hidden_states=b n e"
+COGVIDEOX = _made("AutoencoderKLCogVideoX", block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1,
+                  down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
+                  norm_num_groups=2)  # fmt: skip
+WAN = _made("AutoencoderKLWan", base_dim=4, z_dim=4, num_res_blocks=1)
+LTX = _made("AutoencoderKLLTXVideo", latent_channels=8, block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8), layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+            spatio_temporal_scaling=(True, True, False, False), patch_size=1,
+            decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
+            upsample_residual=(False,) * 4, upsample_factor=(1,) * 4)  # fmt: skip
+MOCHI = _made("AutoencoderKLMochi", in_channels=15, latent_channels=4, encoder_block_out_channels=(32,) * 4,
+              decoder_block_out_channels=(32,) * 4, layers_per_block=(1,) * 5)  # fmt: skip
+TEMPORAL = _made("AutoencoderKLTemporalDecoder", block_out_channels=(32, 32), latent_channels=4,
+                 down_block_types=("DownEncoderBlock2D",) * 2)  # fmt: skip
 CASES = {
     "WanTransformer3DModel": Case(
         _made("WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=6, attention_head_dim=12,
@@ -146,22 +177,51 @@ CASES = {
         _latents(1, 3, 5, 48, 64), "z=b c t h w",
     ),
     "AutoencoderKLCogVideoX, decoder": Case(
-        lambda: Decoder(_made("AutoencoderKLCogVideoX", block_out_channels=(8, 8, 8, 8), latent_channels=4,
-                              down_block_types=("CogVideoXDownBlock3D",) * 4,
-                              up_block_types=("CogVideoXUpBlock3D",) * 4, layers_per_block=1, norm_num_groups=2)()),
+        lambda: Decoder(COGVIDEOX()),
         _latents(1, 4, 2, 6, 10), "z=b c t h w",
     ),
+    "AutoencoderKLCogVideoX, encoder": Case(lambda: Encoder(COGVIDEOX()), _latents(1, 3, 5, 24, 40), "z=b c t h w"),
+    "AutoencoderKLWan, decoder": Case(lambda: Decoder(WAN()), _latents(1, 4, 2, 6, 10), "z=b c t h w"),
+    "AutoencoderKLWan, encoder": Case(lambda: Encoder(WAN()), _latents(1, 3, 5, 48, 56), "z=b c t h w"),
+    "AutoencoderKLLTXVideo, decoder": Case(lambda: Decoder(LTX()), _latents(1, 8, 2, 6, 10), "z=b c t h w"),
+    "AutoencoderKLLTXVideo, encoder": Case(lambda: Encoder(LTX()), _latents(1, 3, 9, 24, 40), "z=b c t h w"),
+    "AutoencoderKLMochi, decoder": Case(lambda: Decoder(MOCHI()), _latents(1, 4, 2, 4, 6), "z=b c t h w"),
+    "AutoencoderKLMochi, encoder": Case(lambda: Encoder(MOCHI()), _latents(1, 3, 7, 32, 48), "z=b c t h w"),
     "AutoencoderKLTemporalDecoder, encoder": Case(
-        lambda: Encoder(_made("AutoencoderKLTemporalDecoder", block_out_channels=(32, 32), latent_channels=4,
-                              down_block_types=("DownEncoderBlock2D",) * 2)()),
-        _latents(2, 3, 24, 32), "z=b c h w",
+        lambda: Encoder(TEMPORAL()), _latents(2, 3, 24, 32), "z=b c h w",
+    ),
+    "AutoencoderKLTemporalDecoder, decoder": Case(
+        lambda: FramesDecoder(TEMPORAL()), _latents(3, 4, 8, 12), "z=b c h w",
+    ),
+    "UNetMotionModel": Case(
+        _made("UNetMotionModel", block_out_channels=(16, 32), norm_num_groups=16, layers_per_block=1, in_channels=4,
+              out_channels=4, down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"), sample_size=16,
+              up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=16,
+              num_attention_heads=2),
+        _noise(1, 4, 6, 16, 12, encoder_hidden_states=lambda: torch.randn(6, 5, 16)),
+        "sample=b c t h w, encoder_hidden_states=(b t) n e",
+    ),
+    "UNet3DConditionModel": Case(
+        _made("UNet3DConditionModel", block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, in_channels=4,
+              out_channels=4, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), sample_size=16,
+              up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"), cross_attention_dim=16, attention_head_dim=4),
+        _noise(1, 4, 6, 16, 12), SAMPLE,
+    ),
+    "UNetSpatioTemporalConditionModel": Case(
+        _made("UNetSpatioTemporalConditionModel", block_out_channels=(32, 64), layers_per_block=1, in_channels=4,
+              out_channels=4, down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+              up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), cross_attention_dim=16,
+              num_attention_heads=(2, 4), projection_class_embeddings_input_dim=24, addition_time_embed_dim=8,
+              sample_size=16),
+        _noise(1, 6, 4, 16, 12, text=1, added_time_ids=lambda: torch.tensor([[6.0, 127.0, 0.02]])),
+        "sample=b t c h w, encoder_hidden_states=b n e",
     ),
 }  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    model = CASES[name].build().double()
+    model = CASES[name].build().double().eval()  # some drop out by themselves
     for p in model.parameters():
         if not p.abs().max():
             nn.init.normal_(p, std=0.1)
@@ -221,37 +281,40 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
     }
 
 
-def _rank(rank: int, n: int, store: str, name: str, into: str) -> None:
+def _rank(rank: int, n: int, store: str, names: list[str], into: str) -> None:
+    warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
-    found = held(init_device_mesh("cpu", (n,), mesh_dim_names=("sp",)), name)
-    if rank == 0:
-        torch.save(found, into)
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("sp",))
+    rows = {}
+    for name in names:
+        rows[name] = row(name, n, held(mesh, name))
+        if rank == 0:
+            print(rows[name], flush=True)
+            Path(into).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def row(name: str, n: int) -> str:
-    with tempfile.TemporaryDirectory() as at:
-        torch.multiprocessing.spawn(_rank, (n, f"{at}/store", name, f"{at}/found"), nprocs=n)
-        found = torch.load(f"{at}/found")
-    ratio = "-" if name.startswith("Autoencoder") else f"{found['planned'] / found['ulysses']:.2f}"
+def row(name: str, n: int, found: Mapping[str, float]) -> str:
+    ratio = f"{found['planned'] / found['ulysses']:.2f}" if "Transformer" in name else "-"
     errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
     return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.2f} | {ratio} |"
 
 
 def table(models: list[str], sizes: list[int]) -> str:
     head = "| model | the one line | N | output | gradients | largest share | bytes / Ulysses |"
-    rows = ["|---" * 7 + "|"]
-    for name in models:
-        for n in sizes:
-            rows.append(row(name, n))
-            print(rows[-1], flush=True)
-    return "\n".join([head, *rows])
+    rows: dict[str, list[str]] = {name: [] for name in models}
+    for n in sizes:
+        with tempfile.TemporaryDirectory() as at:
+            torch.multiprocessing.spawn(_rank, (n, f"{at}/store", models, f"{at}/rows"), nprocs=n)
+            for name, made in json.loads(Path(f"{at}/rows").read_text()).items():
+                rows[name].append(made)
+    return "\n".join([head, "|---" * 7 + "|", *(line for name in models for line in rows[name])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--models", nargs="+", default=[""], help="parts of their names")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

@@ -25,6 +25,8 @@ MODELS = {
     "LTXVideoTransformer3DModel": 1.1,
     "WanTransformer3DModel": 1.1,
     "AutoencoderKLHunyuanVideo, encoder": None,
+    "AutoencoderKLWan, decoder": None,
+    "AutoencoderKLLTXVideo, decoder": None,
     "AutoencoderKLTemporalDecoder, encoder": None,
 }
 
