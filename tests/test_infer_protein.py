@@ -173,7 +173,7 @@ def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
     assert "bad.cif: " in error(files / "bad.cif")
     assert "no such file" in error(tmp_path / "nothing.cif")
     assert "notes.txt: no structure or alignment by its name" in error(alignment(tmp_path / "notes.txt", "A"))
-    assert "--recycles -1: must be at least 0" in error(files / "alone.a3m", "--recycles", -1)
+    assert "--recycles -1: expected 0 to 1,048,576" in error(files / "alone.a3m", "--recycles", -1)
     other = alignment(tmp_path / "1A8O.a3m", "MKTAYIAKQR")
     assert "is of another protein than 1A8O" in error(STRUCTURES / "1A8O.cif.gz", other)
     empty = tmp_path / "empty"
