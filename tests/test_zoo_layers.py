@@ -11,7 +11,8 @@ from zoo.contract import WHAT, check
 
 ROOT = Path(zoo.__file__).parents[1]
 FILES = [*sorted(ROOT.glob("zoo/**/*.py")), ROOT / "train.py", ROOT / "infer.py"]
-PROGRAMS = {ROOT / name for name in ("train.py", "infer.py", "zoo/video/encode.py", "zoo/__init__.py")}  # zoo.load is one, too
+# zoo.load is a program, too
+PROGRAMS = {ROOT / name for name in ("train.py", "infer.py", "zoo/video/encode.py", "zoo/__init__.py")}
 
 
 def imported(tree):
