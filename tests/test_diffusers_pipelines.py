@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,9 @@ WAN = {"": "hidden_states=b c t h w, encoder_hidden_states=b n e"}
 LTX = {"": "hidden_states=b s c, encoder_hidden_states=b n e"}
 
 
-def wan_transformer() -> nn.Module:
+def wan_transformer(heads: int = 6) -> nn.Module:
     return diffusers.WanTransformer3DModel(
-        num_attention_heads=6, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=8,
+        num_attention_heads=heads, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=8,
         ffn_dim=32, num_layers=3, rope_max_seq_len=16,
     )  # fmt: skip
 
@@ -88,3 +89,45 @@ def video(mesh: DeviceMesh, name: str, decoder: bool) -> None:
 @pytest.mark.parametrize("n", [2, slow(3)])
 def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, n: int, name: str, decoder: bool) -> None:
     ranks(video, n, name, decoder)
+
+
+def denoised(model: Any, steps: int) -> tuple[Tensor, list[int]]:
+    """A sampler's loop with guidance, and how often the last block ran up to each step."""
+    draw = torch.Generator().manual_seed(0)
+    x, *texts = (torch.randn(*shape, generator=draw) for shape in ((1, 4, 2, 6, 4), (1, 5, 16), (1, 5, 16)))
+    ran, counts = [], []
+    model.blocks[-1].attn1.to_q.register_forward_hook(lambda *_: ran.append(1))
+    with torch.no_grad():
+        for i in range(steps):
+            t, found = torch.tensor([1000.0 * (1 - i / steps)]), []
+            for name, text in zip(("cond", "uncond"), texts):
+                with model.cache_context(name):
+                    found.append(model(x, t, text, return_dict=False)[0])
+            x = x - (found[1] + 3 * (found[0] - found[1])) / steps
+            counts.append(len(ran))
+    return x, counts
+
+
+def cached(mesh: DeviceMesh, threshold: float, steps: int) -> int:
+    """Blocks are skipped by a number, read of what is sharded: the same on all ranks as on one process."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for parallel in (False, True):
+            torch.manual_seed(0)
+            model = wan_transformer(heads=2)
+            model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=threshold))
+            if parallel:
+                dsp.parallelize(model, mesh, WAN)
+            found.append(denoised(model, steps))
+    (expect, wanted), (got, counts) = found
+    torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-4)
+    steps = [[b - a for a, b in itertools.pairwise(ran)] for ran in (counts, wanted)]  # to plan is to run it, too
+    assert steps[0] == steps[1]
+    return sum(steps[1])
+
+
+@pytest.mark.parametrize(("n", "threshold", "steps"), [slow(2, 0.1, 100), slow(3, 0.05, 20)])
+def test_a_first_block_cache_decides_alike(ranks: Any, n: int, threshold: float, steps: int) -> None:
+    ran = ranks(cached, n, threshold, steps)[0]
+    assert 0 < ran < 2 * (steps - 1)

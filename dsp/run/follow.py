@@ -96,22 +96,26 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
     """What was made of local parts, in global shape, and where the plan wants it."""
     outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
     assert outcome is not None
-    made, lent = [], []
+    made, lent, same = [], [], list[bool]()
     for k, own in enumerate(tensors_in(out)):
         t = plain(own)
         shape = list(t.shape)
         shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
         target = recipe.push[k] if k < len(recipe.push) else None
-        if op.what.name in DENSE:
-            t = copied(t, parts[0], op.tensors[0], cut, shape)
-        made.append(Part(t, cut, target or cut, tuple(shape)))
+        dense = copied(t, parts[0], op.tensors[0], cut, shape) if op.what.name in DENSE else t
+        # an argument as it was, with its copies: a rank that has nothing of it must not make them again
+        same.append(own is op.shells[0] and dense is t and target in (None, cut) and not op.what.changing)
+        made.append(Part(dense, cut, target or cut, tuple(shape)))
         if outcome.rows and aliases:  # would be a view
             lent.append(lent_by(op.tensors[0]) or memory(op.tensors[0]))
         else:
             lent.append(None if target not in (None, cut) else lent_by(own))
-    wrapped = [run.carry(p.local, p.dst, p.shape, of) for p, of in zip(run.push_all(made), lent)]
+    wrapped: list[Any] = [
+        op.shells[0] if as_it_was else run.carry(p.local, p.dst, p.shape, of)
+        for p, of, as_it_was in zip(run.push_all(made), lent, same)
+    ]
     if recipe.view and op.shells[0] is not None:
-        for t in wrapped:
+        for t in (t for t, as_it_was in zip(wrapped, same) if not as_it_was):
             t._dsp_view = op.shells[0], op.func, recipe.frame  # type: ignore[attr-defined]
     return wrapped
 
