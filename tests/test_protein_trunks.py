@@ -184,8 +184,9 @@ def moved(mesh: DeviceMesh, kind: str, s: int, r: int) -> tuple[dict[str, int], 
 @pytest.mark.parametrize("kind", ["evoformer", "trunk"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_moves_what_the_plan_says(ranks, kind: str, n: int) -> None:
-    for planned, sent in ranks(moved, n, kind, 8, 16):
-        assert sent == planned
+    results = ranks(moved, n, kind, 8, 16)
+    for phase, nbytes in results[0][0].items():  # of heads that four ranks do not divide some rank has fewer
+        assert max(sent[phase] for _, sent in results) == nbytes, phase
 
 
 def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> dsp.Plan:
@@ -235,27 +236,17 @@ def test_pair_activations_are_shared_out(ranks, n: int) -> None:
         assert total <= 1.3 / n
 
 
-def test_triangles_switch_channels_where_a_gather_does_not_fit() -> None:
+def test_triangles_switch_channels_where_a_gather_sends_as_much() -> None:
     from openfold3.core.model.layers.triangular_multiplicative_update import TriangleMultiplicationOutgoing
 
-    r, n = 384, 3  # as many bytes one way as the other, in one call or three
+    r, n = 384, 3  # as many bytes one way as the other, in one call that makes an operand whole or in three
     with torch.device("meta"):
         model = TriangleMultiplicationOutgoing(96, 96)
         kwargs = {"z": torch.empty(1, r, r, 96), "mask": torch.empty(1, r, r)}
-
-    def plan(memory: int | None) -> dsp.Plan:
-        stages = {"": "z=b i j d, mask=b i j -> b i j d"}
-        with torch.no_grad():  # in training what glue keeps for backward is the most either way
-            return dsp.plan(
-                model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, memory=memory, gather_output=False
-            )
-
-    roomy = plan(None)
-    assert [s.kind for s in roomy.switches] == ["gather"]
-    tight = plan(roomy.peak - 1)
-    assert [s.kind for s in tight.switches] == ["switch"] * 3
-    assert tight.peak < roomy.peak
-    assert tight.bytes["forward"] == roomy.bytes["forward"]
+    stages = {"": "z=b i j d, mask=b i j -> b i j d"}
+    with torch.no_grad():
+        plan = dsp.plan(model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, gather_output=False)
+    assert [s.kind for s in plan.switches] == ["switch"] * 3
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
