@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
 from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands
-from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, op_name
+from dsp.rules.functions import known
 from dsp.tensors import tensors_in
 
 
@@ -180,15 +180,15 @@ class Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, attribute = op_name(func)
-        if self.asleep or (attribute and name not in ATTRIBUTE_OPS) or name in METADATA:
+        what = known(func)
+        if self.asleep or what.metadata:
             return func(*args, **kwargs)
         shapes = [tuple(t.shape) for t in tensor_args(args, kwargs)]
         out = func(*args, **kwargs)
         self.index += 1
         tensors = tensor_args(args, kwargs)
         if any(axes_of(t) is not None for t in tensors):
-            self.step(name, args, kwargs, tensors, shapes, tensors_in(out))
+            self.step(what.name, args, kwargs, tensors, shapes, tensors_in(out))
         return out
 
     def step(

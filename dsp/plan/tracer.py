@@ -18,17 +18,7 @@ from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
-from dsp.rules.functions import (
-    ATTRIBUTE_OPS,
-    BY_NUMBER,
-    METADATA,
-    UNRUNNABLE,
-    cast_to,
-    in_place,
-    known,
-    op_name,
-    refuse_unrunnable,
-)
+from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, cast_to, known, refuse_unrunnable
 from dsp.stages import Stage
 from dsp.tensors import memory, node, tensors_in
 
@@ -63,19 +53,15 @@ class Tracer(Recorder, TorchFunctionMode):
         kwargs = kwargs or {}
         if self.in_stage:
             return func(*args, **kwargs)
-        name, attribute = op_name(func)
-        metadata = (attribute and name not in ATTRIBUTE_OPS) or name in METADATA
-        if name in UNRUNNABLE or maybe_current_level() is not None:
-            refuse_unrunnable(name, metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
-        if metadata:
-            return func(*args, **kwargs)
         what = known(func)
+        name = what.name
+        if name in UNRUNNABLE or maybe_current_level() is not None:
+            refuse_unrunnable(name, what.metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
+        if what.metadata:
+            return func(*args, **kwargs)
         args = cast_to(args) if what.casts else args
-        if what.parts is not None:
-            with self:
-                out = what.parts(*args, **kwargs)
-            if out is not None:
-                return out
+        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
+            return out
         if name in BY_NUMBER and not self.real:
             raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
         index = len(self.names)
@@ -86,7 +72,7 @@ class Tracer(Recorder, TorchFunctionMode):
         watch, before = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
-        self.record(index, name, args, kwargs, out, in_place(func))
+        self.record(index, name, args, kwargs, out, what.changing)
         if region is not None and kept:  # an op that is no event comes after the one before
             self.saves[region] = before if len(self.events) > before else before - 0.5
         saved = self.keep(kept) if region is None else 0

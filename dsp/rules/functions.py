@@ -119,6 +119,12 @@ class Function(NamedTuple):
     casts: bool  # it may be given a tensor for the type to cast to
     parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
 
+    def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
+        """What it gives by its parts, each of them seen by `mode`; None of a call that is not written out."""
+        assert self.parts is not None
+        with mode:
+            return self.parts(*args, **kwargs)
+
 
 @lru_cache(maxsize=8192)
 def known(func: Any) -> Function:

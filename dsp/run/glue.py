@@ -85,11 +85,8 @@ class Glue(TorchFunctionMode):
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
         args = cast_to(args) if what.casts else args
-        if what.parts is not None:
-            with self:
-                out = what.parts(*args, **kwargs)
-            if out is not None:
-                return out
+        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
+            return out
         if run.aside:
             return self.operate(-1, func, what, args, kwargs, types)
         if saving_hooks(False) is not None:

@@ -1,6 +1,7 @@
 """What a training run needs beside a model: its configuration, its tasks, its checkpoints and its records."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -22,6 +23,17 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
         error = UserError(f"{prefix}{cause}")
         error.alone = alone
         raise error from cause
+
+
+def command(work: Callable[[], Iterable[Any]]) -> int:
+    """Do a command's work, naming the files that it wrote. The exit status: 2, after one line, if it cannot be done."""
+    try:
+        for file in work():
+            print(f"wrote {file}")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def one_line(error: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import zoo
-from zoo.training import UserError, ranks, user_error
+from zoo.training import UserError, command, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.lora import merged
 from zoo.training.use import locate, restored
@@ -74,14 +74,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layout", choices=LAYOUTS, default="safetensors")
     parser.add_argument("--weights", choices=("averaged", "last"), default="averaged")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> list[Path]:
         out = options.out or locate(options.run)[0] / "export"
-        for file in export(options.run, out, options.layout, options.weights == "averaged"):
-            print(f"wrote {file}")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return export(options.run, out, options.layout, options.weights == "averaged")
+
+    return command(work)
 
 
 if __name__ == "__main__":

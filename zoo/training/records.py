@@ -6,12 +6,13 @@ A file that was damaged, wherever, is read as far as it can be: what is no recor
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zoo.data.limits import parse_json, read_bytes
+from zoo.pictures import whole_file
 from zoo.training import UserError
 
 MOST = 1 << 32  # bytes; a year of steps has less
@@ -45,19 +46,19 @@ def cut_metrics(
             f"{path}: damaged: of the {known['count']} records that were there at step {step} it holds {there}"
             + ("" if there < known["count"] else ", of which some are others")
         )
-    part = path.with_suffix(".part")
-    with naming(part), part.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write(path, "".join(map(line_of, records)))
+    flush(path)
     return records
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record. An OSError names the file."""
     with naming(path), path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(line_of(record))
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"
 
 
 def flush(path: Path) -> None:
@@ -66,19 +67,30 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint says of the records before it: how many, and a checksum."""
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    return {"count": len(records), "sha256": hashlib.sha256(lines.encode()).hexdigest()}
+class Summary:
+    """What a checkpoint says of the records before it: how many, and a checksum; taken as they come."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
+        self.count, self.sum = 0, hashlib.sha256()
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.count += 1
+        self.sum.update(line_of(record).encode())
+
+    def read(self) -> dict[str, Any]:
+        return {"count": self.count, "sha256": self.sum.hexdigest()}
+
+
+def summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return Summary(records).read()
 
 
 def write(path: Path, text: str) -> None:
     """A file that is whole or as it was; what else stands in its place is not written to. An OSError names it."""
-    part = path.with_name(f".{path.name}.part")
-    with naming(path):
-        part.unlink(missing_ok=True)
-        part.write_text(text)
-        os.replace(part, path)
+    with naming(path), whole_file(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from zoo.training import UserError
+from zoo.training import UserError, command
 from zoo.training.charts import Chart, Curve, draw
 from zoo.training.config import leaves, load
 from zoo.training.tracking import duration, higher, read_metrics
@@ -232,12 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="the page; of one run RUN/report.html, of several ./report.html")
     options = parser.parse_args(arguments)
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
-    try:
-        print(f"wrote {write(options.runs, out)}")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command(lambda: [write(options.runs, out)])
 
 
 if __name__ == "__main__":

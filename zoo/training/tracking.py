@@ -23,7 +23,7 @@ from typing import Any
 from zoo.training import UserError
 from zoo.training.config import Config, leaves, load, to_yaml
 from zoo.training.owner import Owner
-from zoo.training.records import append, cut_metrics, flush, read_metrics, summary, write
+from zoo.training.records import Summary, append, cut_metrics, flush, read_metrics, write
 from zoo.training.sinks import Sink, TensorBoard, Wandb
 
 
@@ -65,6 +65,7 @@ class Tracker:
         write(directory / "plan.svg", plan.svg())
         self.path = directory / "metrics.jsonl"
         self.records = cut_metrics(self.path, step, known=before.get("records"))
+        self.summary = Summary(self.records)
         self.sinks: list[Sink] = []
         self.wandb_id: str | None = None
         if config.wandb.mode != "disabled":
@@ -88,13 +89,14 @@ class Tracker:
         record = {"step": step, "time": round(time.time(), 3), **values}
         self.records.append(record)
         append(self.path, record)
+        self.summary.add(record)
         for sink in self.sinks:
             sink.log(step, values)
 
     def flush(self) -> dict[str, Any]:
         """See to it that what was logged outlives a crash of the host; returns what a checkpoint has to say of it."""
         flush(self.path)
-        return {"wandb_id": self.wandb_id, "records": summary(self.records)}
+        return {"wandb_id": self.wandb_id, "records": self.summary.read()}
 
     def picture(self, step: int, path: Path) -> None:
         """Show a GIF or a PNG that was written to the run's directory."""
