@@ -5,7 +5,7 @@ A `Cut` names one sharded dim of a tensor. Chunks follow `torch.chunk`: 5 frames
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,12 @@ def cut_of(placement: Placement) -> Cut | None:
     if isinstance(placement, Shard):
         return Cut(placement.dim)
     return None
+
+
+def cuts_of(placements: Mapping[str, Placement]) -> dict[str, Cut]:
+    """Of those that shard."""
+    cuts = {name: cut_of(placement) for name, placement in placements.items()}
+    return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
 def chunk(size: int, n: int, rank: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import toys
 from slow import slow
 from test_parallel import as_tuple, scalar, wrap_checkpoints
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import dsp
 import zoo
@@ -162,3 +163,14 @@ def test_large_tensors_switch_alone(ranks) -> None:
     for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
         assert counted == planned
         assert called == calls == {"forward": 10, "backward": 10, "recompute": 0}
+
+
+def test_an_input_that_arrives_sharded_is_planned_from_where_it_lies() -> None:
+    toy, kwargs = toys.make("Grid"), toys.inputs("Grid", 1, 6, 6)
+    here, there = (dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False, given={"x": Shard(d)}) for d in (1, 2))
+    assert here.bytes != there.bytes
+    assert min(sum(plan.bytes.values()) for plan in (here, there)) >= sum(
+        dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False).bytes.values()
+    )
+    with pytest.raises(ValueError, match="given names 'y', which is none of the tensors that the model takes: x, cond"):
+        dsp.plan(toy, kwargs=kwargs, size=2, given={"y": Shard(1)})

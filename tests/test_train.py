@@ -482,11 +482,11 @@ def test_every_mesh_trains_alike(run, whole_world, reference, options):
     with Image.open(alone / "samples/step-00000004.gif") as a, Image.open(mesh / "samples/step-00000004.gif") as b:
         assert max(abs(p - q) for p, q in zip(a.convert("L").tobytes(), b.convert("L").tobytes())) <= 8
 
-    # recorded are the bytes that the busiest rank of each switch sends: no rank sends more, but for a few scalars, and
-    # with these uneven lengths not much less. Recomputing a stage sends nothing, recomputing a block what it sent.
+    # recorded is what the busiest rank sends in each phase, but for the sums of the loss and of its weights.
+    # Recomputing a stage sends nothing, recomputing a block what it sent.
     (recorded,) = {comm for (comm,) in metrics(mesh, "comm_bytes").values()}
-    busiest = max(sum(steps[1]) for steps in sent)
-    assert 0.85 * recorded <= busiest <= recorded + 400
+    busiest = sum(max(phase) for phase in zip(*(steps[1] for steps in sent)))
+    assert 0 <= busiest - recorded <= 2 * 24
     blocks = any(option.endswith(("=blocks", "=both")) for option in options)
     assert any(recompute for steps in sent for _, _, recompute in steps) == blocks
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dsp.embedded.core import AttentionCore, Distributed
@@ -17,7 +18,7 @@ from dsp.embedded.ring import Ring
 from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
-from dsp.layout import Axis
+from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
@@ -203,6 +204,7 @@ def plan(
     method: str,
     dtype: torch.dtype | None = None,
     gather_output: bool = True,
+    given: Mapping[str, Placement] | None = None,
     hardware: Hardware | None = None,
     recompute: bool = False,
     save_exchanges: bool = False,
@@ -217,7 +219,7 @@ def plan(
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     stages, root = prepare(model, method, options)
-    goal = Goal(size, None, dtype, gather_output, hardware, recompute, save_exchanges)
+    goal = Goal(size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges)
     return plan_stages(model, stages, root, args, kwargs, goal)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Placement
 
 from dsp.hardware import Hardware
+from dsp.layout import cuts_of
 from dsp.notation import NotationError, StagePattern, parse
 from dsp.plan.advice import remedy
 from dsp.plan.cost import Loads, rows, switches
@@ -70,6 +72,7 @@ def plan(
     memory: int | None = None,
     dtype: torch.dtype | None = None,
     gather_output: bool = True,
+    given: Mapping[str, Placement] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
@@ -77,14 +80,15 @@ def plan(
     A forward that reads its data is run once, on inputs that have some. args, kwargs: what its forward takes (meta
     tensors will do, but for such a forward); stages: as for `parallelize`, by default
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; hardware: what
-    the ranks are and how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the
-    memory). Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
+    parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
+    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
+    ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     if size < 1:
         raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
-    goal = Goal(size, memory, dtype, gather_output, hardware)
+    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}))
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)
 
 
@@ -101,7 +105,7 @@ def plan_stages(
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = traced(
         model, stages, root, args, kwargs or {}, goal.size,
-        gather_output=goal.gather_output, dtype=goal.dtype, recompute=goal.again_inside,
+        gather_output=goal.gather_output, dtype=goal.dtype, given=goal.given, recompute=goal.again_inside,
     )  # fmt: skip
     made = make_plan(t, {s.name: s for s in stages}, goal)
     if not (advise and made.whole):

@@ -138,6 +138,13 @@ class Recorder(Operations):
     # --- the model's own inputs and outputs ---
 
     def root_inputs(self, bound: list[Bound], given: Mapping[str, Cut]) -> None:
+        taken = [b.param for b in bound]
+        for name in given.keys() - set(taken):
+            raise NotationError(
+                f"given names {name!r}, which is none of the tensors that the model takes: {', '.join(taken)}"
+                if taken
+                else f"given names {name!r}: the stages need a root pattern that declares it"
+            )
         for b in bound:
             if b.pattern is None:
                 continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from dsp.hardware import Hardware
+from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, solve
 from dsp.stages import Stage
@@ -17,7 +18,7 @@ from dsp.stages import Stage
 
 @dataclass(frozen=True)
 class Goal:
-    """What a plan is made for: `dsp.plan` has the first five.
+    """What a plan is made for: `dsp.plan` has the first six.
 
     again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
     what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
@@ -28,6 +29,7 @@ class Goal:
     dtype: torch.dtype | None = None
     gather_output: bool = False
     hardware: Hardware | None = None
+    given: Mapping[str, Cut] = field(default_factory=dict)
     again_inside: bool = False
     kept_inside: bool = False
     batch: bool = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import connected_local
-from dsp.layout import Axis, Cut, cut_of
+from dsp.layout import Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.private import LEAF, PASSING, FakeTensor, pytree
 from dsp.sharded import Sharded, carry
@@ -49,8 +49,7 @@ def described(v: Any) -> Any:
 def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str, Cut]:
     """The inputs that arrive already sharded."""
     bound = signature.bind(args, kwargs)[1] if signature is not None else []
-    cuts = {b.param: cut_of(b.tensor.placements[0]) for b in bound if isinstance(b.tensor, DTensor)}
-    return {k: c for k, c in cuts.items() if c is not None}
+    return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})
 
 
 def split(

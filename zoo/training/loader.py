@@ -20,8 +20,8 @@ from zoo.training.task import Task
 class Part(NamedTuple):
     """What a process beside a rank made of a tensor that is divided: the rank makes it a DTensor."""
 
+    name: str
     local: Tensor
-    dim: int
     length: int
 
 
@@ -72,8 +72,8 @@ class Wanted(Dataset[Any]):
         except UserError as error:
             return Failed(str(error))
 
-    def divided(self, local: Tensor, dim: int, length: int) -> Any:
-        return local if self.task.size == 1 or length == 1 else Part(local, dim, length)
+    def divided(self, name: str, local: Tensor, length: int) -> Any:
+        return local if self.task.size == 1 or length == 1 else Part(name, local, length)
 
 
 class Micro(Sequence[tuple[int, int]]):

@@ -55,8 +55,9 @@ def sizes_that_exist() -> Iterator[None]:
 
 def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
     with torch.device("meta"), sizes_that_exist():
+        inputs = task.example(objective, bucket)
         return user_error(
-            dsp.embedded.plan, objective, kwargs=task.example(objective, bucket), size=sp, dtype=compute_dtype(config),
+            dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
         )  # fmt: skip
 

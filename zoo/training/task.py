@@ -12,12 +12,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 import zoo
 from dsp.layout import chunk
@@ -45,6 +45,7 @@ class Task(ABC):
     identity: dict[str, Any]  # what a checkpoint has to agree with
     tokens: int  # of one sample, for the throughput; known once the model is made
     validation_samples: int  # of all data-parallel groups together
+    divided: ClassVar[Mapping[str, int]] = {}  # inputs of which a rank makes its own part alone, and the dim
     levels: int = 1  # parts of the validation loss that are also reported one by one
 
     def __init__(self, config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu"):
@@ -119,8 +120,14 @@ class Task(ABC):
         """The rows of `length` that this rank holds. A single one is not there to be divided: every rank has it."""
         return share(length, self.rank, self.size) if length > 1 else range(length)
 
-    def part(self, local: Tensor, dim: int, length: int) -> Tensor:
-        """This rank's part of a tensor that is divided along `dim`, where the whole has `length` rows, as a DTensor."""
+    def given(self, inputs: Mapping[str, Any]) -> dict[str, Placement]:
+        """How those of a batch arrive that are divided."""
+        there = {name: dim for name, dim in self.divided.items() if name in inputs}
+        return {name: Shard(dim) for name, dim in there.items() if inputs[name].shape[dim] > 1}
+
+    def part(self, name: str, local: Tensor, length: int) -> Tensor:
+        """This rank's part of an input that is `divided`, where the whole has `length` rows, as a DTensor."""
+        dim = self.divided[name]
         if self.mesh is None or self.size == 1 or length == 1:
             return local
         whole = torch.empty([*local.shape[:dim], length, *local.shape[dim + 1 :]], device="meta")

@@ -51,6 +51,8 @@ class Sample:
 class Task(task.Task):
     """Autoregressive images: a rank holds a range of the rows of each."""
 
+    divided = {"image": 2}
+
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
         self.shape, self.levels_of_grey, self.classes = DigitImages.shape, DigitImages.levels, DigitImages.num_classes
@@ -107,7 +109,7 @@ class Task(task.Task):
 
     def _inputs(self, data: DigitImages, indices: Sequence[int]) -> Inputs:
         images, labels = zip(*(data.image(index, self.here(self.shape[1])) for index in indices))
-        inputs: Inputs = {"image": self.part(torch.stack(images), 2, self.shape[1])}
+        inputs: Inputs = {"image": self.part("image", torch.stack(images), self.shape[1])}
         return inputs | ({"label": torch.tensor(labels)} if self.conditional else {})
 
     def describe(self) -> str:

@@ -178,7 +178,7 @@ class Task(video.Task):
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
         x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        return {"x": self.part(x, 2, frames), **self.tell(folder, entries, drop)}
+        return {"x": self.part("x", x, frames), **self.tell(folder, entries, drop)}
 
     def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
         """What the model takes beside these clips: their captions, the empty one where `drop`, and their sizes (b)."""

@@ -104,6 +104,11 @@ class Dataset(Protocol):
 class Task(task.Task):
     """Proteins: a rank holds a range of the rows of each alignment and of the rows i of its pairs."""
 
+    divided = dict.fromkeys(
+        "msa deletions msa_mask msa_target msa_weight bins pair_weight couplings "
+        "extra_msa extra_deletions extra_mask".split(), 1,
+    )  # fmt: skip
+
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
         data = config.data
@@ -220,7 +225,7 @@ class Task(task.Task):
             for name, sums in counted.items():
                 if name in found:
                     found[name] /= sums[:, None, None]
-            return {name: self.part(x, 1, length) for name, x in found.items()}
+            return {name: self.part(name, x, length) for name, x in found.items()}
 
         # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])

@@ -107,6 +107,8 @@ class Sample:
 class Task(task.Task):
     """Diffusion on clips: a rank holds a range of the frames of each."""
 
+    divided = {"x": 2, "noise": 2, "x_mask": 1}
+
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
         self.levels, self.validation_samples = config.eval.levels, config.eval.clips
@@ -221,12 +223,12 @@ class Task(task.Task):
         (frames, *size), options = clip, self.config.objective
         seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
-            "noise": self.part(seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), 2, frames),
+            "noise": self.part("noise", seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), frames),
             "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids)),
         }
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
-            inputs["x_mask"] = self.part(mask[:, here.start : here.stop], 1, frames)
+            inputs["x_mask"] = self.part("x_mask", mask[:, here.start : here.stop], frames)
             inputs["weight"] = frames / mask.sum(1)  # a sample counts as much as any, however few frames are judged
         return inputs
 
@@ -246,7 +248,7 @@ class Task(task.Task):
         (frames, *size), here = clip, self.here(clip[0])
         for i in range(len(levels)):
             noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
-            drawn: Inputs = {"noise": self.part(noise, 2, frames), "timestep": levels[i].repeat(len(ids))}
+            drawn: Inputs = {"noise": self.part("noise", noise, frames), "timestep": levels[i].repeat(len(ids))}
             yield i, len(ids) if count is None else count, inputs | drawn
 
     def judged_clips(self) -> list[tuple[int, int]]:
@@ -260,7 +262,7 @@ class Task(task.Task):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        return {"x": self.part(x, 2, self.clip[0]), **self.told(labels, self.clip)}
+        return {"x": self.part("x", x, self.clip[0]), **self.told(labels, self.clip)}
 
     def told(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
         """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
