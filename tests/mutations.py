@@ -198,7 +198,7 @@ FAULTS = [
     Fault(
         "what is long may run whole where it need not",
         "dsp/plan/operations.py",
-        "if whole and any(c.rank == 0 for c in parts) and self.long((*op.tracked, *op.outputs)):",
+        "if whole and any(c.rank == 0 for c in parts) and self.long((*read, *op.outputs)):",
         "if whole and not parts:",
         "test_plan_least",
     ),

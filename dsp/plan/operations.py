@@ -223,7 +223,8 @@ class Operations(Values):
             self.run_whole(op, found, op.outputs)
         parts = [c for c in found.choices if any(c.needs)]
         whole = len(parts) < len(found.choices)
-        if whole and any(c.rank == 0 for c in parts) and self.long((*op.tracked, *op.outputs)):
+        read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
+        if whole and any(c.rank == 0 for c in parts) and self.long((*read, *op.outputs)):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = parts
         return found

@@ -61,7 +61,7 @@ def solve(problem: Problem) -> Solution:
     solution = Elimination(facts).solve(MADE)
     if solution is None:
         facts.settle()
-        solution = Elimination(facts).solve()
+        solution = Elimination(facts).solve(patient=True)
     solution = solution or Sweep(facts, inf).solve()
     for found in (_lean(facts, solution), solution):
         if found is not None and (capacity is None or found.peak <= capacity):
@@ -82,7 +82,7 @@ def _lean(facts: Facts, best: Solution) -> Solution | None:
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None
     facts.narrow(limit)
-    found = Elimination(facts).solve(MADE)
+    found = Elimination(facts).solve(MADE, patient=True)
     if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
         return None
     return replace(found, exact=best.exact)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import count, product
+from itertools import combinations, count, product
 from math import inf, prod
 from typing import Any
 
@@ -18,13 +18,17 @@ from dsp.planner.problem import (
     Solution,
 )
 
-ROWS = 20_000  # rows of a table in the elimination; a problem that needs more goes to the sweep
+ROWS = 20_000  # rows of a table where the smallest is made next
+PATIENT = 200_000  # and in the better order, which takes longer to find; a problem that needs more goes to the sweep
 MADE = 300_000  # rows of all its tables, where the problem can be made smaller
+ENOUGH = 1_500_000  # and in the better order
 HUB = 32  # tables that a variable of one value is in, to be left out of them: its neighbours would be all the others
 
 _Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts that it may start in, those asked of it so far
 _Row = tuple[Any, ...]  # a value for each variable of a table
 _Table = tuple[tuple[int, ...], dict[_Row, tuple[int, int]]]  # variables, and for each row (cost, largest)
+_Near = Mapping[int, set[int]]  # of each variable those that stand in a table with it, and itself
+_Weights = Mapping[int, int]  # of each variable how many values it may have
 
 
 class Elimination:
@@ -39,12 +43,15 @@ class Elimination:
         self.facts = facts
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
-    def solve(self, most: float = inf) -> Solution | None:
+    def solve(self, most: float = inf, patient: bool = False) -> Solution | None:
         """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several.
 
-        Or if all of them have more than `most` rows.
+        Or if all of them have more than `most` rows. patient: whether another order is tried then.
         """
-        best, rows = _minimize(self.tables(), most)
+        tables = self.tables()
+        best, rows = _minimize(tables, most, ROWS, _size)
+        if best is None and patient:
+            best, rows = _minimize(tables, ENOUGH, PATIENT, _fill)
         if best is None:
             return None
         choices = [best[k] for k in range(len(self.facts.runs))]
@@ -131,11 +138,55 @@ class Elimination:
         return homes, sorted(moves, key=lambda move: (move.before, move.value))
 
 
-def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None, int]:
+def _size(variable: int, near: _Near, weights: _Weights) -> int:
+    """How large the table may be that is made where a variable goes."""
+    return prod(weights[other] for other in near[variable])
+
+
+def _fill(variable: int, near: _Near, weights: _Weights) -> int:
+    """How much it joins that is apart as yet: the weighted min-fill order (Kjaerulff 1990)."""
+    pairs = combinations(near[variable] - {variable}, 2)
+    return sum(weights[one] * weights[two] for one, two in pairs if two not in near[one])
+
+
+class _Order:
+    """Which variable goes next: the least by `of`, which is counted anew where one that went has joined others."""
+
+    def __init__(self, scopes: Iterable[tuple[int, ...]], weights: _Weights, of: Callable[..., int]) -> None:
+        self.weights, self.of = weights, of
+        self.near: dict[int, set[int]] = {}
+        for scope in scopes:
+            for variable in scope:
+                self.near.setdefault(variable, set()).update(scope)
+        self.place = {variable: of(variable, self.near, weights) for variable in self.near}
+        self.queue = [(at, variable) for variable, at in self.place.items()]
+        heapify(self.queue)
+
+    def __iter__(self) -> Iterator[int]:
+        while self.queue:
+            at, variable = heappop(self.queue)
+            if self.place.get(variable) == at:  # or else it was put in again, elsewhere
+                yield variable
+
+    def gone(self, variable: int, scope: tuple[int, ...]) -> None:
+        """A variable was eliminated; its neighbours, the scope of the new table, stand in one now."""
+        del self.place[variable]
+        for other in scope:
+            self.near[other] = (self.near[other] | self.near[variable]) - {variable}
+        wider = {third for joined in scope for third in self.near[joined]}
+        for other in scope if self.of is _size else wider:
+            if (at := self.of(other, self.near, self.weights)) != self.place[other]:
+                self.place[other] = at
+                heappush(self.queue, (at, other))
+
+
+def _minimize(
+    tables: list[_Table], most: float, rows: int, by: Callable[..., int]
+) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
-    The next variable to go is the one that makes the smallest table. That table holds, for every row of values that its
-    neighbours may have, the best value of the variable.
+    The next variable to go is the least by `by`. Its table holds, for every row of values that its neighbours may have,
+    the best value of the variable. None if a table has more than so many rows, or all of them more than `most`.
     """
     values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
     times: Counter[int] = Counter()
@@ -145,22 +196,15 @@ def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None,
             values.setdefault(variable, {}).update((row[i], None) for row in table)
     hubs = [variable for variable, own in values.items() if len(own) == 1 and times[variable] > HUB]
     found: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
-    near: dict[int, set[int]] = {}
     of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
     left = {number: _without(found, table) for number, table in enumerate(tables)}
     for number, (scope, _) in left.items():
         for variable in scope:
-            near.setdefault(variable, set()).update(scope)
             of.setdefault(variable, {})[number] = None
-    size = {variable: prod(len(values[other]) for other in near[variable]) for variable in near}
-    queue = [(rows, variable) for variable, rows in size.items()]
-    heapify(queue)
+    order = _Order((scope for scope, _ in left.values()), {v: len(own) for v, own in values.items()}, by)
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     made = 0
-    while queue:
-        rows, variable = heappop(queue)
-        if size.get(variable) != rows:
-            continue  # it was put in again, with another size
+    for variable in order:
         joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
         for number in of.pop(variable):
             term = left.pop(number)
@@ -169,7 +213,7 @@ def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None,
                     del of[other][number]
             joined = _join(joined, term)
             made += len(joined[1])
-            if len(joined[1]) > ROWS or made > most:
+            if len(joined[1]) > rows or made > most:
                 return None, made
         scope = joined[0][1:]
         best: dict[_Row, tuple[tuple[int, int], Any]] = {}
@@ -179,12 +223,9 @@ def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None,
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
         number = len(tables) + len(chosen)
         left[number] = scope, {row: cost for row, (cost, _) in best.items()}
-        del size[variable]
         for other in scope:
             of[other][number] = None
-            near[other] = (near[other] | near[variable]) - {variable}
-            size[other] = prod(len(values[third]) for third in near[other])
-            heappush(queue, (size[other], other))
+        order.gone(variable, scope)
     for variable, scope, choose in reversed(chosen):
         found[variable] = choose[tuple(found[other] for other in scope)]
     return found, made
