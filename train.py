@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +34,7 @@ from zoo.training import config as cfg
 from zoo.training.account import closing, opening
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
-from zoo.training.guard import Guard
+from zoo.training.guard import Diverged, Guard, Kept
 from zoo.training.loader import Micro, batches, place
 from zoo.training.meter import Meter, log_line
 from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
@@ -92,6 +93,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     plan = make_plan(config, task, objective, sp)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
+    begun = ranks.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    stop.progress.model, stop.progress.folder = model, directory / "flight" / begun
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
@@ -185,6 +188,8 @@ def loop(run: Run) -> bool:
         run.saver.wait()
         ranks.say(f"stopped by a signal after step {step}; resume=true continues")
         return False
+    except Diverged as error:
+        raise UserError(f"{error}; {leave_sound(run)}. A lower optim.lr or a longer optim.warmup may help") from None
     finally:
         made.close()
         run.saver.abandon()
@@ -214,7 +219,9 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
     losses = dict(zip(losses, means))
     loss = sum(means)
-    taken = run.guard.takes(step, loss, norm, run)  # by the same numbers on every rank
+    if run.guard.copies(step, loss):  # by the same numbers on every rank, as what follows
+        run.guard.kept = kept(run)
+    taken = run.guard.takes(step, loss, norm, run)
     for optimizer in run.optimizers:
         if taken:
             optimizer.step()
@@ -272,8 +279,32 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
 
 
 def save(run: Run, step: int) -> None:
-    recorded = ranks.on_first_rank(lambda: run.tracker.flush() if run.tracker else {})
-    run.saver.save(step, contents(run), {**recorded, "guard": run.guard.state()})
+    run.saver.save(step, contents(run), extra(run, step))
+
+
+def extra(run: Run, step: int) -> dict[str, Any]:
+    """What a checkpoint has beside the tensors."""
+    recorded = ranks.on_first_rank(lambda: run.tracker.flush(step) if run.tracker else {})
+    return {**recorded, "guard": run.guard.state()}
+
+
+def kept(run: Run) -> Kept:
+    """A copy of the weights as they are, and of all that goes with them."""
+    return Kept(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
+
+
+def leave_sound(run: Run) -> str:
+    """After a divergence: see to it that the newest checkpoint is of weights that gave a finite loss. Says where."""
+    guard, directory = run.guard, run.saver.directory
+    run.saver.wait()
+    sound = ranks.on_first_rank(lambda: [(at, path) for at, path in checkpoint.found(directory) if at < guard.sound])
+    guard.forget()
+    best = kept(run) if guard.sound > guard.taken else guard.kept
+    if best and best.step > max((at for at, _ in sound), default=0):
+        path = checkpoint.write(directory, best.step, best.held, extra=best.extra, keep=run.config.checkpoint.keep)
+        ranks.say(f"step {best.step}: checkpoint {path}")
+        sound.append((best.step, path))
+    return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
 
 
 def contents(run: Run) -> checkpoint.Contents:

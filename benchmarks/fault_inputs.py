@@ -30,10 +30,10 @@ ANSWER = 20  # seconds within which a configuration has to be judged
 
 
 def damage(run: Path, chance: random.Random) -> str:
-    """Damage one file of a run; says which and how."""
+    """Damage one file of a run, nine times of ten of a checkpoint; says which and how."""
     names = ["metrics.jsonl", "config.yaml", "samples"]
-    step = run / "checkpoints" / chance.choice(["step-00000006", "step-00000009"])
-    files = [run / name for name in names] + 3 * sorted(step.iterdir()) + [step, run / "checkpoints"]
+    step = run / "checkpoints" / chance.choice(["step-00000006", *7 * ["step-00000009"]])
+    files = [run / name for name in names] + 6 * sorted(step.iterdir()) + 2 * [step] + [run / "checkpoints"]
     path = chance.choice(files)
     ways: list[Callable[[Path], Any]] = [_remove, _fifo, _zero, _folder, _loop]
     if path.is_file():
@@ -44,6 +44,19 @@ def damage(run: Path, chance: random.Random) -> str:
     way = chance.randrange(len(ways))
     ways[way](path)
     return f"{path.relative_to(run)}, way {way}"
+
+
+def contents(checkpoint: Path) -> dict[str, bytes | None]:
+    """Of every file that a checkpoint has, its bytes; None for what is no file."""
+    names = ("__0_0.distcp", ".metadata", "state.json", "manifest.json")
+    return {name: (checkpoint / name).read_bytes() if _regular(checkpoint / name) else None for name in names}
+
+
+def _regular(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a link to itself
+        return False
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -132,7 +145,7 @@ def wrong() -> Iterator[str]:
     yield from ("train.seed=-1", "train.seed=" + "9" * 19, "=1", "a b=1", "train.precision=fp8", "parallel.method=none")
 
 
-def configs(count: int, report: Any) -> None:
+def configs(_: Path, count: int, __: Any, report: Any) -> None:
     told = 0
     cases = list(wrong())[:count]
 

@@ -1,17 +1,20 @@
 """Faults of every kind, one after another: is anything lost, is every fault one line, does everyone leave?
 
     python benchmarks/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--configs 200] [--files 200]
-                                [--mutations 15000] [--seed 0] [--out faults.json]
+                                [--mutations 15000] [--memory 14] [--only KIND ...] [--seed 0] [--out faults.json]
 
 kills      SIGKILL for a rank of two, at any moment or inside a save, then resume; the curve is that of a quiet run
 launchers  SIGKILL for torchrun; its ranks have to leave
 hangs      SIGSTOP for a rank, or a loader that sleeps; the others have to name it and leave
-damages    to the files of a run, then resume: the curve is the same, or one line says why not
+damages    to a checkpoint, mostly the newest, or to the records; then resume: what was damaged is named, and the curve
+           is the same, or one line says why not
 configs    configurations that cannot be: one line each, within seconds
 files      damaged videos, structures, alignments and folders of latents: an error of the reader's own, or a result
 mutations  of the bytes of all these texts, read without the rest of a run
+memory     of reading a hostile file, beside that of a sound one as large
 
 Ranks are forked from this process, so that one start takes a second. Prints a line for each kind, and what broke.
+`--only kills hangs` does these; `--out` keeps what it has of other kinds, so that all may be done in pieces.
 """
 
 import argparse
@@ -27,6 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fault_inputs  # noqa: E402
+import fault_memory  # noqa: E402
 import sklearn.datasets  # noqa: E402, F401 (ranks are forked with it)
 import torch  # noqa: E402
 
@@ -126,18 +132,31 @@ class Ranks:
     def lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()
 
+    def steps(self) -> int:
+        """How many steps were logged."""
+        return sum(line.startswith("step ") and "  loss " in line for line in self.lines())
+
 
 def losses(directory: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(directory / "metrics.jsonl") if "loss" in record}
 
 
-def until(condition: Callable[[], Any], ranks: Ranks, seconds: float = 120.0) -> bool:
+def until(condition: Callable[[], Any], ranks: Ranks, seconds: float = 120.0, every: float = 0.01) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end and ranks.running():
         if condition():
             return True
-        time.sleep(0.01)
+        time.sleep(every)
     return bool(condition())
+
+
+def unfinished(run: Path, since: int) -> bool:
+    """Whether a checkpoint is being written that was begun after `since` (ns), or was and is not whole."""
+    for path in run.glob("checkpoints/*.incomplete"):
+        with suppress(OSError):
+            if path.stat().st_mtime_ns > since:
+                return True
+    return False
 
 
 class Runs:
@@ -163,29 +182,31 @@ class Runs:
 
 def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None:
     """SIGKILL for one rank of two, again and again, in one run that is resumed each time."""
-    directory, took, inside = runs.folder / "killed", [], 0
+    directory, took, inside, steps = runs.folder / "killed", [], 0, set()
     for i in range(3 * count):
         if len(took) == count:
             break
+        began = time.time_ns()  # what an earlier kill left is no save of this start
+        saves = partial(unfinished, directory, began)
         ranks = Ranks(2, runs.arguments("killed", "resume=true"), runs.folder / "killed.log")
-        known = len(losses(directory))
-        saving = i % 3 == 0
-        victim = chance.randrange(2)
-        if saving:
-            reached = until(lambda: any(directory.glob("checkpoints/*.incomplete")), ranks)
-        else:
-            reached = until(lambda: len(losses(directory)) not in (0, known), ranks)  # noqa: B023
+        victim, ahead = chance.randrange(2), chance.randrange(12)  # steps of this start before the kill
+        reached = until(lambda: ranks.steps() >= ahead, ranks)  # noqa: B023
+        if i % 2 == 0:
+            reached = until(saves, ranks, every=0.0005)
+        elif reached:
             time.sleep(chance.random() * 0.05)
         if not reached or len(ranks.running()) < 2:
             ranks.end()
             shutil.rmtree(directory, ignore_errors=True)  # it is through: begin anew
             continue
+        saving = saves()
         os.kill(ranks.pids[victim], signal.SIGKILL)
         left = ranks.wait(LEAVE)
         if report.hold(left is not None, f"kill {i}: rank {1 - victim} stays"):
             took.append(left)
         ranks.end()
-        inside += any(directory.glob("checkpoints/*.incomplete"))
+        inside += saving and saves()  # begun before the kill, and whole never
+        steps |= losses(directory).keys()
         lines = ranks.lines()
         report.hold(not any("Traceback" in line for line in lines), f"kill {i}: a traceback in {lines[-5:]}")
         named = [line for line in lines if re.match(rf"error: rank {victim} \(.*\) is gone", line)]
@@ -196,10 +217,12 @@ def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None
     last.end()
     report.hold(losses(directory) == runs.curve, "after all kills the curve is another")
     slowest = f"{max(took, default=0):.1f}"
-    report.add("kills", len(took), inside_a_save=inside, slowest_leaving_s=slowest, equal_steps=len(runs.curve))
+    met = len(runs.curve.keys() & steps)
+    equal = f"{met} of {len(runs.curve)}"
+    report.add("kills", len(took), inside_a_save=inside, slowest_leaving_s=slowest, equal_steps=equal)
 
 
-def launchers(runs: Runs, count: int, report: Report) -> None:
+def launchers(runs: Runs, count: int, _: Any, report: Report) -> None:
     took = []
     for i in range(count):
         directory = runs.folder / f"orphan{i}"
@@ -241,7 +264,7 @@ def _sleeps(rank: int) -> Callable[[int], None]:
     return patch
 
 
-def hangs(runs: Runs, count: int, report: Report) -> None:
+def hangs(runs: Runs, count: int, _: Any, report: Report) -> None:
     took = []
     for i in range(count):
         victim, name = i // 2 % 2, f"hung{i}"
@@ -258,6 +281,9 @@ def hangs(runs: Runs, count: int, report: Report) -> None:
         named = [line for line in lines if re.match(rf"error: {word}rank {victim} \(", line)]
         report.hold(len(named) == 1 and lines[-1] == named[0], f"hang {i}: rank {victim} is not named: {lines[-2:]}")
         report.hold(not any("Traceback" in line for line in lines), f"hang {i}: a traceback: {lines[-4:]}")
+        records = {path.name for path in (runs.folder / name).glob("flight/*/rank-*.json")}
+        expected = {f"rank-{rank}.json" for rank in (0, 1) if patch or rank != victim}
+        report.hold(records == expected, f"hang {i}: flight records {sorted(records)}")
         shutil.rmtree(runs.folder / name, ignore_errors=True)
     report.add("hangs", count, timeout_s=10, slowest_leaving_s=f"{max(took, default=0):.1f}")
 
@@ -267,13 +293,14 @@ def damages(runs: Runs, count: int, chance: random.Random, report: Report) -> No
     whole, victim, log = runs.folder / "whole", runs.folder / "damaged", runs.folder / "damaged.log"
     done = Ranks(1, runs.arguments("whole", "train.steps=12", "checkpoint.keep=3"), log)
     done.wait(600)
-    curve = losses(whole)
+    curve, newest = losses(whole), "checkpoints/step-00000009"
     shutil.rmtree(whole / "checkpoints" / "step-00000012")
-    told = went_on = 0
+    told = went_on = changed = 0
     for i in range(count):
         shutil.rmtree(victim, ignore_errors=True)
         shutil.copytree(whole, victim, symlinks=True)
         what = fault_inputs.damage(victim, chance)
+        other = fault_inputs.contents(victim / newest) != fault_inputs.contents(whole / newest)
         ranks = Ranks(1, [*runs.arguments("damaged"), "resume=true", "train.steps=12"], log)
         report.hold(ranks.wait(LEAVE) is not None, f"damage {i}, {what}: no end")
         ranks.end()
@@ -285,44 +312,54 @@ def damages(runs: Runs, count: int, chance: random.Random, report: Report) -> No
             told, went_on = told + (not finished), went_on + finished
         after = losses(victim) if finished else {}
         wrong = [step for step, loss in after.items() if curve[step] != loss]
-        silent = finished and len(after) < 12 and not any("damaged" in line for line in lines)
+        named = bool(errors) or any("damaged" in line for line in lines)
+        silent = finished and len(after) < 12 and not named
         report.hold(not wrong and not silent, f"damage {i}, {what}: other records {wrong}, of {len(after)} steps")
-    report.add("damages", count, went_on_with_the_same_curve=went_on, refused_in_one_line=told)
+        absent = not (victim / newest).exists() and not any("resumed from step 9" in line for line in lines)
+        changed += other
+        if other:  # of the newest checkpoint: found, or gone and the step that the run goes on from is another
+            report.hold(named or absent, f"damage {i}, {what}: not found: {lines[:4]}")
+        else:
+            report.hold(
+                bool(errors) or "resumed from step 9" in lines, f"damage {i}, {what}: the newest was sound: {lines[:4]}"
+            )
+    found = {"went_on_with_the_same_curve": went_on, "refused_in_one_line": told}
+    report.add("damages", count, of_the_newest_checkpoint=changed, **found)
+
+
+KINDS: dict[str, Callable[..., None]] = {
+    "kills": kills, "launchers": launchers, "hangs": hangs, "damages": damages, "configs": fault_inputs.configs,
+    "files": fault_inputs.files, "mutations": fault_inputs.mutations, "memory": fault_memory.memory,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Faults of every kind.")
-    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "configs": 200, "files": 200, "mutations": 15000}
+    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "configs": 200, "files": 200}
+    usual |= {"mutations": 15000, "memory": fault_memory.KINDS}
     for name, count in usual.items():
         parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--only", nargs="+", choices=usual, default=list(usual), help="kinds to do; all else is left")
     parser.add_argument("--steps", type=int, default=120, help="of the run that is killed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a JSON file for what was found")
+    parser.add_argument("--out", type=Path, help="a JSON file for what was found, beside what is in it of other kinds")
     options = parser.parse_args(arguments)
-    report, began, chance = Report(), time.monotonic(), random.Random(options.seed)
+    report, began = Report(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dsp-faults-"))
+    wanted = {name: getattr(options, name) for name in options.only if getattr(options, name)}
     try:
-        if options.kills or options.launchers or options.hangs or options.damages:
-            runs = Runs(folder, options.steps)
-            if options.kills:
-                kills(runs, options.kills, chance, report)
-            if options.launchers:
-                launchers(runs, options.launchers, report)
-            if options.hangs:
-                hangs(runs, options.hangs, report)
-            if options.damages:
-                damages(runs, options.damages, chance, report)
-        if options.configs:
-            fault_inputs.configs(options.configs, report)
-        if options.files:
-            fault_inputs.files(folder, options.files, chance, report)
-        if options.mutations:
-            fault_inputs.mutations(folder, options.mutations, chance, report)
+        runs = Runs(folder, options.steps) if wanted.keys() & {"kills", "launchers", "hangs", "damages"} else None
+        for name, count in wanted.items():
+            kind: Any = KINDS[name]
+            place = runs if name in ("kills", "launchers", "hangs", "damages") else folder
+            kind(place, count, random.Random(f"{name} {options.seed}"), report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(report.broken)} broken, in {time.monotonic() - began:.0f} s")
     if options.out:
-        options.out.write_text(json.dumps({**report.found, "broken": report.broken}, indent=1) + "\n")
+        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+        broken = [what for what in before.pop("broken", ()) if what.split()[0] + "s" not in wanted] + report.broken
+        options.out.write_text(json.dumps({**before, **report.found, "broken": broken}, indent=1) + "\n")
     return bool(report.broken)
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from zoo.data import video_folder
+from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.video_folder import VideoError, VideoFolder
@@ -29,6 +29,14 @@ def test_seeds_are_mixed_and_refuse_what_is_not_an_integer():
     assert hash_seed(np.int64(3), torch.tensor(4)) == hash_seed(3, 4)
     with pytest.raises(TypeError):
         hash_seed([1, 2])  # type: ignore[arg-type]
+
+
+def test_a_long_preparation_says_how_far_it_is(caplog, monkeypatch):
+    seconds = iter([0.0, 4.0, 12.0, 13.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    with caplog.at_level(logging.INFO):
+        assert list(progress.counted("abcd", 4, "reading", logging.getLogger())) == list("abcd")
+    assert [record.getMessage() for record in caplog.records] == ["reading: 2 of 4, 12 s left"]
 
 
 def test_order_is_a_permutation_of_its_own_for_every_seed_and_epoch():

@@ -45,7 +45,7 @@ def test_damaged_files_end_in_an_error_of_their_reader(inputs, tmp_path):
 def test_files_and_configurations(inputs, tmp_path):
     found = Found()
     inputs.files(tmp_path, 40, random.Random(2), found)
-    inputs.configs(40, found)
+    inputs.configs(tmp_path, 40, None, found)
     assert found.broken == []
     assert found.found["configs"]["told_in_one_line"] == 40
 

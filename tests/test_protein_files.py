@@ -520,6 +520,7 @@ def test_fasta_and_stockholm_leave_out_what_the_query_has_not(tmp_path):
         ("a.a3m", ">q\nMKV\n>r\nM1V\n", r"row 2 \(r\) has '1' in column 2"),
         ("a.sto", STOCKHOLM.replace("//", ""), "no // at its end"),
         ("a.sto", STOCKHOLM.replace("gA", "gAA"), "a.sto: not a readable Stockholm file"),
+        ("a.sto", "# STOCKHOLM 1.0\n" + "q M\n" * 10_001 + "//", "one row is in 10001 parts, and the limit is 10000"),
         ("a.sto", "nothing\n//", "not a readable Stockholm file"),
         ("a.txt", ">q\nMKV\n", r"not an alignment by its name; expected one of .a3m"),
     ],

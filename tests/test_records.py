@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from zoo.data import limits
 from zoo.training import UserError, records
 from zoo.training.records import append, cut_metrics, naming, read_metrics
 
@@ -65,6 +66,15 @@ def test_a_damaged_line_is_named_and_kept(tmp_path, line, place):
     assert (tmp_path / "metrics.damaged").read_bytes() == line + b"\n"
     assert cut_metrics(path, 4, said.append) == LINES[:4]
     assert len(said) == 1  # once
+
+
+def test_long_texts_of_little_but_brackets_are_refused():
+    """Each of them would take many times what an honest text takes: a million objects in three megabytes."""
+    for text in ("[" + "{}," * 30_000 + "{}]", b"{" + b'"a":1,' * 20_000 + b'"a":1}', "[" * 70_000):
+        with pytest.raises(ValueError, match="little but brackets and names"):
+            limits.parse_json(text)
+    assert len(limits.parse_json("[" + "{}," * 1000 + "{}]")) == 1001
+    assert len(limits.parse_json("[" + "1.25," * 30_000 + "1.25]")) == 30_001
 
 
 def test_mutations(tmp_path):

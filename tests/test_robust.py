@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from zoo.training import UserError, checkpoint
 from zoo.training import config as cfg
-from zoo.training.guard import FEWEST, Guard
+from zoo.training.guard import FEWEST, Diverged, Guard
 from zoo.training.loader import Failed, Micro, Wanted, batches
 from zoo.training.optim import optimizers
 from zoo.training.schedule import learning_rate
@@ -39,7 +39,7 @@ def test_schedules():
     assert rates(schedule="wsd", decay=0.0) == rates(schedule="constant")
 
 
-def test_the_guard_judges_alike_after_a_resume(tmp_path):
+def test_the_guard_judges_alike_after_a_resume():
     options = Train(skip=1, spike=5.0)
     norms = [1.0 + 0.01 * i for i in range(FEWEST)] + [100.0, 1.0, math.nan, math.inf]
     whole, parts = Guard(options), Guard(options)
@@ -52,13 +52,9 @@ def test_the_guard_judges_alike_after_a_resume(tmp_path):
         if step == FEWEST + 1:
             assert why.startswith("gradient norm 100, 95.")
     assert (whole.skipped, whole.in_row, whole.sound) == (3, 2, FEWEST + 2)
-    for at in (3, 12, 13):
-        (tmp_path / f"step-{at:08d}").mkdir()
-    with pytest.raises(
-        UserError, match=r"the last 2 steps were skipped .* known to be sound is .*step-00000003$|A lower"
-    ) as e:
-        whole.check(14, "loss inf", tmp_path, last=False)
-    assert "weights before step 12" in str(e.value)
+    with pytest.raises(Diverged, match=r"the last 2 steps were skipped .* weights before step 12 still gave a finite"):
+        whole.check(14, "loss inf", last=False)
+    assert (whole.taken, whole.copies(12, 0.5), whole.copies(12, math.nan)) == (12, False, False)
 
 
 def poison(trainer, monkeypatch, *steps):  # noqa: F811
@@ -90,11 +86,41 @@ def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, ca
     assert metrics(half, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
 
 
-def test_too_many_bad_steps_end_the_run(run, trainer, monkeypatch, capsys):  # noqa: F811
+def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, trainer, monkeypatch, capsys):  # noqa: F811
     poison(trainer, monkeypatch, 2, 3)
-    directory = run("sample.every=0", "eval.every=0", "checkpoint.every=1", "train.skip=1", expect=2)
-    assert "training diverged, and the last 2 steps were skipped (train.skip=1 may be)" in capsys.readouterr().err
+    directory = run("sample.every=0", "eval.every=0", "checkpoint.every=0", "train.skip=1", expect=2)
+    said = capsys.readouterr().err
+    assert "training diverged, and the last 2 steps were skipped (train.skip=1 may be)" in said
+    assert f"known to be sound is {directory}/checkpoints/step-00000001. A lower" in said
     assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_last_sound_weights(run, trainer, monkeypatch, capsys):  # noqa: F811
+    options = ["sample.every=0", "eval.every=0", "checkpoint.every=0", "train.skip=1"]
+    whole = run("name=whole", *options)
+    with monkeypatch.context() as patch:
+        poison(trainer, patch, 3, 4)
+        directory = run("name=bad", *options, expect=2)
+    run("name=bad", *options, "resume=true")
+    assert "resumed from step 2" in (out := capsys.readouterr().out)
+    assert "damaged" not in out
+    assert metrics(directory, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
+
+
+@pytest.mark.slow
+def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, monkeypatch, capsys):  # noqa: F811
+    """The copy that is kept is of the last step but one: an update of 10^30 is seen by the loss after it."""
+    options = ["sample.every=0", "eval.every=0", "checkpoint.every=3", "train.skip=0"]
+    whole = run("name=whole", *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "learning_rate", lambda o, step, n: 1e30 if step == 3 else 1e-3)
+        directory = run("name=bad", *options, "train.sound=1", expect=2)
+    assert "known to be sound is" in capsys.readouterr().err
+    assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step-00000002"]
+    run("name=bad", *options, "resume=true")
+    assert "damaged" not in capsys.readouterr().out
+    assert list(metrics(directory, "loss")) == list(metrics(whole, "loss"))
 
 
 # ------------------------------------------------------------------------------------------- asynchronous checkpoints

@@ -6,11 +6,15 @@ import re
 import socket
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from zoo.training import UserError, ranks, watch
+from zoo.training import UserError, flight, ranks, watch
 from zoo.training.watch import Peer, Progress, Watch
 
 
@@ -139,6 +143,39 @@ def test_a_hanging_rank_is_named_and_those_that_wait_are_not(start, capsys, monk
         r"error: nothing has moved for \d+ s \(train.timeout\): rank 1 \(process 100 on host\) is in step 5, in read "
         r"\(zoo/data/x.py:3\); the other 2 wait for it\n", capsys.readouterr().err,
     )  # fmt: skip
+
+
+def test_of_a_hang_every_rank_writes_what_it_was_in(start, capsys, monkeypatch, tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(OrderedDict(first=nn.Identity(), last=nn.Identity()))
+    inside, through = threading.Event(), threading.Event()
+
+    def forward():
+        dist.all_reduce(torch.ones(2, 3))
+        model.last.forward = lambda x: (inside.set(), through.wait(20))
+        model(torch.ones(1))
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert inside.wait(20)
+    several = start(3, timeout=0.5)
+    for rank, progress in enumerate(several.progress):
+        progress.count, progress.doing, progress.folder, progress.model = 4, "step 5", tmp_path / "flight" / "1", model
+        progress.thread = thread.ident if rank == 1 else 0
+    several.wait(0, 1, 2)
+    through.set()
+    thread.join()
+    dist.destroy_process_group()
+    assert f"python -m zoo.training.flight {tmp_path}" in capsys.readouterr().err
+    assert flight.main([str(tmp_path)]) == 0
+    fault, *lines = capsys.readouterr().out.splitlines()
+    assert fault.startswith("error: nothing has moved for")
+    assert [line.split(";")[0].split(" (")[0] for line in lines] == [
+        "rank 0: step 5", "rank 1: step 5, in forward", "rank 2: step 5"
+    ]  # fmt: skip
+    assert ", in last; after collective " in lines[1]
+    assert "gloo:all_reduce of 2x3" in lines[1]
+    assert flight.main([str(tmp_path / "nothing")]) == 2
 
 
 def test_the_start_may_take_its_time_and_steps_that_count_are_no_hang(start):

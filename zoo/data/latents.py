@@ -11,6 +11,7 @@ l tokens, e channels of the text.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.limits import parse_json, read_bytes, read_json
+from zoo.data.progress import counted
 from zoo.data.sampling import frame_range
 
 __all__ = ["Entry", "LatentError", "Latents", "Manifest", "Writer", "encoded", "read_manifest", "write_manifest"]
@@ -170,7 +172,8 @@ class Latents:
 
         Shards of before there were checksums are only searched for what is not finite.
         """
-        for path in sorted(self.folder.glob("shard-*.safetensors")):
+        paths = sorted(self.folder.glob("shard-*.safetensors"))
+        for path in counted(paths, len(paths), "verifying shards", logging.getLogger(__name__)):
             known = read_header(path)
             found, strange = hashlib.sha256(), []
             for name, tensor in read_tensors(path):

@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["parse_json", "read_bytes", "read_json"]
 
+SHORT = 1 << 16  # bytes of a text that may hold what it will
+
 
 def read_bytes(path: Path, most: int) -> bytes:
     """The bytes of a regular file of at most `most`. A ValueError says what else it is; an OSError is as it comes.
@@ -28,14 +30,21 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def parse_json(text: str | bytes) -> Any:
-    """What a JSON text holds. A ValueError if it is none, or nested too deeply."""
+def parse_json(text: str | bytes, each: int = 8) -> Any:
+    """What a JSON text holds. A ValueError if it is none, or nested too deeply.
+
+    So it is if a long one has, on average, less than `each` bytes for a name, a list or an object: every one of them
+    takes a hundred bytes of memory or more.
+    """
+    marks = "{[:" if isinstance(text, str) else (b"{", b"[", b":")
+    if len(text) > SHORT and sum(map(text.count, marks)) > len(text) / each:  # type: ignore[arg-type]
+        raise ValueError("little but brackets and names")
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def read_json(path: Path, most: int) -> Any:
+def read_json(path: Path, most: int, each: int = 8) -> Any:
     """What a JSON file of at most `most` bytes holds. A ValueError or an OSError."""
-    return parse_json(read_bytes(path, most))
+    return parse_json(read_bytes(path, most), each)

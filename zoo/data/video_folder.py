@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zoo.data.progress import counted
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
 __all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "source_frame"]
@@ -136,7 +137,7 @@ class VideoFolder:
             return f"too short: {length} in {seconds:.2f} s, and {self.frames} at {self.fps:g} a second were asked for"
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for path, found in zip(paths, pool.map(judge, paths)):
+            for path, found in counted(zip(paths, pool.map(judge, paths)), len(paths), "looking at videos", log):
                 if isinstance(found, Video):
                     self.videos.append(found)
                 else:

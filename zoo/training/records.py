@@ -16,6 +16,7 @@ from zoo.pictures import whole_file
 from zoo.training import UserError
 
 MOST = 1 << 32  # bytes; a year of steps has less
+LONGEST = 1 << 20  # bytes of a line
 NUMBERS = ("loss", "val_loss", "grad_norm", "lr")
 
 
@@ -111,10 +112,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
         return [], []
     except ValueError as error:
         raise UserError(f"{error}; move it away") from None
-    records, damaged = [], []
+    records: list[dict[str, Any]] = []
+    damaged: list[tuple[int, bytes]] = []
     for number, line in enumerate(lines, 1):
         try:
-            record = parse_json(line)
+            record: Any = parse_json(line) if len(line) < LONGEST else None
         except ValueError:
             record = None
         if _sound(record):

@@ -86,6 +86,9 @@ class Train:
     compile: bool = option(False, "torch.compile the inside of every stage")
     skip: int = option(2, "steps in a row that may be skipped, for a loss that is no number or a spike", least=0)
     spike: float = option(0.0, "a gradient norm so many times the median of 100 is a spike; 0 for none", least=0)
+    sound: int = option(
+        0, "steps between copies, in the host's memory, of weights whose loss is finite; 0: none", least=0
+    )
     workers: int = option(0, "processes beside each rank that make batches; 0 for a thread", least=0)
     prefetch: int = option(1, "batches made ahead, by each of the processes", least=1)
 

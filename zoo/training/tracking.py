@@ -23,7 +23,7 @@ from typing import Any
 from zoo.training import UserError
 from zoo.training.config import Config, leaves, load, to_yaml
 from zoo.training.owner import Owner
-from zoo.training.records import Summary, append, cut_metrics, flush, read_metrics, write
+from zoo.training.records import Summary, append, cut_metrics, flush, read_metrics, summary, write
 from zoo.training.sinks import Sink, TensorBoard, Wandb
 
 
@@ -93,10 +93,12 @@ class Tracker:
         for sink in self.sinks:
             sink.log(step, values)
 
-    def flush(self) -> dict[str, Any]:
-        """See to it that what was logged outlives a crash of the host; returns what a checkpoint has to say of it."""
+    def flush(self, step: int) -> dict[str, Any]:
+        """See to it that what was logged outlives a crash of the host; returns what a checkpoint says of it."""
         flush(self.path)
-        return {"wandb_id": self.wandb_id, "records": self.summary.read()}
+        later = bool(self.records) and self.records[-1]["step"] > step  # it went back behind steps that were skipped
+        known = summary(r for r in self.records if r["step"] <= step) if later else self.summary.read()
+        return {"wandb_id": self.wandb_id, "records": known}
 
     def picture(self, step: int, path: Path) -> None:
         """Show a GIF or a PNG that was written to the run's directory."""

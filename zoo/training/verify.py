@@ -20,6 +20,7 @@ from zoo.training import one_line
 FORMAT = 1
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # of state.json: from a format to the next
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
+EACH = 24  # bytes of a long one for each name and object: a file of a checkpoint has a hundred for three
 
 
 class Damaged(Exception):
@@ -115,7 +116,7 @@ class Reader(dcp.FileSystemReader):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = _read_json(path, MOST_BYTES)
+        value = _read_json(path, MOST_BYTES, EACH)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.data.limits import parse_json
-from zoo.training import UserError, printable
+from zoo.training import UserError, flight, printable
 
 BEAT = 1.0  # seconds between two signs of life
 PATIENCE = 3.0  # seconds that a rank waits for what the others have to say of an error
@@ -37,6 +37,8 @@ class Progress:
     count: int = 0
     doing: str = "the start"
     thread: int = field(default_factory=threading.get_ident)
+    model: Any = None  # whose modules a flight record names
+    folder: Path | None = None  # where it is written
 
     def where(self) -> tuple[str, bool]:
         """The place in the code that this rank is at, and whether it waits for others there."""
@@ -104,6 +106,7 @@ class Watch:
         self.rank, self.timeout, self.progress, self.leave = rank, timeout, progress, leave
         self.peers = {peer.socket: peer for peer in peers}
         self.fault: tuple[str, int] | None = None  # the line that ends the run, and the exit status
+        self.recorded = False  # whether it is one of which every rank writes what it was in
         self.known, self.closing, self.mine = threading.Event(), threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -161,6 +164,8 @@ class Watch:
                     peer.send(beat=[self.progress.count, place, waits])
             self._listen(min(BEAT, self.timeout) / 4)
             self._judge(time.monotonic())
+        if self.fault is not None and self.recorded and self.progress.folder is not None:
+            flight.write(self.progress.folder, self.rank, self.progress, self.fault[0])
         if self.mine.is_set():
             self.closing.wait(LINGER)
         if self.fault is not None and not self.closing.is_set():
@@ -184,6 +189,7 @@ class Watch:
             if count != peer.count:
                 peer.count, peer.moved = count, now
         elif "fault" in message:
+            self.recorded = bool(message.get("recorded"))
             self._know(message["fault"], message["status"])
         elif "error" in message:
             if message["shared"]:  # rank 0 is about to find the same
@@ -194,7 +200,7 @@ class Watch:
             peer.left = True
         elif "end" in message and not peer.left:
             if self.doubt is None:
-                self._end(f"error: {peer} is gone: it was killed or it crashed. Last it was in {peer.place}", 1)
+                self._lose(f"{peer} is gone: it was killed or it crashed. Last it was in {peer.place}")
             peer.left = True
 
     def _judge(self, now: float) -> None:
@@ -206,7 +212,7 @@ class Watch:
         for peer in here:
             if now - peer.heard > self.timeout:
                 silent = f"{peer} has not answered for {now - peer.heard:.0f} s (train.timeout)"
-                self._end(f"error: {silent}: it is stopped, or its host is gone. Last it was in {peer.place}", 1)
+                self._lose(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
         if self.rank == 0 and here:
             self._hang(now, here)
 
@@ -228,13 +234,20 @@ class Watch:
         named = "; ".join(f"{peer} is in {peer.place}" for peer in late[:8])
         more = f"; and {len(late) - 8} more" if len(late) > 8 else ""
         rest = "" if len(late) == len(everyone) else f"; the other {len(everyone) - len(late)} wait for it"
-        self._end(f"error: nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}", 1)
+        self._lose(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}")
 
-    def _end(self, line: str, status: int) -> None:
+    def _lose(self, text: str) -> None:
+        """End the run for ranks that are gone or hang: all write what they were in."""
+        folder = self.progress.folder
+        where = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
+        self._end(f"error: {text}{where}", 1, recorded=bool(where))
+
+    def _end(self, line: str, status: int, recorded: bool = False) -> None:
         """The first fault: print it, and tell the others."""
+        self.recorded = self.recorded or recorded
         if self._know(line, status, first=True):
             for peer in self.peers.values():
-                peer.send(fault=line, status=status)
+                peer.send(fault=line, status=status, recorded=recorded)
 
     def _know(self, line: str, status: int, first: bool = False) -> bool:
         with self.lock:

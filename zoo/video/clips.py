@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
+from zoo.data.progress import counted
 from zoo.data.video_folder import Video, files, probe, source_frame
 
 __all__ = ["Bucket", "ClipError", "Source", "captions", "choose", "cut", "sources"]
@@ -67,7 +69,8 @@ def sources(
     texts, skipped = captions(root, table, paths)
     found: list[Source] = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for name, video in zip(texts, pool.map(probe, [paths[name] for name in texts])):
+        looked_at = zip(texts, pool.map(probe, [paths[name] for name in texts]))
+        for name, video in counted(looked_at, len(texts), "looking at videos", logging.getLogger(__name__)):
             if isinstance(video, str):
                 skipped.append(f"{name}: {video}")
             elif (bucket := choose(video, buckets)) is None:

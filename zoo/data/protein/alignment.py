@@ -6,6 +6,7 @@ is counted before the next column (`deletions`, as AlphaFold's features have it)
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -21,6 +22,7 @@ from zoo.data.protein.record import GAP, LETTERS, encode
 
 __all__ = ["SUFFIXES", "Alignment", "describe_difference", "read_alignment", "species_of"]
 
+MOST_PARTS = 10_000  # of a row in a Stockholm file
 SUFFIXES = (".a3m", ".fasta", ".fa", ".afa", ".fas", ".sto", ".stockholm", ".sth")
 
 
@@ -70,6 +72,9 @@ def _fasta(text: str) -> tuple[list[str], list[str]]:
 def _stockholm(text: str) -> tuple[list[str], list[str]]:
     if not text.rstrip().endswith("//"):
         raise ValueError("not a Stockholm file, or cut off: no // at its end")
+    parts = Counter(found[1] for found in re.finditer(r"^([^#/\s]\S*)", text, re.MULTILINE))
+    if parts and (most := max(parts.values())) > MOST_PARTS:  # the time to join them grows with their square
+        raise ValueError(f"one row is in {most} parts, and the limit is {MOST_PARTS}")
     try:
         records = list(AlignIO.read(StringIO(text), "stockholm"))
     except Exception as error:  # whatever it stumbles over

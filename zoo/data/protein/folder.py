@@ -16,6 +16,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+from zoo.data.progress import counted
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.complexes import join
@@ -123,7 +124,7 @@ class ProteinFolder:
                     files[whose][1].append(path)
                 else:
                     self._skip(path, "no structure has the name that it begins with")
-        for name, (path, alignments) in files.items():
+        for name, (path, alignments) in counted(files.items(), len(files), "reading structures", log):
             try:
                 read = read_protein(path, alignments)
             except Exception as error:  # whatever a parser stumbles over: one bad file ends no run

@@ -45,6 +45,7 @@ _READ = {
     "pdbx_PDB_model_num", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code", "auth_asym_id", "asym_id", "entity_id",
     "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num", "pdb_ins_code", "pdb_strand_id", "type",
 }  # fmt: skip
+MOST_NAMES = 20_000  # of an mmCIF file: the dictionary of the PDB has a third of it
 FARTHEST = 1e5  # Å from the origin that an atom may be: farther, single precision loses it
 
 
@@ -247,6 +248,8 @@ class _Table(MMCIF2Dict):
     """Of a file with other large tables, or with many columns, only what is read."""
 
     def __setitem__(self, key: str, value: list[str]) -> None:
+        if len(self) > MOST_NAMES:
+            raise ValueError(f"more than {MOST_NAMES} data names")
         if value == []:
             value = _Column() if key.partition(".")[2] in _READ else _Unread()
         super().__setitem__(key, value)
