@@ -75,24 +75,27 @@ def test_check(ranks: Any, case: str) -> None:
         assert "float64: ok" in report, report
 
 
-def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int]]:
+def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """By the defaults of both, which gather the outputs."""
     model = build(case, chunk=layers.CHUNK)
     given = inputs(model, 1, 8, 16)
-    plan = dsp.plan(model, kwargs=given, size=mesh.size(), gather_output=False)
-    dsp.parallelize(model, mesh, gather_output=False)
+    plan = dsp.plan(model, kwargs=given, size=mesh.size())
+    dsp.parallelize(model, mesh)
     with dsp.count_comm() as comm:
         scalar(model(**given)).backward()
     counts = comm.by_collective()
-    losses = 3 * 8 * 2 * (mesh.size() - 1) // mesh.size()  # dsp.mean of the three outputs
     sent = {phase: sum(c["bytes"] for c in counts[phase].values()) for phase in counts}
-    return plan.bytes, {**sent, "forward": sent["forward"] - losses, "backward": sent["backward"] - losses}
+    return plan.bytes, sent, counts["forward"]["gather"]["bytes"]
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))
-@pytest.mark.parametrize("n", [2, slow(4)])
-def test_moves_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
-    for planned, sent in ranks(moved, n, case):
-        assert sent == planned
+@pytest.mark.parametrize("n", [slow(2), 3])
+def test_sends_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
+    """16 residues on three ranks: the busiest sends it, neither more nor what no single rank does."""
+    results = ranks(moved, n, case)
+    for phase, planned in results[0][0].items():
+        assert max(sent[phase] for _, sent, _ in results) == planned, phase
+    assert all(gathered > 0 for *_, gathered in results)
 
 
 def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
