@@ -10,8 +10,11 @@ from sklearn.metrics import mutual_info_score
 
 from zoo.data.protein.folder import read_protein
 from zoo.data.protein.synthetic import PottsFamilies
+from zoo.protein import coevolution
 from zoo.protein.coevolution import (
+    Coevolution,
     average_product_correction,
+    coupling_feature,
     direct_couplings,
     filled_rows,
     mutual_information,
@@ -105,6 +108,22 @@ def test_couplings_tell_direct_from_indirect():
     plain, direct = plain_mutual_information(msa), direct_couplings(msa, identity=1, pseudocount=0.1).score
     assert plain[0, 2] > 0.35 * plain[0, 1]
     assert direct[0, 2] < 0.1 * direct[0, 1]
+
+
+def test_what_a_model_is_told_does_not_depend_on_how_much_is_said():
+    score = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
+    score = (score + score.T).fill_diagonal_(0)
+    score[3, 30] = score[30, 3] = 90.0
+    far = [score[i, j].item() for i in range(40) for j in range(i + 6, 40)]
+    for times in (0.01, 1, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coevolution, "direct_couplings", lambda msa, times=times: Coevolution(times * score, 2, 2.0))
+            told = coupling_feature(torch.zeros(2, 40))
+        unit = sorted(far)[-(len(far) // 20)]
+        torch.testing.assert_close(told, (score / unit).clamp(-5, 5))
+        assert told[3, 30] == 5
+    assert (coupling_feature(torch.zeros(1, 7)) == 0).all()
+    assert coupling_feature(torch.zeros(3, 7, dtype=torch.uint8)).isfinite().all()
 
 
 # long range, P@L, L/2 and L/5 (docs/proteins.md): mutual information, of rows with few gaps, direct couplings of these

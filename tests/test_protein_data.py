@@ -21,7 +21,7 @@ from zoo.data.protein.example import crop_contiguous, crop_spatial, draw, hide, 
 from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.record import ATOMS, GAP, LETTERS, MASK, Protein, encode
 from zoo.data.protein.structure import read_structure
-from zoo.data.protein.synthetic import PottsFamilies, coupled, gibbs, properties
+from zoo.data.protein.synthetic import PottsFamilies, coupled, gibbs, properties, uneven
 from zoo.data.sampling import generator
 from zoo.protein.distogram import distances
 
@@ -377,6 +377,10 @@ def test_families_are_pure_and_on_contacts():
     assert not names & {held_out.protein(i).name.split()[0] for i in range(8)}
     with pytest.raises(ValueError, match="no embedded structure has 5000 residues"):
         PottsFamilies(residues=5000)
+    fewer = PottsFamilies("train", residues=24, without=["1or4A"])
+    assert len(data.structures) - 1 == len(fewer.structures) == sum(p.name != "1or4A" for p in data.structures)
+    with pytest.raises(ValueError, match="no embedded structure is called 1or4B"):
+        PottsFamilies(without=["1or4B"])
 
 
 def test_families_of_many_kinds():
@@ -392,6 +396,12 @@ def test_families_of_many_kinds():
     assert 0.02 < gaps.mean() < 0.5
     assert sum(p.deletions.sum() for p in families) > 0
     likeness = [max((p.msa[0] == row).mean() for row in p.msa[1:]) for p in families]
+    strength = uneven(families[0], torch.Generator().manual_seed(0))
+    contacts = coupled(families[0], apart=1)
+    assert torch.equal(strength, strength.T)
+    assert (strength[contacts] > 0).all()
+    assert 0 < ((strength > 0) & ~contacts).sum() < contacts.sum()
+    assert strength[contacts].std() > 0.3
     alone = PottsFamilies("train", families=1, residues=24, rows=64, sweeps=2).protein(0)
     assert max(likeness) > 0.6 > max((alone.msa[0] == row).mean() for row in alone.msa[1:])
 

@@ -204,7 +204,7 @@ def batch(count=2, residues=13, rows=8, extra=0):
 
 def build(model="evoformer", **overrides) -> nn.Module:
     torch.manual_seed(0)
-    objective = ProteinObjective(zoo.create(model, "test", bins=BINS, **overrides)).double()
+    objective = ProteinObjective(zoo.create(model, "test", bins=BINS, **overrides), contacts=1.5).double()
     for p in objective.parameters():
         nn.init.normal_(p, std=0.2)
     return objective
@@ -222,6 +222,12 @@ def test_objective_against_loops():
             row = logits[at].tolist()
             expected = math.log(sum(map(math.exp, row))) - row[int(inputs[target][at])]
             assert loss[at].item() == pytest.approx(scale * expected, rel=1e-10)
+    loss, weight = terms["contacts"]
+    for i, j in ((1, 2), (3, 7), (0, 11)):
+        inside = bins[0, i, j].exp()[:19].sum() / bins[0, i, j].exp().sum()  # the last edge below 8 Å is at 7.94
+        told = inside if inputs["bins"][0, i, j] < 19 else 1 - inside
+        assert loss[0, i, j].item() == pytest.approx(-1.5 * told.log().item(), rel=1e-9)
+    assert torch.equal(weight, inputs["pair_weight"])
     assert torch.equal(terms["msa"][1], inputs["msa_weight"])
     assert torch.equal(terms["distogram"][1], inputs["pair_weight"])
     assert terms["distogram"][1][:, -1].sum() == 0  # padding
@@ -310,9 +316,9 @@ def test_the_frequency_floor_against_loops():
         for i, j in np.ndindex(12, 12):
             bins[separation(sample, i, j), sample["bins"][i, j]] += float(sample["pair_weight"][i, j])
     letters /= letters.sum()
-    floor = Frequencies(train)
+    floor = Frequencies(train, contacts=1.5)
     for sample in validation:
-        of_letters, of_pairs = [], []
+        of_letters, of_pairs, of_contacts = [], [], []
         for i, j in np.ndindex(7, 12):
             if sample["msa_weight"][i, j] and i == 0:
                 of_letters.append(0)  # the sequence tells it
@@ -324,9 +330,13 @@ def test_the_frequency_floor_against_loops():
             if sample["pair_weight"][i, j]:
                 row = bins[separation(sample, i, j)]
                 of_pairs.append(-math.log(row[sample["bins"][i, j]] / row.sum()))
+                of_contacts.append(
+                    -math.log(row[(np.arange(64) < 19) == bool(sample["bins"][i, j] < 19)].sum() / row.sum())
+                )
         losses = floor.losses(sample)
         assert losses["msa"] == pytest.approx(2 * np.mean(of_letters), rel=1e-5)
         assert losses["distogram"] == pytest.approx(0.3 * np.mean(of_pairs), rel=1e-5)
+        assert losses["contacts"] == pytest.approx(1.5 * np.mean(of_contacts), rel=1e-4)
         guess = floor.distogram(sample["residue_index"], sample["asym_id"]).exp()
         row = bins[separation(sample, 2, 9)]
         torch.testing.assert_close(guess[2, 9].double(), torch.from_numpy(row / row.sum()), atol=1e-6, rtol=1e-5)

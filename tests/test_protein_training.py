@@ -1,6 +1,8 @@
 """The protein task in the trainer: its data sets, its errors, its records."""
 
+import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from test_train import _run_here, one_of, trainer  # noqa: F401 (`trainer` is a 
 from torch.distributed.tensor import DTensor
 
 from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.example import draw
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.coevolution import coupling_feature
 from zoo.training import config as cfg
@@ -173,13 +176,35 @@ def test_couplings_are_told_by_rows_of_pairs():
     np.testing.assert_array_equal(told, coupling_feature(torch.from_numpy(family.msa)).numpy()[3:9, 3:9])
 
 
+def test_couplings_of_the_pairs_around():
+    """Told by rows too; none where a chain ends, or residues between were cut out."""
+    protein = replace(
+        PottsFamilies("train", families=1, residues=9, rows=2).protein(0), asym_id=np.repeat([0, 1], [5, 4])
+    )
+    protein = replace(protein, residue_index=np.array([0, 1, 2, 4, 5, 0, 1, 2, 3]))
+    score = np.arange(81, dtype=np.float32).reshape(9, 9) + 1
+    example = draw(replace(protein, couplings=score), 0, residues=11, rows=2)
+    whole = example.couplings(around=1)["couplings"]
+    assert whole.shape == (11, 11, 9)
+    place, chain = protein.residue_index, protein.asym_id
+    for i, j, k in itertools.product(range(11), range(11), range(9)):
+        there = [(i, i + k // 3 - 1), (j, j + k % 3 - 1)]
+        near = all(max(a, b) < 9 and b >= 0 and place[b] - place[a] == b - a and chain[a] == chain[b] for a, b in there)
+        assert whole[i, j, k] == (score[there[0][1], there[1][1]] if near else 0)
+    for rows in (range(2, 7), range(7, 11), range(11, 11)):
+        assert torch.equal(example.couplings(rows, around=1)["couplings"], whole[rows.start : rows.stop])
+    assert torch.equal(example.couplings()["couplings"], whole[..., 4:5])
+
+
 @pytest.mark.slow
 def test_a_run_that_is_told_couplings(run, capsys):
     options = ["data.couplings=true", "data.kinds=true", "data.depth=16", "train.steps=1", "eval.every=1"]
     records = run("model.overrides.couplings=1", "sample.every=1", *options)
     assert any("dca_floor_short_p_at_l" in record for record in records)
     run("name=other", *options, expect=2)
-    assert "set model.overrides.couplings=1, or data.couplings=false" in capsys.readouterr().err
+    assert "tells 1 couplings of each pair and the model is told 0: set model.overrides.couplings=1" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_single_row_is_not_divided():

@@ -127,14 +127,19 @@ def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, p
 
 
 def coupling_feature(msa: Tensor) -> Tensor:
-    """What a model is told of every pair [r, r]: asinh of its score of direct couplings, in standard deviations.
+    """What a model is told of every pair [r, r]: its score of direct couplings, those of the likeliest contacts from 1.
 
-    Deviations make alignments of any depth alike, asinh keeps the few large ones small. Zero if there is a single row.
+    That is, over the r-th highest of pairs that are six columns apart and more, which makes alignments of any depth
+    alike; at most 5 either way. No more compressed than that: of the few that stand out, by how much they do is what
+    counts. Zero if there is a single row.
     """
     if len(msa) < 2:
         return torch.zeros(msa.shape[1], msa.shape[1])
     score = direct_couplings(msa).score
-    return (score / score.square().mean().sqrt().clamp(min=1e-6)).asinh()
+    far = score[torch.ones_like(score, dtype=torch.bool).triu(6)]
+    far = far if len(far) else score.flatten()
+    unit = far.topk(max(1, min(len(score), len(far) // 20))).values[-1]
+    return (score / unit.clamp(min=1e-6)).clamp(-5, 5)
 
 
 def _norms(coupling: Tensor) -> Tensor:

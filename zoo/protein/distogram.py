@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["BINS", "CONTACT", "contact_probability", "distances", "distogram_bins", "expected_distance"]
+__all__ = ["BINS", "CONTACT", "contact_probability", "distances", "distogram_bins", "edges", "expected_distance"]
 
 BINS = 64
 CONTACT = 8.0  # Å between Cβ atoms (Cα of glycine): closer ones are in contact

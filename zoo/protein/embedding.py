@@ -112,17 +112,23 @@ class Sum(nn.Module):
 
 
 class Heads(nn.Module):
-    """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each, and the latter symmetric."""
+    """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each, and the latter symmetric.
 
-    def __init__(self, c_m: int, c_z: int, bins: int):
+    Of a model that is told ``features`` of pairs (b i j k), a linear map of these is added to the distogram: what they
+    say is calibrated from the first step on, and the trunk adds to it.
+    """
+
+    def __init__(self, c_m: int, c_z: int, bins: int, features: int = 0):
         super().__init__()
         self.token = Linear(c_m, CLASSES, start="zero")
         self.distance = Linear(c_z, bins, start="zero")
-
+        self.told = Linear(features, bins, bias=False, start="zero") if features else None
         self.both = Sum()
 
-    def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, m: Tensor, z: Tensor, feature: Tensor | None = None) -> tuple[Tensor, Tensor]:
         half = self.distance(z)
+        if self.told is not None and feature is not None:
+            half = half + self.told(feature.to(half.dtype))
         other = half.transpose(1, 2).contiguous()  # a tensor of its own, to be sharded otherwise than half is
         return self.token(m), self.both(half, other)
 
@@ -138,7 +144,7 @@ EMBEDDING = {
 }
 
 
-PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]"}  # of a model that has one
+PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # where told
 
 
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:

@@ -175,7 +175,7 @@ class Evoformer(nn.Module):
         self.extra_blocks = nn.ModuleList(Block(config, extra=True) for _ in range(config.extra_depth))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.single = Linear(config.c_m, config.c_s)
-        self.heads = Heads(config.c_m, config.c_z, config.bins)
+        self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
 
     def forward(
         self,
@@ -215,7 +215,7 @@ class Evoformer(nn.Module):
                 for block in self.blocks:
                     m, z = block(m, z, msa_mask, pair_mask)
                 target = m[:, 0]
-        msa_logits, distogram_logits = self.heads(m, z)
+        msa_logits, distogram_logits = self.heads(m, z, couplings)
         return Prediction(msa_logits, distogram_logits, self.single(target))
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.protein.distogram import BINS
+from zoo.protein.distogram import BINS, CONTACT, edges
 from zoo.protein.embedding import CLASSES
 
 __all__ = ["Frequencies", "ProteinObjective"]
@@ -35,16 +35,35 @@ class CrossEntropy(nn.Module):
         return self.scale * loss.view(target.shape), weight
 
 
+class ContactEntropy(nn.Module):
+    """scale × cross entropy of whether a pair is in contact, told by bins (... v), of every pair (...); weights too.
+
+    Of the bins that lie wholly below 8 Å: the one that it cuts is half in contact, and here it is none.
+    """
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale, self.below = scale, int((edges(torch.device("cpu")) < CONTACT).sum())
+
+    def forward(self, logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        odds = logits[..., : self.below].logsumexp(-1) - logits[..., self.below :].logsumexp(-1)
+        loss = F.binary_cross_entropy_with_logits(odds, (target < self.below).to(odds.dtype), reduction="none")
+        return self.scale * loss, weight
+
+
 class ProteinObjective(nn.Module):
     """Masked-MSA and distogram cross entropy on `model(**inputs)`, whose first outputs are the logits of both.
 
     AlphaFold 2, supplement, 1.9.8 and 1.9.9, weighted 0.3 and 2. The distogram has 64 bins (zoo/protein/distogram.py).
+    With a weight of `contacts` also what the bins say of contact alone, which is one pair in fifty.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, contacts: float = 0.0):
         super().__init__()
         self.model = model
         self.letters, self.distances = CrossEntropy(MSA_WEIGHT), CrossEntropy(PAIR_WEIGHT)
+        self.contacts = ContactEntropy(contacts) if contacts else None
 
     @property
     def stages(self) -> dict[str, str]:
@@ -64,7 +83,10 @@ class ProteinObjective(nn.Module):
             "": f"{inputs.strip()}, {targets}",
             **{f"model.{name}": stage for name, stage in stages.items()},
             "letters": "b s r [v], target=b s r, weight=b s r -> b s r, b s r",
-            "distances": "b i j [v], target=b i j, weight=b i j -> b i j, b i j",
+            **dict.fromkeys(
+                ("distances", "contacts") if self.contacts else ("distances",),
+                "b i j [v], target=b i j, weight=b i j -> b i j, b i j",
+            ),
         }
 
     def forward(
@@ -72,15 +94,18 @@ class ProteinObjective(nn.Module):
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
 
+        With a weight of contacts also {"contacts": [b i j]}.
+
         `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
         `pair_weight` for the pairs of which both residues were seen, else 0. `inputs` are the model's own, `recycles`
         among them: earlier passes have no gradient and no loss.
         """
         letters, distances, *_ = self.model(**inputs)
-        return {
+        terms = {
             "msa": self.letters(letters, msa_target, msa_weight),
             "distogram": self.distances(distances, bins, pair_weight),
         }
+        return terms | ({"contacts": self.contacts(distances, bins, pair_weight)} if self.contacts else {})
 
 
 class Frequencies:
@@ -92,7 +117,8 @@ class Frequencies:
     chains), plus one for each bin.
     """
 
-    def __init__(self, samples: Sequence[Mapping[str, Tensor]]):
+    def __init__(self, samples: Sequence[Mapping[str, Tensor]], contacts: float = 0.0):
+        self.contacts = ContactEntropy(contacts) if contacts else None
         letters, bins = torch.ones(CLASSES), torch.ones(_REACH + 2, BINS)
         for sample in samples:
             letters += torch.bincount(sample["msa_target"][sample["msa_mask"]], minlength=CLASSES)
@@ -105,7 +131,7 @@ class Frequencies:
         return self.bins.log()[separation(residue_index, asym_id)]
 
     def losses(self, sample: Mapping[str, Tensor]) -> dict[str, float]:
-        """Both terms of the objective on one sample."""
+        """The terms of the objective on one sample."""
         shown = sample["msa_mask"] & ~sample["msa_weight"].bool()
         columns = F.one_hot(sample["msa_target"], CLASSES) * shown[..., None]
         profile = columns.sum(0) + self.letters
@@ -118,6 +144,9 @@ class Frequencies:
             "msa": MSA_WEIGHT * (of_letters * sample["msa_weight"]).sum() / sample["msa_weight"].sum(),
             "distogram": PAIR_WEIGHT * (of_pairs * sample["pair_weight"]).sum() / sample["pair_weight"].sum(),
         }
+        if self.contacts:
+            loss, weight = self.contacts(logits, sample["bins"], sample["pair_weight"])
+            terms["contacts"] = (loss * weight).sum() / weight.sum()
         return {name: term.item() for name, term in terms.items()}
 
 

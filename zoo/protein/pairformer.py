@@ -185,7 +185,7 @@ class Pairformer(nn.Module):
         self.recycle_single = Recycle(config.c_s, 3)
         self.msa_blocks = nn.ModuleList(MSABlock(config) for _ in range(config.msa_depth))
         self.blocks = nn.ModuleList(PairformerBlock(config) for _ in range(config.depth))
-        self.heads = Heads(config.c_m, config.c_z, config.bins)
+        self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
 
     def forward(
         self,
@@ -216,7 +216,7 @@ class Pairformer(nn.Module):
                 for block in self.blocks:
                     s, z = block(s, z, mask, pair_mask)
         assert s is not None
-        msa_logits, distogram_logits = self.heads(m, z)
+        msa_logits, distogram_logits = self.heads(m, z, couplings)
         return Prediction(msa_logits, distogram_logits, s)
 
     @torch.no_grad()

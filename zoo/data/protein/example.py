@@ -147,11 +147,32 @@ class Example:
             "pair_weight": (there[part, None] & there).float(),
         }
 
-    def couplings(self, rows: range | None = None) -> dict[str, Tensor]:
-        """Rows i of what the alignment says of pairs: `couplings` [i, j, 1], zero for padding."""
+    def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:
+        """Rows i of what the alignment says of pairs: `couplings` [i, j, k], zero for padding.
+
+        Of the pairs (i + a, j + b), a and b from -`around` to `around` along the chain: k = (2 `around` + 1)², zero
+        where the chain ends.
+        """
         assert self.protein.couplings is not None
         rows = range(self.residues) if rows is None else rows
-        return {"couplings": self._padded(self.protein.couplings, rows)[..., None]}
+        part = slice(rows.start, rows.stop)
+        score = torch.from_numpy(self.protein.couplings)
+        score = F.pad(score, (0, 1, 0, 1))  # a last residue that says nothing
+        steps = torch.from_numpy(self._along(around))  # [r, 2 around + 1]
+        told = score[steps[part, None, :, None], steps[None, :, None, :]].flatten(2)
+        return {"couplings": F.pad(told, (0, 0, 0, self.residues - told.shape[1], 0, len(rows) - len(told)))}
+
+    def _along(self, around: int) -> np.ndarray:
+        """Of each residue those from `around` before it along its chain to as many behind [r, 2 around + 1].
+
+        The number of residues stands for one that is not there.
+        """
+        protein, offsets = self.protein, np.arange(-around, around + 1)
+        there = np.arange(len(protein))[:, None] + offsets
+        inside = there.clip(0, len(protein) - 1)
+        place, chain = protein.residue_index, protein.asym_id
+        near = (place[inside] - place[:, None] == offsets) & (chain[inside] == chain[:, None]) & (inside == there)
+        return np.where(near, inside, len(protein))
 
     def _padded(self, values: Any, rows: range, fill: float = 0) -> Tensor:
         part = torch.as_tensor(values[rows.start : rows.stop])

@@ -25,7 +25,7 @@ import torch
 from Bio.SeqUtils.ProtParamData import kd as HYDROPATHY
 from torch import Tensor
 
-from zoo.data.protein.embedded import EmbeddedProteins
+from zoo.data.protein.embedded import EmbeddedProteins, sources
 from zoo.data.protein.example import crop_contiguous
 from zoo.data.protein.record import ATOMS, GAP, LETTERS, Protein
 from zoo.data.sampling import generator
@@ -80,8 +80,8 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: 
 class PottsFamilies:
     """`families` of alignments of `residues` columns and `rows` rows, on the structures of one embedded split.
 
-    Family i is a function of (split, seed, i) alone. `coupling` is beta. Shorter structures are not used, nor crops of
-    which less than half was seen.
+    Family i is a function of (split, seed, i) alone. `coupling` is beta. Shorter structures are not used, nor those
+    that are named in `without`, nor crops of which less than half was seen.
     """
 
     def __init__(
@@ -93,11 +93,14 @@ class PottsFamilies:
         rows: int = 64,
         coupling: float = 0.2,
         kinds: bool = False,
+        without: Sequence[str] = (),
         sweeps: int = 12,
         seed: int = 0,
     ):
         structures = EmbeddedProteins(split)
-        every = [structures.protein(i) for i in range(len(structures))]
+        if strange := set(without) - set(sources()):
+            raise ValueError(f"no embedded structure is called {', '.join(sorted(strange))}")
+        every = [p for p in map(structures.protein, range(len(structures))) if p.name not in without]
         self.structures = [p for p in every if len(p) >= residues]
         if not self.structures:
             raise ValueError(f"no embedded structure has {residues} residues; the longest has {max(map(len, every))}")
@@ -126,8 +129,8 @@ class PottsFamilies:
             crops.append(crop)
             sources.append(random)
             fields.append(FIELD * torch.randn(self.residues, 20, generator=random))
-            strength = self.coupling * (4 ** (torch.rand((), generator=random) - 0.5) if self.kinds else 1)
-            couplings.append(strength * coupled(crop).float())
+            strength = self.coupling * (8 ** (torch.rand((), generator=random) - 0.5) if self.kinds else 1)
+            couplings.append(strength * (uneven(crop, random) if self.kinds else coupled(crop).float()))
             uniform.append(torch.rand(self.sweeps, self.residues, self.rows, generator=random))
         u = properties()
         if self.kinds and batch % 2:
@@ -149,13 +152,27 @@ class PottsFamilies:
 _BATCH = 64
 
 
-def coupled(protein: Protein) -> Tensor:
-    """Which residues are in contact, chain neighbours apart: [r, r] bool."""
+def coupled(protein: Protein, apart: int = APART) -> Tensor:
+    """Which residues are in contact, those nearer than `apart` along a chain left out: [r, r] bool."""
     position, seen = protein.contact_atoms()
     x, there = torch.from_numpy(position), torch.from_numpy(seen)
     chain, place = torch.from_numpy(protein.asym_id), torch.from_numpy(protein.residue_index)
-    apart = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= APART)
-    return (distances(x, x) < CONTACT) & there[:, None] & there & apart
+    far = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= apart)
+    return (distances(x, x) < CONTACT) & there[:, None] & there & far
+
+
+def uneven(protein: Protein, random: torch.Generator) -> Tensor:
+    """How strongly residues in contact are coupled [r, r]: unlike one another, chain neighbours too, and a few others.
+
+    Contacts of nature differ by more than their law: many are hardly seen in an alignment, and some that are seen are
+    of another state, or of a partner. What is weak has to be told from what is around it.
+    """
+    r = len(protein)
+    contacts = coupled(protein, apart=1).float()
+    strength = (1.2 * torch.randn(r, r, generator=random)).exp() / 2
+    others = torch.rand(r, r, generator=random) < 0.15 * contacts.sum() / r**2
+    half = (strength * contacts.maximum(others.float())).triu(1)
+    return half + half.mT
 
 
 def drawn_properties(random: torch.Generator) -> Tensor:

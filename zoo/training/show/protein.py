@@ -85,7 +85,7 @@ class Show(task.Show):
 
     def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
         given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
-        given |= example.couplings() if self.config.data.couplings else {}
+        given |= example.couplings(around=self.config.data.around) if self.task.features else {}
         inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
         with torch.no_grad():
             found = model(**inputs, **options)
@@ -110,7 +110,7 @@ class Show(task.Show):
         train = [self.task.draw(self.task.train, "train", seed, i // n, i % n) for i in range(FLOOR_EXAMPLES)]
         validation = [example() for example in self.task.validation_examples(self.config.eval.proteins)]
         shown, told = ([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
-        frequencies = Frequencies(shown)
+        frequencies = Frequencies(shown, self.config.objective.contacts)
         terms = average([frequencies.losses(sample) for sample in told])
         words = "frequencies of letters in a column, of distances by separation"
         floors = [Floor("frequency_floor", words, sum(terms.values()))]

@@ -3,6 +3,7 @@
 Every batch is a pure function of the step. Of the alignment a rank makes the rows it holds, of the pairs its rows i.
 Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
 """
+# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -43,7 +44,9 @@ class Synthetic:
     depth: int = option(64, "rows drawn of each", least=1)
     coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
     kinds: bool = option(False, "families of many kinds: other laws, strengths and depths; relatives, gaps, insertions")
+    without: list[str] = option([], "structures that are not used: relatives of what the model is to be judged on")
     couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
+    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Embedded:
     masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
     couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
+    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
 
 
 @dataclass
@@ -70,6 +74,7 @@ class Folder:
     crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
     couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
+    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
 
 
 DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}
@@ -78,6 +83,7 @@ DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Emb
 @dataclass
 class Objective:
     name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
+    contacts: float = option(0.0, "weight of what the distances say of contact, which few pairs are in", least=0)
     recycles: int = option(0, "most further passes, each from what the last one made; a step draws 0 to all", least=0)
 
 
@@ -116,6 +122,7 @@ class Task(task.Task):
         self.tokens = data.rows * data.residues
         self._couplings: dict[Hashable, np.ndarray] = {}
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
+        self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings told of each pair
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
@@ -138,13 +145,15 @@ class Task(task.Task):
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
         if rows and not wanted:
             raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
-        if (told := getattr(model.config, "couplings", 0)) != int(self.config.data.couplings):
-            either, other = f"model.overrides.couplings={int(not told)}", f"data.couplings={str(bool(told)).lower()}"
-            raise UserError(f"the data and the model differ in whether couplings are told: set {either}, or {other}")
+        if (told := getattr(model.config, "couplings", 0)) != self.features:
+            raise UserError(
+                f"the data tells {self.features} couplings of each pair and the model is told {told}: "
+                f"set model.overrides.couplings={self.features}{'' if self.features else ', or data.couplings=true'}"
+            )
         return model
 
     def objective(self, model: nn.Module) -> nn.Module:
-        return ProteinObjective(model)
+        return ProteinObjective(model, self.config.objective.contacts)
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
         b, s, t, r = self.config.train.batch, self.shape["rows"], self.shape["extra"], self.shape["residues"]
@@ -155,8 +164,8 @@ class Task(task.Task):
             "pair_weight": torch.ones(b, r, r), "sequence": whole(b, r), "residue_index": whole(b, r),
             "asym_id": whole(b, r), "mask": seen(b, r), "recycles": self.config.objective.recycles - bucket,
         }  # fmt: skip
-        if self.config.data.couplings:
-            inputs["couplings"] = torch.zeros(b, r, r, 1)
+        if self.features:
+            inputs["couplings"] = torch.zeros(b, r, r, self.features)
         extra = {"extra_msa": whole(b, t, r), "extra_deletions": torch.zeros(b, t, r), "extra_mask": seen(b, t, r)}
         return inputs | (extra if t else {})
 
@@ -231,8 +240,8 @@ class Task(task.Task):
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
         counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2}
         inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
-        if self.config.data.couplings:
-            inputs |= divided("residues", Example.couplings)
+        if self.features:
+            inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
         inputs |= {**stacked(Example.single), "recycles": recycles}
         return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
 
@@ -251,6 +260,7 @@ def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
     if isinstance(data, Synthetic):
         options: dict[str, Any] = {
             "residues": data.residues, "rows": data.depth, "coupling": data.coupling, "kinds": data.kinds,
+            "without": data.without,
         }  # fmt: skip
         return (
             PottsFamilies("train", families=data.families, seed=seed, **options),
