@@ -245,10 +245,17 @@ FAULTS = [
         "test_plan_reads",
     ),
     Fault(
+        "ranks may hold different weights",
+        "dsp/run/parallel.py",
+        "            same_weights(self.axis, self.model)",
+        "            pass",
+        "test_hostile",
+    ),
+    Fault(
         "ranks may be told different things",
         "dsp/run/agreement.py",
-        "    if alike(everyone):",
-        "    if True:",
+        "    if alike(everyone):\n        return\n    held",
+        "    if True:\n        return\n    held",
         "test_host",
     ),
     Fault(

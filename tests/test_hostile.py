@@ -583,3 +583,26 @@ def heads(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_heads_as_a_dim_are_exact(ranks, n: int) -> None:
     ranks(heads, n)
+
+
+def apart(mesh: DeviceMesh) -> tuple[str, str]:
+    said = []
+    for forgotten in ("seed", "average"):
+        torch.manual_seed(mesh.get_local_rank() if forgotten == "seed" else 0)
+        model = OneSequence()
+        torch.manual_seed(0)
+        x = torch.randn(2, 7, C)
+        dsp.parallelize(model, mesh, {"": "x=b s c", "blocks.*": "b [s c]"})
+        try:
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1 * (1 + mesh.get_local_rank())).step()  # gradients of its own
+            model.eval()(x)
+        except RuntimeError as error:
+            said.append(str(error))
+    return tuple(said)
+
+
+def test_ranks_whose_weights_differ_are_told_so(ranks) -> None:
+    for unseeded, stepped in ranks(apart, 2):
+        assert "hold different weights: blocks.0.qkv.weight, blocks.0.qkv.bias" in unseeded
+        assert "average gradients" in stepped

@@ -50,6 +50,31 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
     )
 
 
+def same_weights(axis: Axis, model: nn.Module) -> None:
+    """Raises RuntimeError on every rank if a parameter differs: not seeded alike, or gradients that nobody averaged.
+
+    Those that are sharded (DTensor, FSDP) are passed over. 8 bytes a rank; only where they differ, 8 a parameter more.
+    """
+    whole = [(k, p) for k, p in model.named_parameters() if compared(p) and not hasattr(p, "_fsdp_flattened")]
+    if not whole or (whole[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
+    sums = torch.cat([checksum(p.detach()).to(device) for _, p in whole])
+    everyone = sums.new_empty(axis.size)
+    all_gather(everyone, checksum(sums), group=axis.mesh.get_group())
+    if alike(everyone):
+        return
+    each = sums.new_empty(axis.size * len(whole))
+    all_gather(each, sums, group=axis.mesh.get_group())
+    rows = each.view(axis.size, -1).tolist()
+    odd = [k for (k, _), column in zip(whole, zip(*rows)) if len(set(column)) > 1]
+    raise RuntimeError(
+        f"the ranks of one sequence-parallel group hold different weights: {some(odd)}. Build the model from one seed "
+        "or one file on all of them, and average gradients over them before each optimizer step; a parameter of which "
+        "every rank is to hold its own part is a DTensor"
+    )
+
+
 def alike(everyone: Tensor) -> bool:
     return len(set(everyone.tolist())) == 1
 

@@ -29,7 +29,7 @@ from dsp.plan.tracing import trace
 from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
-from dsp.run.agreement import Agreement, agree
+from dsp.run.agreement import Agreement, agree, same_weights
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
@@ -157,6 +157,8 @@ class Runtime:
         if fresh:
             leave_out(self.model, self.left_out)
         self.agreement.start(leaves, spec, key, wait=fresh)
+        if fresh:
+            same_weights(self.axis, self.model)
         if self.signature is not None:
             args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
         args, kwargs = with_true_gradients(self.axis, args, kwargs)
