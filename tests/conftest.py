@@ -112,10 +112,11 @@ def _worker(rank: int, world: int, parts: bool, store: str, pipe: Any) -> None:
         meshes["2x2"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "sp"))
     while True:
         try:
-            fn, n, args = pipe.recv()
+            job, fn, n, args = pipe.recv()
         except EOFError:  # the tests are over
             return
         try:
+            dist.distributed_c10d._world.group_count = 1000 * job  # groups are named by it: alike on all ranks of a job
             torch.manual_seed(0)
             pipe.send((True, fn(meshes[n], *args)))
         except BaseException:
@@ -128,6 +129,7 @@ class Pool:
     def __init__(self, world: int, parts: bool = False) -> None:
         self.world, self.parts = world, parts
         self.workers: list[tuple[int, Any]] = []  # process id, pipe
+        self.jobs = 0
 
     def start(self) -> None:
         store = tempfile.mktemp(prefix="dsp-tests-")
@@ -148,9 +150,10 @@ class Pool:
         """Run `fn(mesh, *args)` on n ranks ("2x2": a dp x sp mesh over four); results in rank order."""
         if not self.workers:
             self.start()
+        self.jobs += 1
         active = self.workers[: 4 if n == "2x2" else int(n)]
         for _, pipe in active:
-            pipe.send((fn, n, args))
+            pipe.send((self.jobs, fn, n, args))
         pending = {pipe: rank for rank, (_, pipe) in enumerate(active)}
         results, errors, lost = {}, {}, False
         while pending:
