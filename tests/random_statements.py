@@ -462,7 +462,7 @@ def unsqueezed(w: Writer) -> Var:
 def squeezed(w: Writer) -> Var:
     x = w.pick(ndim=(2, 6), ok=lambda v: () in v.axes)
     if w.chance(0.3):
-        return w.let(f"{x.name}.squeeze()", [a for a in x.axes if a])
+        return w.let(f"{x.name}.squeeze()", [a for a in x.axes if w.size(a) > 1])
     d = w.any([d for d, a in enumerate(x.axes) if not a])
     return w.let(f"{x.name}.squeeze({w.at(d, x.ndim)})", x.but(d))
 

@@ -62,7 +62,7 @@ def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None 
 
 def test_a_view_of_what_is_whole_already_is_not_switched_once_more(ranks) -> None:
     """The fold of 2 samples is gathered for the recurrence, whose own part a rank then takes of its view."""
-    results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
+    results = ranks(sent, 4, Frames, torch.randn(2, 6, 3, 4, 4))
     for own, promised, plan, told in results:
         assert own == promised
         assert own[1] == plan.calls["forward"] == 2

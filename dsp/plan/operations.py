@@ -249,11 +249,9 @@ class Operations(Values):
             return False
         old, new = op.tracked[0].shape, op.outputs[0].shape
         for d, cut in op.first.spare.items():
-            before = math.prod(old[:d])
-            into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
-            if 1 < into < old[d] and cut.outer == 1 and isinstance(op.outcome({0: cut}), GlueError):
+            if cut.outer == 1 and first_part(old, new, d) and isinstance(op.outcome({0: cut}), GlueError):
                 return True
-        return False
+        return first_part(old, new, 0) == self.batch and self.batch % self.n > 0
 
     def follow_view(self, op: Operation, found: Ways) -> None:
         """The result is the same value."""
@@ -381,3 +379,10 @@ class Operations(Values):
                 continue
             name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
             found.cuts[name], found.sizes[name] = Cut(d), size
+
+
+def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
+    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
+    before = math.prod(old[:d])
+    into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
+    return into if 1 < into < old[d] else 0

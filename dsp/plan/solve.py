@@ -12,7 +12,7 @@ import torch
 from dsp.hardware import Hardware
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Trace
-from dsp.planner import Choice, Infeasible, Op, Problem, Solution, solve
+from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, solve
 from dsp.stages import Stage
 
 
@@ -96,19 +96,20 @@ def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
     """Of every op the choices that compete by their bytes.
 
     To share out a batch is what data parallelism is for, and here it may be 1. So it is not for stages, if all of them
-    can be sharded along something else; nor for any op that has something else, if its parts would not be even.
+    can be sharded along something else; nor for any op that has something else, if its parts would not be even: those
+    of a stage at all, those of glue so that one is longer than 1.5/N of the whole.
     """
 
-    def uneven(op: Op, c: Choice) -> bool:
+    def uneven(op: Op, c: Choice, stage: bool) -> bool:
         sizes = (dict(t.values[v].sizes)[k] for v, k in zip(op.inputs + op.outputs, c.needs + c.gives) if k is not None)
-        return any(size % n for size in sizes)
+        return any(size % n > 0 if stage else 2 * n * chunk_sizes(size, n)[0] > 3 * size for size in sizes)
 
     stages = [op for op, event in zip(t.ops, t.events) if event.kind == "stage"]
     spared = all(any(not c.rank for c in op.choices) for op in stages)
 
     def admitted(op: Op, stage: bool) -> list[int]:
         other = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
-        left_out = [c.rank and other and (not batch or (stage and spared) or uneven(op, c)) for c in op.choices]
+        left_out = [c.rank and other and (not batch or (stage and spared) or uneven(op, c, stage)) for c in op.choices]
         return [i for i, out in enumerate(left_out) if not out]
 
     return [admitted(op, event.kind == "stage") for op, event in zip(t.ops, t.events)]

@@ -29,6 +29,7 @@ class Values:
         super().__init__()
         self.n, self.root_sizes = n, dict(root_sizes)
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
+        self.batch_name = next(filter(is_batch, root_sizes), "")
         self.values: list[Value] = []
         self.nodes: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
         self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
@@ -91,8 +92,13 @@ class Values:
         return found
 
     def spare_cut(self, value: int, d: int) -> Cut:
-        """Along a dim that nobody named: the first is a fold with batch, as a rule, which is not for sharding."""
-        return Cut(d, self.batch if d == 0 and self.shapes[value][0] % self.batch == 0 else 1)
+        """Along a dim that nobody named: the first is batch or a fold with it, as a rule; of a fold the rest."""
+        fold = d == 0 and not self.leads(value) and self.shapes[value][0] % self.batch == 0
+        return Cut(d, self.batch if fold else 1)
+
+    def leads(self, value: int) -> bool:
+        """Whether the first dim of a value is as long as the batch, and so that, as a rule."""
+        return self.shapes[value][:1] == (self.batch,)
 
     def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
         """Let a value be sharded along the dims of this tensor that nobody named, or along the one `wanted`."""
@@ -105,7 +111,7 @@ class Values:
             if named is not None:  # by another view of it
                 sym.cuts[named] = cut
                 continue
-            key = apart_from(known, f"dim{d}")
+            key = apart_from(known, self.batch_name if d == 0 and self.leads(sym.value) else f"dim{d}")
             extent = self.shapes[sym.value][d] // base.outer
             self.values[sym.value] = replace(value, sizes=(*value.sizes, (key, extent)))
             known[key] = base
