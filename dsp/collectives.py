@@ -240,12 +240,17 @@ LISTENER: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar
 
 
 def _fresh(name: str, kernel: Any) -> Any:
-    """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own."""
+    """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own.
+
+    Dims of size 1 get the strides that they have in any other contiguous tensor: by some that are as true, torch's own
+    kernels go wrong (backward of a batch norm).
+    """
 
     def own(out: Tensor) -> Tensor:
-        if not out._is_view():
+        if not out._is_view() and 1 not in out.shape:
             return out
-        return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+        stride = () if out.is_contiguous() else out.stride()
+        return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
     def run(*args: Any) -> Any:
         if (hear := LISTENER.get()) is not None:

@@ -233,6 +233,20 @@ def forward(self, x: (b, t, s, c)):
         x2 = x1.flatten(1, 2)
     return x2, x1.square()
 """,
+    "a view of an input that is made without gradient": """
+b, c, t, h, w = 1, 1, 4, 2, 1
+stages = {"": "x=b c t h w"}
+def forward(self, x: (b, c, t, h, w)):
+    with torch.no_grad():
+        x6 = x.unflatten(2, (-1, 2))
+    return (x, x6)
+""",
+    "dims of size 1 with strides that torch reads wrong": """
+b, c, i, j = 1, 2, 1, 2
+stages = {"": "z=b i j c"}
+def forward(self, z: (b, i, j, c)):
+    return F.batch_norm(F.silu(z).movedim(-1, 1), None, None, training=True)
+""",
     "a view that is made without gradient": """
 b, t, s, c = 2, 4, 4, 4
 stages = {"": "y=b t s c", "s0": "b [t] s [c]", "s1": "s b [t] [c]"}

@@ -20,7 +20,7 @@ class Loads:
         self.found, self.trace, self.size = found, found.trace, found.size
         self.shares = [self.share(step) for step in found.steps]
         self.held = [self.largest(step) for step in found.steps]
-        self.longest = max((whole for _, whole in self.held), default=1)
+        self.longest = max((whole for _, whole in self.held), default=0) or 1
 
     def layouts(self, step: Step) -> list[tuple[int, Layout]]:
         return list(zip(step.op.inputs + step.op.outputs, step.choice.needs + step.choice.gives))

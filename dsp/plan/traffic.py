@@ -103,7 +103,8 @@ class Traffic:
         if (passing := step.passing) is not None:
             self.sendings.append(Sending(self.where(step.at), passing.kind, 1, each=passing.forward))
             self.add("forward", passing.kind, passing.forward, 1)
-            if self.again(step.at, after=True) and (event.grad or not stage):
+            first = passing.kind in ("rows", "gather")  # before it saves anything; sums come last
+            if self.again(step.at, after=not first) and (event.grad or not stage):
                 self.add("recompute", passing.kind, passing.forward, 1)
             if event.grad and any(passing.backward):
                 self.add("backward", passing.adjoint, passing.backward, 1)

@@ -50,7 +50,10 @@ def home_of(t: Sharded) -> Home:
     home = t.__dict__.get("_dsp_home")
     if home is None:
         with differentiable(t):
-            home = t._dsp_home = Home(plain(t), t.at.cut, t.at.shape)  # type: ignore[attr-defined]
+            local = plain(t)
+        if t.requires_grad and t.grad_fn is None:  # a view that was made without gradient: torch says it has one
+            local = local.detach()
+        home = t._dsp_home = Home(local, t.at.cut, t.at.shape)  # type: ignore[attr-defined]
     return home
 
 
