@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -137,3 +138,62 @@ def masked(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
 def test_parts_that_are_masked_or_empty(ranks: Callable, n: int, length: int, dtype: torch.dtype) -> None:
     ranks(masked, n, length, dtype)
+
+
+class Reduced(nn.Module):
+    """Every reduction over what is sharded that a few numbers of each rank are enough for."""
+
+    stages = {"": "x=b l"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = x.amax(-1, keepdim=True) + x.amin(1).unsqueeze(1) + x.max() * x.min()
+        lengths = x.norm(dim=1, keepdim=True) + torch.linalg.vector_norm(x) + x.logsumexp(1, keepdim=True)
+        some = (x > 0.9).any(1, keepdim=True) | (x > -1).all()
+        return (F.normalize(x, dim=1) + F.softmin(x, dim=1)) * lengths + ends * some + x.nansum(1, keepdim=True)
+
+
+def reduced(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
+    x = (torch.arange(3.0 * length).view(3, length) * 1.7).sin().to(dtype)
+    x[0], x[1, : length // 2] = 0, x[1].max()  # no length, and ties
+    leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plan, single = dsp.plan(Reduced(), x, size=mesh.size()), Reduced()(leaf)
+    assert plan.share <= 1 / mesh.size() + 0.1 or length < 6
+    with dsp.count_comm() as comm:
+        out = dsp.parallelize(Reduced(), mesh)(own)
+    assert sum(comm.forward.bytes.values()) <= plan.bytes["forward"]
+    for y in (single, out):
+        (y * torch.arange(length).to(dtype)).sum().backward()
+    torch.testing.assert_close(out.detach(), single.detach())
+    torch.testing.assert_close(own.grad, leaf.grad)
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
+def test_reductions_over_what_is_sharded(ranks: Callable, n: int, length: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        ranks(reduced, n, length, dtype)
+
+
+def normalized(mesh: DeviceMesh, length: int) -> None:
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.Tanh()).double()
+    model, x = copy.deepcopy(single), torch.randn(2, 3, length).double()
+    dsp.parallelize(model, mesh, {"": "input=b c l"})
+    for train in (True, True, False):
+        for one in (single, model):
+            one.train(train)
+        expect = single(x)
+        with dsp.count_comm() as comm:
+            out = model(x)
+        assert comm.forward.calls["gather"] == 1 + train  # of the output, and of 2 x 3 numbers
+        torch.testing.assert_close(out, expect)
+        for (name, mine), own in zip(model.named_buffers(), single.buffers()):
+            torch.testing.assert_close(mine, own, msg=name)
+    for one in (single, model):
+        one.train()(x).square().sum().backward()
+    for name, grad in averaged(model, mesh).items():
+        torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4)])
+def test_a_batch_norm_in_training(ranks: Callable, n: int, length: int) -> None:
+    ranks(normalized, n, length)

@@ -34,9 +34,11 @@ def along(f: Frame) -> Outcome:
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in dims_of(f, x, dims):
-        if f.name in ("softmax", "log_softmax"):
+        if f.name in ("softmax", "log_softmax", "softmin"):
             dtype = next((a for a in (*f.args, *f.kwargs.values()) if isinstance(a, torch.dtype)), None)
             return statistics.softmax(f, x, cut, dtype)
+        if f.name == "normalize" and f.get(1, "p", 2.0) == 2:
+            return statistics.normalized(f, x, cut, dims_of(f, x, dims), f.get(3, "eps", 1e-12))
         raise f.refuse("it works along the sharded dim")
     return Outcome(cut, x.shape[cut.dim])
 
@@ -70,15 +72,32 @@ def reduction(f: Frame) -> Outcome:
         unbiased = f.args[1] if len(f.args) > 1 and isinstance(f.args[1], bool) else f.get(2, "unbiased", True)
         correction = f.kwargs.get("correction", unbiased)
         return statistics.spread(f, x, cut, gone, keep, 1 if correction is None else float(correction))
-    if f.name not in ("sum", "mean"):
+    if f.name in ("amax", "amin") or (f.name in ("max", "min") and dims is None):
+        return statistics.extremes(f, x, cut, gone, keep)
+    if f.name in ("any", "all") and not (everything and dims is not None):
+        return statistics.flags(f, x, gone, keep)
+    if f.name == "logsumexp" and not everything:
+        return statistics.logsumexp(f, x, cut, gone, keep)
+    if f.name in ("norm", "vector_norm") and is_length(f, len(gone)):
+        return statistics.norm(f, x, cut, gone, keep)
+    if f.name not in ("sum", "nansum", "mean"):
         raise f.refuse(
             "it reduces over the sharded dim",
-            "sum and mean are taken over all ranks; put other reductions in a stage that computes over the dim",
+            "what adds up, a largest or smallest, any and all, norms and logsumexp are taken over all ranks; put other "
+            "reductions in a stage that computes over the dim",
         )
-    if f.name == "sum":
+    if f.name != "mean":
         return Outcome(None, reduce=1.0)
     count = math.prod(x.shape[d] for d in gone)
     return Outcome(None, reduce=float(count))
+
+
+def is_length(f: Frame, dims: int) -> bool:
+    """Whether a norm is the root of a sum of squares: of two dims "2" may be that of a matrix."""
+    kind = f.get(1, "p" if "p" in f.kwargs else "ord")
+    if f.kwargs.get("dtype") is not None or len(f.args) > 4:
+        return False
+    return kind in ("fro", None) or (kind == 2 and (dims == 1 or f.name == "vector_norm"))
 
 
 @rule("tril triu")
@@ -161,6 +180,8 @@ def pixels(f: Frame) -> Outcome:
 @rule("batch_norm")
 def batch_norm(f: Frame) -> Outcome:
     x, cut = first(f)
-    if f.get(5, "training", False) or cut.dim == 1:
-        raise f.refuse("batch statistics run over the sharded dim", "Use a norm that acts on each sample alone")
-    return Outcome(cut, x.shape[cut.dim])
+    if cut.dim == 1:
+        raise f.refuse("its running statistics are of all channels")
+    if not f.get(5, "training", False):
+        return Outcome(cut, x.shape[cut.dim])
+    return statistics.batch_norm(f, x, cut, f.get(6, "momentum", 0.1), f.get(7, "eps", 1e-5))

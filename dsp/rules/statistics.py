@@ -25,10 +25,16 @@ Dims = Sequence[int]
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda t: t.softmax(-1),
     "log_softmax": lambda t: t.log_softmax(-1),
+    "softmin": lambda t: F.softmin(t, -1),
+    "logsumexp": lambda t: t.logsumexp(-1),
+    "norm": lambda t: torch.norm(t, dim=-1),
+    "vector_norm": lambda t: torch.linalg.vector_norm(t, dim=-1),
+    "normalize": lambda t: F.normalize(t, dim=-1),
     "layer_norm": lambda t: F.layer_norm(t, t.shape[-1:]),
     "rms_norm": lambda t: F.rms_norm(t, t.shape[-1:]),
     "group_norm": lambda t: F.group_norm(t, 1),
     "instance_norm": F.instance_norm,
+    "batch_norm": lambda t: F.batch_norm(t, None, None, training=True),
     "var": lambda t: t.var(-1),
     "std": lambda t: t.std(-1),
 }
@@ -96,6 +102,28 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
     return Outcome(cut, x.shape[cut.dim], args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
 
 
+def batch_norm(f: Frame, x: Operand, cut: Cut, momentum: float, eps: float) -> Outcome:
+    """In training: over all dims but channels, (b c ...). Every rank moves its running statistics on alike."""
+    dims = [d for d in range(x.ndim) if d != 1]
+    counts = counted(f, x, cut, dims)
+    total = sum(counts)
+    if total < 2:
+        raise f.refuse("it is over one value a channel")
+
+    def run(every: Tensor, t: Tensor, mean_so_far: Any, var_so_far: Any, *affine: Tensor | None) -> Tensor:
+        mean, squares = together(every, counts)
+        with torch.no_grad():
+            for running, new in ((mean_so_far, mean), (var_so_far, squares / (total - 1))):
+                if running is not None:
+                    running.lerp_(new.flatten().to(running.dtype), momentum)
+        per_channel = [p if p is None else p.reshape(mean.shape) for p in affine]
+        return affinely((t - mean) * (squares / total + eps).rsqrt(), *per_channel).to(made_in(f, t))
+
+    given = [f.get(i, name) for i, name in enumerate(("running_mean", "running_var", "weight", "bias"), 1)]
+    numbers = Numbers(lambda t, *rest: moments(t, dims), 2 * x.shape[1])
+    return Outcome(cut, x.shape[cut.dim], args=(x, *given), kwargs={}, func=run, numbers=numbers)
+
+
 def affinely(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
@@ -122,36 +150,131 @@ def trailing(
     return Outcome(cut, x.shape[cut.dim], narrow, args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
 
 
-def exponentials(t: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """(2 ...): the largest along `dim`, and the sum of exponentials of what is left without it.
+def exponentials(t: Tensor, dims: Dims, dtype: Any = None) -> Tensor:
+    """(2 ...): the largest over `dims`, and the sum of exponentials of what is left without it.
 
     A part that is empty, or masked entirely, has -inf and 0: it counts nothing, however low the others are.
     """
-    t = t.to(summed_in(dtype or t.dtype))
-    if not t.shape[dim]:
-        total = t.sum(dim, keepdim=True)
+    kind = dtype or (t.dtype if t.is_floating_point() else torch.get_default_dtype())
+    t, over = t.to(summed_in(kind)), tuple(dims)
+    if not t.numel():
+        total = t.sum(over, keepdim=True)
         return torch.stack([torch.full_like(total, -math.inf), total])
-    top = t.detach().amax(dim, keepdim=True)
+    top = t.detach().amax(over, keepdim=True)
     near = top.masked_fill(top == -math.inf, 0)  # -inf less -inf is nan
-    return torch.stack([top, (t - near).exp().sum(dim, keepdim=True)])
-
-
-def all_exponentials(every: Tensor) -> tuple[Tensor, Tensor]:
-    tops = every[:, 0].detach()
-    top = tops.amax(0)
-    return top, (every[:, 1] * (tops - top).exp()).sum(0)  # all masked: nan, as on one device
+    return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])
 
 
 def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
-    """softmax or log_softmax along the sharded dim."""
+    """softmax, softmin or log_softmax along the sharded dim."""
+    sign = -1 if f.name == "softmin" else 1
 
     def run(every: Tensor, t: Tensor) -> Tensor:
-        top, total = all_exponentials(every)
-        less = t.to(every.dtype) - top
+        tops = every[:, 0].detach()
+        top = tops.amax(0)
+        total = (every[:, 1] * (tops - top).exp()).sum(0)  # all masked: nan, as on one device
+        less = sign * t.to(every.dtype) - top
         return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or made_in(f, t))
 
     counted(f, x, cut, [cut.dim])
-    numbers = Numbers(partial(exponentials, dim=cut.dim, dtype=dtype), 2 * kept(x, [cut.dim]))
+    numbers = Numbers(lambda t: exponentials(sign * t, [cut.dim], dtype), 2 * kept(x, [cut.dim]))
+    return Outcome(cut, x.shape[cut.dim], args=(x,), kwargs={}, func=run, numbers=numbers)
+
+
+def whole(
+    f: Frame, x: Operand, dims: Dims, keep: bool, of: Callable[[Tensor], Tensor], rows: int, made: Callable[..., Tensor]
+) -> Outcome:
+    """A reduction that every rank has whole: `made` of all ranks' numbers, `rows` for each place that is left."""
+
+    def run(every: Tensor, t: Tensor) -> Tensor:
+        out = made(every, t)
+        return out if keep else out.squeeze(tuple(dims))
+
+    return Outcome(None, args=(x,), kwargs={}, func=run, numbers=Numbers(of, rows * kept(x, dims)))
+
+
+def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
+    def made(every: Tensor, t: Tensor) -> Tensor:
+        tops = every[:, 0].detach()
+        top = tops.amax(0)
+        near = top.masked_fill(top == -math.inf, 0)
+        total = (every[:, 1] * (tops - near).exp()).sum(0)
+        nothing = total == 0  # all masked: -inf, and no gradient
+        out = (near + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -math.inf)
+        return out.to(made_in(f, t)) if t.is_floating_point() else out
+
+    counted(f, x, cut, dims)
+    return whole(f, x, dims, keep, partial(exponentials, dims=dims), 2, made)
+
+
+def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
+    """The largest or smallest over the sharded dim, perhaps with others; what ties shares the gradient."""
+    low, over = f.name in ("amin", "min"), tuple(dims)
+
+    def of(t: Tensor) -> Tensor:
+        t = t.to(summed_in(t.dtype))
+        if not t.numel():  # there are numbers on other ranks
+            none = t.sum(over, keepdim=True)
+            most = torch.finfo(t.dtype).max if t.is_floating_point() else torch.iinfo(t.dtype).max
+            least = torch.finfo(t.dtype).min if t.is_floating_point() else torch.iinfo(t.dtype).min
+            return torch.stack([torch.full_like(none, most if low else least, dtype=t.dtype), none.to(t.dtype)])
+        top = t.amin(over, keepdim=True) if low else t.amax(over, keepdim=True)
+        return torch.stack([top, (t == top).sum(over, keepdim=True).to(t.dtype)])
+
+    def made(every: Tensor, t: Tensor) -> Tensor:
+        tops = every[:, 0].detach()
+        top = tops.amin(0) if low else tops.amax(0)
+        if not t.is_floating_point():
+            return top.to(t.dtype)
+        ties = every[:, 1].detach() * (tops == top)
+        return (torch.where(ties > 0, every[:, 0] * ties, 0).sum(0) / ties.sum(0)).to(t.dtype)
+
+    counted(f, x, cut, dims)
+    return whole(f, x, dims, keep, of, 2, made)
+
+
+def flags(f: Frame, x: Operand, dims: Dims, keep: bool) -> Outcome:
+    """any or all over the sharded dim, perhaps with others."""
+
+    def of(t: Tensor) -> Tensor:
+        found = t != 0
+        for d in dims:
+            found = found.any(d, keepdim=True) if f.name == "any" else found.all(d, keepdim=True)
+        return found.to(summed_in(t.dtype))[None]
+
+    def made(every: Tensor, t: Tensor) -> Tensor:
+        found = every[:, 0] != 0
+        found = found.any(0) if f.name == "any" else found.all(0)
+        return found.to(t.dtype if t.dtype == torch.uint8 else torch.bool)
+
+    return whole(f, x, dims, keep, of, 1, made)
+
+
+def squared(t: Tensor, dims: Dims) -> Tensor:
+    """(1 ...): the sum of squares over `dims`."""
+    t = t.to(summed_in(t.dtype))
+    return (t * t.conj()).sum(tuple(dims), keepdim=True)[None]
+
+
+def length_of(every: Tensor) -> Tensor:
+    total = every[:, 0].sum(0).real
+    nothing = total == 0  # no gradient there
+    return total.masked_fill(nothing, 1).sqrt().masked_fill(nothing, 0)
+
+
+def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
+    counted(f, x, cut, dims)
+    return whole(
+        f, x, dims, keep, partial(squared, dims=dims), 1, lambda every, t: length_of(every).to(made_in(f, t.real))
+    )
+
+
+def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcome:
+    def run(every: Tensor, t: Tensor) -> Tensor:
+        return t / length_of(every).to(made_in(f, t.real)).clamp_min(eps)
+
+    counted(f, x, cut, dims)
+    numbers = Numbers(partial(squared, dims=dims), kept(x, dims))
     return Outcome(cut, x.shape[cut.dim], args=(x,), kwargs={}, func=run, numbers=numbers)
 
 
@@ -159,10 +282,8 @@ def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: f
     """var or std over the sharded dim, perhaps with others: whole on every rank."""
     counts = counted(f, x, cut, dims)
 
-    def run(every: Tensor, t: Tensor) -> Tensor:
-        made = together(every, counts)[1] / max(sum(counts) - correction, 0)
-        made = made.sqrt() if f.name == "std" else made
-        return (made if keep else made.squeeze(tuple(dims))).to(made_in(f, t))
+    def made(every: Tensor, t: Tensor) -> Tensor:
+        out = together(every, counts)[1] / max(sum(counts) - correction, 0)
+        return (out.sqrt() if f.name == "std" else out).to(made_in(f, t))
 
-    numbers = Numbers(partial(moments, dims=dims), 2 * kept(x, dims))
-    return Outcome(None, args=(x,), kwargs={}, func=run, numbers=numbers)
+    return whole(f, x, dims, keep, partial(moments, dims=dims), 2, made)
