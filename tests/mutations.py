@@ -268,8 +268,8 @@ FAULTS = [
     Fault(
         "softmax takes a part of nothing for one whose largest is 0",
         "dsp/rules/statistics.py",
-        "return torch.stack([top, (t - near).exp().sum(dim, keepdim=True)])",
-        "return torch.stack([near, (t - near).exp().sum(dim, keepdim=True)])",
+        "return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])",
+        "return torch.stack([near, (t - near).exp().sum(over, keepdim=True)])",
         "test_rows::test_parts_that_are_masked_or_empty",
     ),
 ]

@@ -153,18 +153,20 @@ class Reduced(nn.Module):
 
 
 def reduced(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
-    x = (torch.arange(3.0 * length).view(3, length) * 1.7).sin().to(dtype)
-    x[0], x[1, : length // 2] = 0, x[1].max()  # no length, and ties
-    leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
-    plan, single = dsp.plan(Reduced(), x, size=mesh.size()), Reduced()(leaf)
-    assert plan.share <= 1 / mesh.size() + 0.1 or length < 6
-    with dsp.count_comm() as comm:
-        out = dsp.parallelize(Reduced(), mesh)(own)
-    assert sum(comm.forward.bytes.values()) <= plan.bytes["forward"]
-    for y in (single, out):
-        (y * torch.arange(length).to(dtype)).sum().backward()
-    torch.testing.assert_close(out.detach(), single.detach())
-    torch.testing.assert_close(own.grad, leaf.grad)
+    rows = (torch.arange(3.0 * length).view(3, 1, length) * 1.7).sin().to(dtype)
+    rows[0], rows[1, :, : length // 2] = 0, rows[1].max()  # no length, and ties
+    plan, model = dsp.plan(Reduced(), rows[0], size=mesh.size()), dsp.parallelize(Reduced(), mesh)
+    assert plan.share == -(-length // mesh.size()) / length
+    for x in rows:
+        leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+        single = Reduced()(leaf)
+        with dsp.count_comm() as comm:
+            out = model(own)
+        assert sum(comm.forward.bytes.values()) <= plan.bytes["forward"]
+        for y in (single, out):
+            (y * torch.arange(length).to(dtype)).sum().backward()
+        torch.testing.assert_close(out.detach(), single.detach())
+        torch.testing.assert_close(own.grad, leaf.grad)
 
 
 @pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
