@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 STYLE = """
 text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .title { font-size: 15px; font-weight: 600 } .soft { fill: #59636e } .line { fill: none; stroke-width: 2 }
-.formula { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4 } .grid { stroke: #9198a1; stroke-opacity: 0.35 }
+.formula { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4 } .on { stroke: #1f2328 } .hollow { fill: #ffffff }
+.grid { stroke: #9198a1; stroke-opacity: 0.35 }
 .spread { stroke-width: 1.5; fill: none } .dot { stroke: #ffffff; stroke-width: 1.5 }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .soft { fill: #9198a1 } .dot { stroke: #0d1117 } }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .soft { fill: #9198a1 } .dot { stroke: #0d1117 }
+.on { stroke: #e6edf3 } .hollow { fill: #0d1117 } }
 """
 WIDTH, HEIGHT = 330, 230  # of the plotted area of a panel
 LEFT, TOP, BELOW, BETWEEN = 62, 66, 58, 34
 COLUMNS = 3
 DODGE = 3  # pixels between the whiskers of two series
+NEAR = 3.0  # pixels: two lines that are no farther apart hide one another
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Series:
     colour: str
     points: Sequence[tuple[float, ...]]
     dashed: bool = False  # a formula: no dots, and not in the legend
+    hollow: Sequence[float] = ()  # the x of points whose dots are rings
 
 
 @dataclass
@@ -77,20 +81,40 @@ def draw(panel: Panel, left: float, top: float) -> list[str]:
         parts.append(text(left - 8, y(tick) + 4, number(tick), "soft", "end"))
     parts += [text(x(i), top + HEIGHT + 18, label, "soft") for i, label in enumerate(panel.labels)]
     parts.append(text(left + WIDTH / 2, top + HEIGHT + 38, panel.below, "soft"))
+    drawn: list[tuple[Series, list[tuple[float, float]]]] = []
     for place, series in enumerate(panel.series):
         aside = DODGE * (place - (len(panel.series) - 1) / 2) if any(len(p) == 4 for p in series.points) else 0.0
-        spots = [(x(point[0]) + aside, y(point[1])) for point in series.points]
-        kind = "formula" if series.dashed else "line"
-        path = "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
-        parts.append(f'<path class="{kind}" stroke="{series.colour}" d="M{path}"/>')
-        if series.dashed:
-            continue
+        drawn.append((series, [(x(point[0]) + aside, y(point[1])) for point in series.points]))
+    solid = [each for each in drawn if not each[0].dashed]
+    for i, (series, spots) in reversed(list(enumerate(solid))):  # the first lies on top, and is as thin as it can be
+        wider = sum(hidden(spots, above) for _, above in solid[:i])
+        parts.append(path(spots, series, "line", f' style="stroke-width:{2 + 3 * wider}"' if wider else ""))
         for (across, down), point in zip(spots, series.points):
             if len(point) == 4:
                 whisker = f"M{across:.1f} {y(point[2]):.1f}V{y(point[3]):.1f}"
                 parts.append(f'<path class="spread" stroke="{series.colour}" d="{whisker}"/>')
-            parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{series.colour}"/>')
+            ring = point[0] in series.hollow
+            paint = f'class="hollow" stroke="{series.colour}" stroke-width="2"'
+            paint = paint if ring else f'class="dot" fill="{series.colour}"'
+            parts.append(f'<circle {paint} cx="{across:.1f}" cy="{down:.1f}" r="{4 + 2 * wider:g}"/>')
+    for series, spots in drawn:
+        if series.dashed:  # in ink where it lies on the line that it is of
+            own = any(other.name == series.name and hidden(spots, line) for other, line in solid)
+            parts.append(path(spots, series, "formula on" if own else "formula"))
     return parts
+
+
+def path(spots: Sequence[tuple[float, float]], series: Series, kind: str, more: str = "") -> str:
+    line = "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
+    colour = "" if kind.endswith(" on") else f' stroke="{series.colour}"'
+    return f'<path class="{kind}"{colour}{more} d="M{line}"/>'
+
+
+def hidden(spots: Sequence[tuple[float, float]], above: Sequence[tuple[float, float]]) -> bool:
+    """Whether more than two thirds of a line lie under another."""
+    over = {round(across): down for across, down in above}
+    near = [abs(down - over.get(round(across), math.inf)) < NEAR for across, down in spots]
+    return sum(near) > 2 / 3 * len(near)
 
 
 def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
@@ -108,8 +132,8 @@ def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
         parts.append(text(at + 11, down, name, "", "start"))
         at += 38 + 7.2 * len(name)
     height = down + 14
-    if note:
-        parts.append(text(LEFT, down + 22, note, "soft", "start"))
+    for line in note.split("\n") if note else ():
+        parts.append(text(LEFT, height + 8, line, "soft", "start"))
         height += 22
     width = max(lefts[-1] + WIDTH + 20, at)
     return (

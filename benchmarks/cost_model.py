@@ -425,17 +425,23 @@ def picture(found: dict[str, Any]) -> str:
         panels.append(Panel(f"{title}: measured, predicted", labels, series, "rate of a link, bit/s", True, "s"))
     for kind, title, key, unit in (
         ("one sample", "3B, 4M tokens on all ranks", "seconds", "s a step"),
-        ("best", "3B, 0.5M tokens, best dp x sp", "tokens_per_s", "tokens/s"),
+        ("best", "3B, 0.5M tokens, best dp x sp", "each", "k tokens/s a GPU"),
     ):
-        rows = [row for row in found["ranks"] if row["kind"] == kind]
+        rows = [
+            row | {"each": row["tokens_per_s"] / row["ranks"] / 1e3} for row in found["ranks"] if row["kind"] == kind
+        ]
         sizes = sorted({row["ranks"] for row in rows})
         series = []
         for method in METHODS:
             line = [(sizes.index(row["ranks"]), row[key]) for row in rows if row["method"] == method]
+            large = [sizes.index(row["ranks"]) for row in rows if row["method"] == method and not row["fits"]]
             if line:
-                series.append(Series(METHODS[method], COLOURS[method], line))
-        panels.append(Panel(title, list(map(str, sizes)), series, "H100s", True, unit))
-    note = "dashed: predicted by a model fitted without the point; below, predicted from data sheets alone"
+                series.append(Series(METHODS[method], COLOURS[method], line, hollow=large))
+        panels.append(Panel(title, list(map(str, sizes)), series, "H100s", kind == "one sample", unit))
+    note = (
+        "dashed: predicted by a fit without the point; below, from data sheets alone\n"
+        "rings: more than fits the GPUs; Ulysses and Megatron end at 32, the number of heads"
+    )
     return figure("What a step takes, by the cost model", panels, note)
 
 

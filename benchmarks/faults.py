@@ -59,6 +59,7 @@ checkpoint: {every: 3}
 wandb: {mode: disabled}
 """
 LEAVE = 60.0  # seconds within which everyone has to be gone; what it took is reported
+PATIENT = ["train.timeout=120"]  # where nothing hangs: a machine may be busy
 
 
 class Report:
@@ -165,14 +166,15 @@ class Runs:
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps, self.file = folder, steps, folder / "tiny.yaml"
         self.file.write_text(TINY)
-        quiet = Ranks(2, self.arguments("quiet"), folder / "quiet.log")
+        quiet = Ranks(2, self.arguments("quiet", *PATIENT), folder / "quiet.log")
         if quiet.wait(600) is None or len(losses(folder / "quiet")) != steps:
             quiet.end()
             raise SystemExit("the quiet run did not end:\n" + quiet.log.read_text()[-3000:])
         self.curve = losses(folder / "quiet")
 
     def arguments(self, name: str, *more: str) -> list[str]:
-        return [str(self.file), f"runs_dir={self.folder}", f"name={name}", f"train.steps={self.steps}", *more]
+        own = [f"runs_dir={self.folder}", f"name={name}", f"train.steps={self.steps}"]
+        return [str(self.file), *own, *more]
 
     def same(self, directory: Path) -> bool:
         """Whether what is recorded is the quiet curve, or its beginning, each step once."""
@@ -188,8 +190,8 @@ def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None
             break
         began = time.time_ns()  # what an earlier kill left is no save of this start
         saves = partial(unfinished, directory, began)
-        ranks = Ranks(2, runs.arguments("killed", "resume=true"), runs.folder / "killed.log")
-        victim, ahead = chance.randrange(2), chance.randrange(12)  # steps of this start before the kill
+        ranks = Ranks(2, runs.arguments("killed", "resume=true", *PATIENT), runs.folder / "killed.log")
+        victim, ahead = chance.randrange(2), chance.randint(1, 12)  # steps of this start before the kill
         reached = until(lambda: ranks.steps() >= ahead, ranks)  # noqa: B023
         if i % 2 == 0:
             reached = until(saves, ranks, every=0.0005)
@@ -212,7 +214,7 @@ def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None
         named = [line for line in lines if re.match(rf"error: rank {victim} \(.*\) is gone", line)]
         report.hold(len(named) == 1 and lines[-1] == named[0], f"kill {i}: rank {victim} is not named: {lines[-2:]}")
         report.hold(runs.same(directory), f"kill {i}: the curve is another")
-    last = Ranks(2, runs.arguments("killed", "resume=true"), runs.folder / "killed.log")
+    last = Ranks(2, runs.arguments("killed", "resume=true", *PATIENT), runs.folder / "killed.log")
     report.hold(last.wait(600) is not None, "the killed run does not end")
     last.end()
     report.hold(losses(directory) == runs.curve, "after all kills the curve is another")

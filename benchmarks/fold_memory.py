@@ -194,7 +194,7 @@ def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def picture(rows: list[dict[str, Any]], title: str) -> str:
     """Bars of MiB a rank, and for more than one rank the share that would be perfect."""
     one = next(row["mib"] for row in rows if row["kind"] == "dsp" and row["ranks"] == 1)
-    top, left, height, scale = 46, 150, 30, 360 / max(row["mib"] for row in rows)
+    top, left, height, scale = 46, 176, 30, 350 / max(row["mib"] for row in rows)
     parts = []
     for i, row in enumerate(rows):
         y = top + i * (height + 12)

@@ -154,7 +154,12 @@ def picture(found: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequ
 
     whole = left + width + 24, top + height + 52
     title = f"Loss by step, {found['tokens']:,} tokens a sample over {found['ranks']} ranks"
-    legend = "blue: before the kill; orange: resumed; rings: trained twice, to the same bits; green: validation"
+    legend = {
+        "first": "before the kill",
+        "second": "resumed",
+        "ring": "trained twice, to the same bits",
+        "judged": "validation",
+    }
     parts = [
         line([(0, most), (0, 0), (steps, 0)], "axis"),
         line([(saved, 0), (saved, most)], "saved"),
@@ -168,8 +173,15 @@ def picture(found: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequ
         text(x(saved) - 6, top + 12, "end", f"checkpoint, step {saved}"),
         text(x(killed) + 6, top + 12, "start", f"killed after step {killed}"),
         text(left, 24, "start", title, "title"),
-        text(left, whole[1] - 10, "start", legend),
     ]
+    across = left
+    for kind, words in legend.items():
+        down, sign = whole[1] - 14, f'<path class="{kind}" d="M{across} {whole[1] - 14}h18"/>'
+        sign = (
+            sign if kind in ("first", "second") else f'<circle class="{kind}" cx="{across + 9}" cy="{down}" r="4.5"/>'
+        )
+        parts += [sign, text(across + 24, down + 4, "start", words)]
+        across += 44 + 7 * len(words)
     size = f'viewBox="0 0 {whole[0]} {whole[1]}" width="{whole[0]}" height="{whole[1]}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 

@@ -88,7 +88,7 @@ def picture() -> str:
     rows = plan("dsp").stages
     names = [row.name.replace("blocks.", "") for row in rows]
     width = LEFT + (len(rows) + 1) * (WIDE + GAP) - 20
-    height = TOP + len(METHODS) * DOWN + 34
+    height = TOP + len(METHODS) * DOWN + 58
     style = STYLE + ".letter { fill: #ffffff; font-weight: 600 } .band { stroke: #ffffff; stroke-opacity: 0.6 }\n"
     title = f"What the activation is sharded over, on {RANKS} ranks"
     parts = [text(LEFT, 24, title, "title", "start")]
@@ -108,10 +108,12 @@ def picture() -> str:
         "whole": "–, nothing: whole on each",
     }
     for dim, name in words.items():
-        parts.append(f'<rect x="{at}" y="{height - 28}" width="14" height="14" rx="3" fill="{COLOURS[dim]}"/>')
-        parts.append(text(at + 21, height - 16, name, "", "start"))
+        parts.append(f'<rect x="{at}" y="{height - 52}" width="14" height="14" rx="3" fill="{COLOURS[dim]}"/>')
+        parts.append(text(at + 21, height - 40, name, "", "start"))
         at += 52 + 7 * len(name)
-    parts.append(text(at, height - 16, f"{RING}  keys and values go round", "", "start"))
+    parts.append(text(at, height - 40, f"{RING}  keys and values go round", "", "start"))
+    note = "triangles: a switch; bytes under a block are those of the block and of the triangle before it"
+    parts.append(text(LEFT, height - 14, note, "soft", "start"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         f"<title>{escape(title)}</title><style>{style}</style>\n" + "\n".join(parts) + "\n</svg>\n"

@@ -70,6 +70,40 @@ def methods_of(rows: list[dict[str, Any]]) -> list[str]:
     return [method for method in METHODS if any(row["method"] == method for row in rows)]
 
 
+def screen_table() -> Iterator[str]:
+    """One row of each measurement and one of the model: what all else on the page is about."""
+    yield f"| | {' | '.join(METHODS.values())} |"
+    yield "|---|" + "---|" * len(METHODS)
+    if found := read("wire"):
+        m, rows = Shape(**found["shape"]).activation, found["rows"]
+        n = max(row["ranks"] for row in rows)
+        told = {r["method"]: f"{r['step']['again'] / m:.2f}" for r in rows if r["ranks"] == n}
+        yield _line(f"bytes a rank sends in a layer of a training step, {n} ranks, in M", told)
+    if found := read("cluster"):
+        for one in found["sweep"]["rates"]:
+            rows = one["modes"]["train"]
+            if one["rate"] not in (100, 1000, 0):
+                continue
+            told = {m: f"{rows[m]['ratio']['median']:.2f}" if "ratio" in rows[m] else "1" for m in rows}
+            yield _line(f"time of a training step over DSP's, 4 hosts, {rate_name(one['rate'])}", told)
+    if found := read("memory"):
+        n, rows = max(row["ranks"] for row in found["rows"]), found["rows"]
+        for key, name, scale in (
+            ("peak", "MiB a rank of a training step", 2**-20), ("longest", "frames in 128 MiB a rank", 1)
+        ):  # fmt: skip
+            one = next(row[key] for row in rows if row["ranks"] == 1) * scale
+            told = {r["method"]: f"{r[key] * scale:.0f}" for r in rows if r["ranks"] == n}
+            yield _line(f"{name}, {n} ranks (one: {one:.0f})", told)
+    if found := read("cost-model"):
+        n, rows = 1024, [row for row in found["ranks"] if row["kind"] == "best"]
+        told = {r["method"]: f"{r['tokens_per_s'] / n / 1e3:.1f}" for r in rows if r["ranks"] == n}
+        yield _line("*not measured:* thousand tokens/s a GPU, 3B, 0.5M tokens a sample, 1024 H100", told)
+
+
+def _line(name: str, told: dict[str, str]) -> str:
+    return f"| {name} | {' | '.join(told.get(method, 'does not fit') for method in METHODS)} |"
+
+
 def wire_table() -> Iterator[str]:
     """Table 3: a row a method, units of M a layer; all numbers of ranks in a cell."""
     found = read("wire")
@@ -488,6 +522,7 @@ def cost_best_table() -> Iterator[str]:
 
 
 TABLES = {
+    "screen": screen_table,
     "wire-when": lambda: when("wire"),
     "wire": wire_table,
     "collectives": collectives_table,

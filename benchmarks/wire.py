@@ -153,7 +153,7 @@ def picture(found: dict[str, Any]) -> str:
                 series.append(Series(METHODS[method], COLOURS[method], points, dashed=key == "formula"))
         panels.append(Panel(title, list(map(str, sizes)), series, "ranks", log=True, unit="in M"))
     return figure(
-        "Bytes a rank sends, by the kernel", panels, "M: the bytes of an activation; dashed: the formulas, x (N-1)/N"
+        "Bytes a rank sends, by the kernel", panels, "M: the bytes of an activation; dashes on the lines: the formulas"
     )
 
 

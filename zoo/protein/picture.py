@@ -21,7 +21,7 @@ __all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_scores"]
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
 SHADE = np.array([150, 178, 224])  # of a pair that is in contact for certain but not among those counted
-SIDE = 420  # pixels of a map, about
+SIDE = 840  # pixels of a map, about: twice what is shown, as letters of few pixels are spaced badly
 COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range")
 
 
@@ -70,30 +70,30 @@ class ContactMap:
 
         r = len(self.seen)
         scale = max(1, round(SIDE / r))
-        side, left, top, right = r * scale, 34, 26, 10
-        image = Image.new("RGB", (left + side + right, top + side + 40), PAPER)
+        side, left, top, right = r * scale, 68, 52, 20
+        image = Image.new("RGB", (left + side + right, top + side + 84), PAPER)
         map_ = Image.fromarray(self.pixels()).resize((side, side), Image.Resampling.NEAREST)
         image.paste(map_, (left, top))
-        pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=11)
-        pen.line((left, top, left + side, top + side), fill=INK)
+        pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=23)
+        pen.line((left, top, left + side, top + side), fill=INK, width=2)
         for i in (self.asym_id.diff().nonzero().flatten() + 1).tolist():  # where a chain begins
             pen.line((left, top + i * scale, left + side, top + i * scale), fill=LINE)
             pen.line((left + i * scale, top, left + i * scale, top + side), fill=LINE)
-        pen.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)
+        pen.rectangle((left - 1, top - 1, left + side, top + side), outline=INK, width=2)
         every = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 10**9) if r / step <= 10)
         for i in range(0, r, every):
             y = top + i * scale + scale // 2
-            pen.line((left - 4, y, left - 1, y), fill=INK)
-            pen.text((left - 7, y), str(i), fill=INK, font=font, anchor="rm")
-        pen.text((left, top - 7), self.title, fill=INK, font=ImageFont.load_default(size=12), anchor="ls")
-        x, y = left, top + side + 12
+            pen.line((left - 8, y, left - 1, y), fill=INK, width=2)
+            pen.text((left - 14, y), str(i), fill=INK, font=font, anchor="rm")
+        pen.text((left, top - 14), self.title, fill=INK, font=ImageFont.load_default(size=25), anchor="ls")
+        x, y = left, top + side + 24
         for colour, words in ((HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (tuple(SHADE), "likely")):
-            pen.rectangle((x, y - 4, x + 8, y + 4), fill=colour)
-            pen.text((x + 13, y), words, fill=INK, font=font, anchor="lm")
-            x += 13 + round(font.getlength(words)) + 16
+            pen.rectangle((x, y - 8, x + 16, y + 8), fill=colour)
+            pen.text((x + 26, y), words, fill=INK, font=font, anchor="lm")
+            x += 26 + round(font.getlength(words)) + 32
         near = RANGES["short"][0]
         note = f"above: the L most likely pairs, {near} or more apart; below: true contacts"
-        pen.text((left, y + 17), note, fill=INK, font=font, anchor="lm")
+        pen.text((left, y + 34), note, fill=INK, font=font, anchor="lm")
         return image
 
 
