@@ -37,6 +37,11 @@ def logits(length: int) -> Tensor:
     return low.requires_grad_()
 
 
+def weights(width: int) -> list[Tensor]:
+    """Of a recurrence of width 2 in one direction, which reads 3 features."""
+    return [x(width, 3), x(width, 2), x(width), x(width)]
+
+
 A, B = (4, 6, 3), (2, 5, 4)  # even and uneven over 2 and 3 ranks; with 4 over 3 the last rank holds nothing
 AUTOMATIC: list[Form] = [
     form(x(3, 4)),
@@ -244,6 +249,18 @@ FORMS: dict[str, list[Form]] = {
         form(x(4, 2, 4, 6), 2, 1, 0), form(input=x(4, 2, 4, 6), kernel_size=2)],
     "fold": [form(x(4, 8, 6), (4, 3), 2), form(x(8, 6), output_size=(4, 3), kernel_size=2), form(x(4, 8, 6),
         (4, 3), (2, 2))],
+    **each("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", [form(x(*A)), form(x(*A), 4, 0),
+        form(x(*B), dim=1), form(x(*A), n=8, dim=1, norm="ortho"), form(input=x(*A), dim=-3)]),
+    **each("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", [form(x(*A)), form(x(*A), (4, 2), (0, 1)),
+        form(x(*A), dim=(1, 0))]),
+    **each("fft_fftn fft_ifftn fft_rfftn fft_irfftn", [form(x(*A)), form(x(*A), (2, 3)), form(x(*A), dim=(0,)),
+        form(x(*A), None, (0, -1), "forward")]),
+    **each("fft_fftshift fft_ifftshift", [form(x(*A)), form(x(*A), 1), form(x(*A), dim=(0, 2))]),
+    "lstm": [form(x(5, b, 3), (x(1, b, 2), x(1, b, 2)), weights(8), True, 1, 0.0, True, False, False) for b in (4, 6)]
+        + [form(x(4, 6, 3), [x(1, 4, 2), x(1, 4, 2)], weights(8), True, 1, 0.0, True, False, True)],
+    "gru": [form(x(5, b, 3), x(1, b, 2), weights(6), True, 1, 0.0, False, False, False) for b in (4, 6)],
+    **each("rnn_tanh rnn_relu", [form(x(5, 4, 3), x(2, 4, 2), [*weights(2), *weights(2)], True, 1, 0.0, True, True,
+        False)]),
     "batch_norm": [form(x(4, 6, 3), torch.zeros(6).double(), torch.ones(6).double()),
         form(x(4, 6, 3), torch.zeros(6).double(), torch.ones(6).double(), x(6), x(6), True),
                    form(x(4, 6, 3), None, None, training=True),

@@ -16,7 +16,7 @@ rules plan run check discover embedded
 """.split()
 ROOMS = {
     "planner": "problem facts elimination sweep",
-    "rules": "call elementwise statistics along joins products shape windows sources written_out functions",
+    "rules": "call elementwise statistics along joins products sequences shape windows sources written_out functions",
     "plan": """script events skeleton watch names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
     "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",

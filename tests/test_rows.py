@@ -199,3 +199,49 @@ def normalized(mesh: DeviceMesh, length: int) -> None:
 @pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4)])
 def test_a_batch_norm_in_training(ranks: Callable, n: int, length: int) -> None:
     ranks(normalized, n, length)
+
+
+class Mixers(nn.Module):
+    """A recurrence over frames, and a Fourier layer over space whose modes are few, as modules between stages."""
+
+    stages = {"": "x=b t h w c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), nn.GRU(6, 4)
+        self.modes = nn.Parameter(torch.randn(4, 4, 2, 2, 2) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, h, w, c = x.shape
+        y, _ = self.lstm(x.permute(0, 2, 3, 1, 4).reshape(b * h * w, t, c))
+        y, _ = self.gru(y.transpose(0, 1))
+        x = x + y.view(t, b, h, w, c).transpose(0, 1)
+        few = torch.fft.rfft2(x, dim=(2, 3))[:, :, :2, :2]
+        few = torch.einsum("bthwc,cdhw->bthwd", few, torch.view_as_complex(self.modes))
+        wide = torch.zeros(b, t, h, w // 2 + 1, c, dtype=few.dtype)
+        wide[:, :, :2, :2] = few
+        return torch.fft.irfft2(wide, s=(h, w), dim=(2, 3))
+
+
+def mixed(mesh: DeviceMesh, frames: int) -> tuple[int, int, float]:
+    torch.manual_seed(0)
+    single = Mixers().double()
+    model, x = copy.deepcopy(single), torch.randn(1, frames, 6, 5, 4).double()
+    plan = dsp.plan(single, x, size=mesh.size())
+    dsp.parallelize(model, mesh)
+    expected = step(single, x)
+    for _ in range(2):
+        model.zero_grad()
+        with dsp.count_comm() as comm:
+            for mine, one in zip(step(model, x), expected):
+                torch.testing.assert_close(mine, one)
+    for name, grad in averaged(model, mesh).items():
+        torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
+    return sum(comm.forward.bytes.values()), plan.bytes["forward"], plan.share
+
+
+@pytest.mark.parametrize(("n", "frames"), [(2, 7), (3, 4), (4, 3)])
+def test_recurrences_and_fourier_transforms(ranks: Callable, n: int, frames: int) -> None:
+    found = ranks(mixed, n, frames)
+    assert max(sent for sent, _, _ in found) == found[0][1]
+    assert found[0][2] < 0.7

@@ -8,7 +8,7 @@ which the plan gathers for it: on shards it may be exact, but nobody has shown i
 
 from __future__ import annotations
 
-from dsp.rules import along, elementwise, joins, products, shape, windows
+from dsp.rules import along, elementwise, joins, products, sequences, shape, windows
 from dsp.rules.call import (
     RULES,
     Frame,
@@ -23,7 +23,7 @@ from dsp.rules.call import (
 )
 from dsp.rules.sources import SOURCES, localize_source, source_cuts
 
-MODULES = along, elementwise, joins, products, shape, windows  # each puts its own into RULES
+MODULES = along, elementwise, joins, products, sequences, shape, windows  # each puts its own into RULES
 
 __all__ = [
     "RULES", "SOURCES", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "no_rule", "source_cuts",

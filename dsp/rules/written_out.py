@@ -54,4 +54,19 @@ def added(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
 
 
-WRITTEN_OUT: dict[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention}
+def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrence of (b l c) as one of (l b c), where samples are the same dim of all it takes and gives."""
+
+    def run(x: Tensor, states: Any, weights: Any, *rest: Any) -> Any:
+        if not isinstance(weights, (list, tuple)) or len(rest) != 6 or not rest[-1]:
+            return None
+        out, *last = function(x.transpose(0, 1), states, weights, *rest[:-1], False)
+        return out.transpose(0, 1), *last
+
+    return run
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: multi_head_attention,
+    **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}

@@ -1,0 +1,59 @@
+"""Rules of operations that read a whole dim at once and keep the others apart: Fourier transforms and recurrences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.rules.call import Frame, Operand, Outcome, first, rule
+
+
+@rule("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift")
+@rule("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn")
+def fourier(f: Frame) -> Outcome:
+    x, cut = first(f)
+    shift = f.name.endswith("shift")
+    sizes = None if shift else f.get(1, "n" if "n" in f.kwargs else "s")
+    dims = f.get(1 if shift else 2, "dim", (-2, -1) if f.name.endswith("2") else None)
+    if dims is None and f.name.endswith("fft"):
+        dims = -1
+    elif dims is None:  # all, or the last of them that a size is given for
+        dims = range(x.ndim) if sizes is None else range(-len(sizes), 0)
+    if cut.dim in [f.normal(d, x.ndim) for d in ([dims] if isinstance(dims, int) else dims)]:
+        raise f.refuse("it works along the sharded dim")
+    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+
+
+@rule("lstm gru rnn_tanh rnn_relu")
+def recurrent(f: Frame) -> Outcome:
+    """Of (l b c) and states (layers b c): samples are apart. What has the batch first is written out so."""
+    if f.kwargs or len(f.args) != 9 or not isinstance(f.args[2], (list, tuple)):
+        raise f.refuse("it is given packed sequences")
+    x, states, weights, _, _, dropout, train, _, batch_first = f.args
+    known = [x, *(states if isinstance(states, (list, tuple)) else [states])]
+    if batch_first or x.ndim != 3 or (dropout and train):
+        raise f.refuse("it draws random numbers" if dropout and train else "its batch is not its second dim")
+    cuts = {o.cut for o in f.operands() if o.cut is not None}
+    if any(isinstance(w, Operand) and w.cut is not None for w in weights) or len(cuts) != 1:
+        raise f.refuse("its operands are sharded differently")
+    (cut,) = cuts
+    if cut.dim != 1:
+        raise f.refuse("it runs along the sharded dim" if cut.dim == 0 else "it mixes the sharded dim")
+    narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is own for own in known) and o.cut is None}
+    nothing = not f.local_size(x.shape[1], cut.outer)
+    return Outcome(cut, x.shape[1], narrow, func=on_one(f.func) if nothing and f.func is not None else None)
+
+
+def on_one(func: Any) -> Any:
+    """For a rank that holds no sample: on one of zeros, none of it returned."""
+
+    def run(x: Tensor, states: Any, *rest: Any) -> Any:
+        def one(t: Tensor) -> Tensor:
+            return torch.cat([t, t.new_zeros(t.shape[0], 1, t.shape[2])], 1)
+
+        own = type(states)(map(one, states)) if isinstance(states, (list, tuple)) else one(states)
+        return tuple(t.narrow(1, 0, 0) for t in func(one(x), own, *rest))
+
+    return run
