@@ -1,19 +1,24 @@
 """Unmodified models of diffusers under `dsp.parallelize`, held to one process: the table of docs/diffusers.md.
 
-    python benchmarks/diffusers_models.py [--ranks 2 3 4] [--models Flux Wan] [--write]
+    python benchmarks/diffusers_models.py [--ranks 2 3 4] [--only Flux Wan] [--write]
 
 Each is a small one of its class with random weights, in float64, and gets one line: the names of its inputs' dims. On
 gloo ranks its output, the gradient of every input and of every parameter are compared with one process. Bytes are those
 of the plan, forward, but for the gather of the output, over what Ulysses would send: queries, keys, values and outputs
-of every self-attention, each switched. Errors are relative to the largest value, of gradients to the largest of all.
+of every self-attention, each switched; beside them those counted of `enable_parallelism`, where there is a `_cp_plan`.
+Errors are relative to the largest value, of gradients to the largest of all.
+
+With `--write` a row takes its place in the page as soon as it is there. A hash of dsp and of this script stands beside
+the table: rows of another version are thrown away.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
+import hashlib
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -27,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from contenders import Circumstance, by_diffusers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
@@ -35,7 +41,7 @@ from torch.utils import _pytree as pytree
 import dsp
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/diffusers.md"
-MARK = "<!-- table: models -->\n"
+MARK = "<!-- table: models, made by "
 
 
 class Case(NamedTuple):
@@ -76,7 +82,7 @@ def _made(name: str, **config: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def _video(c: int, t: int, side: int, text: int = 10, e: int = 16, **more: Any) -> Callable[[], dict[str, Any]]:
+def _video(c: int, t: int, side: int, text: int = 12, e: int = 16, **more: Any) -> Callable[[], dict[str, Any]]:
     def inputs() -> dict[str, Any]:
         found = {"hidden_states": torch.randn(1, c, t, side, side), "encoder_hidden_states": torch.randn(1, text, e)}
         return found | {"timestep": torch.tensor([3])} | {k: make() for k, make in more.items()}
@@ -110,7 +116,7 @@ def _mask(text: int, dtype: torch.dtype = torch.bool) -> Callable[[], Tensor]:
 
 VIDEO = "hidden_states=b c t h w, encoder_hidden_states=b n e"
 HUNYUAN = {
-    "in_channels": 4, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 8, "num_layers": 1,
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 12, "attention_head_dim": 8, "num_layers": 1,
     "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "text_embed_dim": 16,
     "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 2),
 }  # fmt: skip
@@ -130,40 +136,40 @@ TEMPORAL = _made("AutoencoderKLTemporalDecoder", block_out_channels=(32, 32), la
                  down_block_types=("DownEncoderBlock2D",) * 2)  # fmt: skip
 CASES = {
     "WanTransformer3DModel": Case(
-        _made("WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=6, attention_head_dim=12,
+        _made("WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=12, attention_head_dim=12,
               in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, rope_max_seq_len=32),
-        _video(4, 3, 16), VIDEO,
+        _video(4, 12, 12), VIDEO,
     ),
     "CogVideoXTransformer3DModel": Case(
-        _made("CogVideoXTransformer3DModel", num_attention_heads=6, attention_head_dim=16, in_channels=4,
-              out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2, sample_width=16, sample_height=16,
-              sample_frames=9, patch_size=2, max_text_seq_length=10),
-        _frames_first(_video(4, 3, 16)), "hidden_states=b t c h w, encoder_hidden_states=b n e",
+        _made("CogVideoXTransformer3DModel", num_attention_heads=12, attention_head_dim=16, in_channels=4,
+              out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2, sample_width=12, sample_height=12,
+              sample_frames=45, patch_size=2, max_text_seq_length=12),
+        _frames_first(_video(4, 12, 12)), "hidden_states=b t c h w, encoder_hidden_states=b n e",
     ),
     "HunyuanVideoTransformer3DModel": Case(
         _made("HunyuanVideoTransformer3DModel", **HUNYUAN),
-        _video(4, 3, 16, encoder_attention_mask=_mask(10, torch.float32), pooled_projections=lambda: torch.randn(1, 8),
+        _video(4, 12, 12, encoder_attention_mask=_mask(12, torch.float32), pooled_projections=lambda: torch.randn(1, 8),
                guidance=lambda: torch.tensor([4.0])), VIDEO,
     ),
     "MochiTransformer3DModel": Case(
-        _made("MochiTransformer3DModel", patch_size=2, num_attention_heads=6, attention_head_dim=8, num_layers=2,
-              pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=10),
-        _video(4, 3, 16, encoder_attention_mask=_mask(10)), VIDEO,
+        _made("MochiTransformer3DModel", patch_size=2, num_attention_heads=12, attention_head_dim=8, num_layers=2,
+              pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8, max_sequence_length=12),
+        _video(4, 12, 12, encoder_attention_mask=_mask(12)), VIDEO,
     ),
     "LTXVideoTransformer3DModel": Case(
-        _made("LTXVideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=6, attention_head_dim=8,
-              cross_attention_dim=48, num_layers=2, caption_channels=16),
-        lambda: {"hidden_states": torch.randn(1, 192, 4), "encoder_hidden_states": torch.randn(1, 10, 16),
-                 "timestep": torch.tensor([3]), "encoder_attention_mask": torch.ones(1, 10).bool(), "num_frames": 3,
-                 "height": 8, "width": 8}, "hidden_states=b s c, encoder_hidden_states=b n e",
+        _made("LTXVideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=12, attention_head_dim=8,
+              cross_attention_dim=96, num_layers=2, caption_channels=16),
+        lambda: {"hidden_states": torch.randn(1, 432, 4), "encoder_hidden_states": torch.randn(1, 12, 16),
+                 "timestep": torch.tensor([3]), "encoder_attention_mask": torch.ones(1, 12).bool(), "num_frames": 12,
+                 "height": 6, "width": 6}, "hidden_states=b s c, encoder_hidden_states=b n e",
     ),
     "FluxTransformer2DModel": Case(
         _made("FluxTransformer2DModel", patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
-              attention_head_dim=16, num_attention_heads=6, joint_attention_dim=32, pooled_projection_dim=32,
+              attention_head_dim=16, num_attention_heads=12, joint_attention_dim=32, pooled_projection_dim=32,
               axes_dims_rope=[4, 4, 8]),
-        lambda: {"hidden_states": torch.randn(1, 192, 4), "encoder_hidden_states": torch.randn(1, 10, 32),
+        lambda: {"hidden_states": torch.randn(1, 192, 4), "encoder_hidden_states": torch.randn(1, 12, 32),
                  "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([1.0]),
-                 "img_ids": torch.randn(192, 3), "txt_ids": torch.randn(10, 3)},
+                 "img_ids": torch.randn(192, 3), "txt_ids": torch.randn(12, 3)},
         "hidden_states=b s c, encoder_hidden_states=b n e",
     ),
     "AutoencoderKLHunyuanVideo, decoder": Case(
@@ -181,8 +187,8 @@ CASES = {
         _latents(1, 4, 2, 6, 10), "z=b c t h w",
     ),
     "AutoencoderKLCogVideoX, encoder": Case(lambda: Encoder(COGVIDEOX()), _latents(1, 3, 5, 24, 40), "z=b c t h w"),
-    "AutoencoderKLWan, decoder": Case(lambda: Decoder(WAN()), _latents(1, 4, 2, 6, 10), "z=b c t h w"),
-    "AutoencoderKLWan, encoder": Case(lambda: Encoder(WAN()), _latents(1, 3, 5, 48, 56), "z=b c t h w"),
+    "AutoencoderKLWan, decoder": Case(lambda: Decoder(WAN()), _latents(1, 4, 3, 6, 10), "z=b c t h w"),
+    "AutoencoderKLWan, encoder": Case(lambda: Encoder(WAN()), _latents(1, 3, 9, 48, 56), "z=b c t h w"),
     "AutoencoderKLLTXVideo, decoder": Case(lambda: Decoder(LTX()), _latents(1, 8, 2, 6, 10), "z=b c t h w"),
     "AutoencoderKLLTXVideo, encoder": Case(lambda: Encoder(LTX()), _latents(1, 3, 9, 24, 40), "z=b c t h w"),
     "AutoencoderKLMochi, decoder": Case(lambda: Decoder(MOCHI()), _latents(1, 4, 2, 4, 6), "z=b c t h w"),
@@ -198,7 +204,7 @@ CASES = {
               out_channels=4, down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"), sample_size=16,
               up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=16,
               num_attention_heads=2),
-        _noise(1, 4, 6, 16, 12, encoder_hidden_states=lambda: torch.randn(6, 5, 16)),
+        _noise(1, 4, 12, 16, 12, encoder_hidden_states=lambda: torch.randn(12, 5, 16)),
         "sample=b c t h w, encoder_hidden_states=(b t) n e",
     ),
     "UNet3DConditionModel": Case(
@@ -255,73 +261,107 @@ class Attentions(TorchFunctionMode):
 
 
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    """One step on the ranks of a mesh beside one on this process alone: errors, bytes, the largest share."""
+    """One step on the ranks of a mesh beside one on this process alone: errors; on the first, bytes and the share."""
     line = CASES[name].line
     single, kwargs = made(name)
     model = copy.deepcopy(single)
     n, rest = mesh.size(), {} if "z" in kwargs else {"return_dict": False}
-    plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line}, gather_output=False)
+    found = {}
+    if not mesh.get_local_rank():  # the others wait for it
+        plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line}, gather_output=False)
+        found = {"share": plan.share, "planned": plan.bytes["forward"]}
     with Attentions() as attentions:
         expected, inputs = step(single, kwargs, line)
     dsp.parallelize(model, mesh, {"": line})
     out, own = step(model, kwargs, line)
+    if None in model.forward.__self__.plans.values():  # type: ignore[union-attr]
+        raise RuntimeError(f"{name} went another way than its plan")
     group = mesh.get_group()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     for g in grads:
         dist.all_reduce(g, group=group)
     whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in single.parameters()]
     largest = max(float(g.abs().max()) for g in whole)
-    return {
+    return found | {
         "output": float((out - expected).abs().max() / expected.abs().max()),
         "inputs": max(float((own[k] - g).abs().max() / g.abs().max()) for k, g in inputs.items()),
         "parameters": max(float((g / n - w).abs().max()) for g, w in zip(grads, whole)) / largest,
-        "share": plan.share,
-        "planned": plan.bytes["forward"],
         "ulysses": attentions.bytes * (n - 1) / n**2,
     }
 
 
-def _rank(rank: int, n: int, store: str, names: list[str], into: str) -> None:
+def theirs(mesh: DeviceMesh, name: str) -> float | None:
+    """Bytes that the busiest rank sends forward by the class's own plan, but for the gather of the output.
+
+    Without a mask of the text, which LTX's processors give all heads, and Ulysses a part of them.
+    """
+    model, kwargs = made(name)
+    if not getattr(model, "_cp_plan", None):
+        return None
+    model = by_diffusers(model, mesh, Circumstance(), {}).model
+    with dsp.count_comm() as comm, torch.no_grad():
+        model(kwargs | {"encoder_attention_mask": None} if "encoder_attention_mask" in kwargs else kwargs)
+    sent = torch.tensor(comm.forward.bytes["switch"])
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group())
+    return float(sent)
+
+
+def row(name: str, n: int, found: Mapping[str, Any]) -> str:
+    def ratio(nbytes: float | None) -> str:
+        return "-" if nbytes is None or "Transformer" not in name else f"{nbytes / found['ulysses']:.2f}"
+
+    errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
+    sends = f"{ratio(found['planned'])} | {ratio(found['theirs'])}"
+    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.3f} | {sends} |"
+
+
+HEAD = "| model | the one line | N | output | gradients | largest share | bytes / Ulysses | `_cp_plan` / Ulysses |"
+
+
+def version() -> str:
+    """Of what makes a row: this script and dsp."""
+    files = sorted(Path(dsp.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *files))).hexdigest()[:8]
+
+
+def write(name: str, n: int, made: str) -> None:
+    """Put a row into the page, in its place, and leave out those of another version."""
+    before, _, rest = PAGE.read_text().partition(MARK)
+    head, after = rest.split("<!-- end -->", 1)
+    rows = re.findall(r"^\| (.+?) \| .+? \| (\d) \| .*$", head, re.M) if head.startswith(version()) else []
+    lines = re.findall(r"^\| .+? \| .+? \| \d \| .*$", head, re.M)[: len(rows)]
+    have = {(model, int(size)): line for (model, size), line in zip(rows, lines)} | {(name, n): made}
+    order = sorted(have, key=lambda key: (list(CASES).index(key[0]), key[1]))
+    made = "\n".join([HEAD, "|---" * 8 + "|", *(have[key] for key in order)])
+    PAGE.write_text(f"{before}{MARK}{version()} -->\n{made}\n<!-- end -->{after}")
+
+
+def _rank(rank: int, n: int, store: str, names: list[str], keep: bool) -> None:
     warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("sp",))
-    rows = {}
     for name in names:
-        rows[name] = row(name, n, held(mesh, name))
+        found = held(mesh, name) | {"theirs": theirs(mesh, name)}
         if rank == 0:
-            print(rows[name], flush=True)
-            Path(into).write_text(json.dumps(rows))
+            print(made := row(name, n, found), flush=True)
+            if keep:
+                write(name, n, made)
     dist.destroy_process_group()
-
-
-def row(name: str, n: int, found: Mapping[str, float]) -> str:
-    ratio = f"{found['planned'] / found['ulysses']:.2f}" if "Transformer" in name else "-"
-    errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
-    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.2f} | {ratio} |"
-
-
-def table(models: list[str], sizes: list[int]) -> str:
-    head = "| model | the one line | N | output | gradients | largest share | bytes / Ulysses |"
-    rows: dict[str, list[str]] = {name: [] for name in models}
-    for n in sizes:
-        with tempfile.TemporaryDirectory() as at:
-            torch.multiprocessing.spawn(_rank, (n, f"{at}/store", models, f"{at}/rows"), nprocs=n)
-            for name, made in json.loads(Path(f"{at}/rows").read_text()).items():
-                rows[name].append(made)
-    return "\n".join([head, "|---" * 7 + "|", *(line for name in models for line in rows[name])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--models", nargs="+", default=[""], help="parts of their names")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of models")
+    parser.add_argument("--write", action="store_true", help="to the page")
     args = parser.parse_args()
-    made = table([name for name in CASES if any(part in name for part in args.models)], args.ranks)
-    if args.write:
-        before, _, after = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{before}{MARK}{made}\n{after[after.index('<!-- end -->') :]}")
+    names = [name for name in CASES if any(part in name for part in args.only)]
+    for n in args.ranks:
+        with tempfile.TemporaryDirectory() as at:
+            torch.multiprocessing.start_processes(
+                _rank, (n, f"{at}/store", names, args.write), nprocs=n, start_method="fork"
+            )
 
 
 if __name__ == "__main__":

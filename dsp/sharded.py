@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dsp.layout import At, unwritable
 from dsp.private import OpOverload, backward_pass, pytree
 from dsp.tensors import NO
 
+COMPARING = (Tensor.__eq__, Tensor.__ne__)
 ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
 
 
@@ -53,6 +55,8 @@ class Sharded(Tensor):
                 "on parts. If this is activation checkpointing, use use_reentrant=False; if it is an autograd.Function "
                 "of your own, put it into a stage, a submodule with a pattern, where tensors are local"
             )
+        if func in COMPARING and not isinstance(args[1], (Tensor, Number)):
+            return NotImplemented  # x == "a" is False, says Python then; a tensor would be asked twice
         args, kwargs = pytree.tree_map_only(Sharded, dtensor, (args, kwargs))
         return func(*args, **kwargs)
 

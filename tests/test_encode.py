@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from PIL import Image
 
 from zoo.data.latents import Latents
 from zoo.data.video_folder import Video, probe, read
+from zoo.pictures import to_pixels
+from zoo.training.show import clips as show
 from zoo.video import encode, tiny_encoders
 from zoo.video.clips import Bucket, ClipError, captions, choose, cut
 from zoo.video.codec import Autoencoder, TextEncoder
@@ -66,8 +69,8 @@ def run(clips: Path, out: Path, encoders: Path, *more, buckets=BUCKETS) -> int:
     return encode.main([str(a) for a in arguments])
 
 
-def run_here(mesh, *arguments) -> None:
-    assert run(*arguments) == 0
+def run_here(mesh, *arguments, **keywords) -> None:
+    assert run(*arguments, **keywords) == 0
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,34 @@ def test_ranks_share_the_clips(whole, encoders, quiet, tmp_path, ranks):
     ranks(run_here, 4, whole, tmp_path / "out", encoders, "--shard-mib", 0.001)
     same(tmp_path / "out", quiet)
     assert len({entry.shard for entry in Latents(tmp_path / "out").entries}) == 5
+
+
+def clipped(mesh, path: Path, latent: torch.Tensor, expect: torch.Tensor, tile: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(show, "TILE", tile)
+        pixels = show.decode(latent[None], Autoencoder.load(path), mesh.get_group())
+    assert (pixels is None) == bool(mesh.get_local_rank())
+    if pixels is not None:
+        assert (pixels[0].int() - to_pixels(expect).int()).abs().max() <= 1  # a level of 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_encode_and_decode_a_clip_together(clips, encoders, tmp_path, whole_world, n):
+    """What one rank cannot hold: the clips and the latents of one process, to rounding."""
+    options = ["--vae", encoders / "wan", "--clips-per-video", 1]
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    assert run(clips, alone, encoders, *options, buckets=["9x16x24"]) == 0
+    whole_world(partial(run_here, buckets=["9x16x24"]), n, clips, out, encoders, *options, "--together")
+    found = Latents(out)
+    assert found.entries == Latents(alone).entries
+    for here, there in zip(found.entries, Latents(alone).entries):
+        torch.testing.assert_close(found.latent(here), Latents(alone).latent(there), rtol=1e-4, atol=1e-4)
+    vae, latent = (
+        Autoencoder.load(encoders / "wan"),
+        torch.randn(4, 2, 4, 6, generator=torch.Generator().manual_seed(0)),
+    )
+    whole_world(clipped, n, encoders / "wan", latent, vae.decode(latent, tile=None), 40)
 
 
 def test_in_half_precision(whole, encoders, quiet, tmp_path):

@@ -70,6 +70,24 @@ def test_a_view_of_what_is_whole_already_is_not_switched_once_more(ranks) -> Non
     assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
 
 
+class Compared(nn.Module):
+    """Tells a cache from the word that stands for none, as the autoencoder of Wan does."""
+
+    stages = {"": "x=b t c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: Any = "none"
+        for _ in range(2):
+            x = x.softmax(-1) if cache == "none" else x + cache
+            cache = x if cache != "none" else x.softmax(1)
+        return x
+
+
+def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
+    for own, promised, _, told in ranks(sent, 3, Compared, torch.randn(2, 6, 4)):
+        assert (own, told) == (promised, [])
+
+
 class DualPath(nn.Module):
     """Recurrences within chunks and across them in turn, each on a fold of its own, with residuals and a norm."""
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.video.pretrained import CodecError, configuration, from_pretrained, library, sha256, tokenizer, weights
 
-__all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "Autoencoder", "CodecError", "TextEncoder"]
+__all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "TILE", "Autoencoder", "CodecError", "TextEncoder"]
 
 OnStep: TypeAlias = Callable[[int, int], Any]  # (steps done, of how many)
 Values: TypeAlias = float | tuple[float, ...]  # one for all channels, or one a channel
@@ -48,11 +48,33 @@ AUTOENCODERS: dict[str, Callable[[Any], tuple[int, int, int, int]]] = {
 TEXT_ENCODERS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}  # by the model_type of config.json
 
 
+TILE = 512  # pixels a side of what is decoded at once, where nobody says otherwise
+
+
+class Encoding(nn.Module):
+    """What encodes a batch of videos (b c t h w), or of images (b c h w), as a module: ranks may share its work."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module.encode(x).latent_dist.mode()
+
+
+class Decoding(Encoding):
+    """What decodes them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module.decode(x).sample
+
+
 class Autoencoder:
     """An image or video autoencoder: `Autoencoder.load(path)`.
 
     `name` is its class in diffusers; `channels`, `factor` (pixels a latent cell, in t, h, w), `causal` (the first frame
     has a cell of its own), `shift` and `scale` are those of a Manifest. An image autoencoder takes frames one by one.
+    `encoding` and `decoding` are modules that do the work; others may stand for them.
     """
 
     def __init__(self, module: Any, path: Path, files: Sequence[Path]):
@@ -61,6 +83,8 @@ class Autoencoder:
         self.factor, self.causal = (frames, side, side), self.name != "AutoencoderKL"
         self.shift, self.scale = _normalisation(module, self.channels)
         self._files = files
+        self.encoding: nn.Module = Encoding(module)
+        self.decoding: nn.Module = Decoding(module)
 
     @classmethod
     def load(
@@ -123,13 +147,13 @@ class Autoencoder:
         if frames.ndim != 4 or frames.shape[0] != 3:
             raise CodecError(f"expected frames [3, t, h, w], got {list(frames.shape)}")
         shape = self.latent_shape(*frames.shape[1:])
-        z = self._in_tiles(lambda x: self.module.encode(x).latent_dist.mode(), frames, True, tile, on_step)
+        z = self._in_tiles(self.encoding, frames, True, tile, on_step)
         if z.shape != shape:
             raise CodecError(f"{self.path}: config.json promises latents {list(shape)}, and {list(z.shape)} came out")
         return (z - self._channel(self.shift)) * self._channel(self.scale)
 
     @torch.no_grad()
-    def decode(self, latent: Tensor, *, tile: int | None = 512, on_step: OnStep | None = None) -> Tensor:
+    def decode(self, latent: Tensor, *, tile: int | None = TILE, on_step: OnStep | None = None) -> Tensor:
         """The pixels [3, t, h, w] in [-1, 1] of a latent [c, t, h, w]: float32, on the CPU.
 
         In squares of `tile` pixels that overlap by a quarter and are blended (None: whole frames at once), and of an
@@ -139,7 +163,7 @@ class Autoencoder:
             raise CodecError(f"expected a latent [{self.channels}, t, h, w], got {list(latent.shape)}")
         shape = self.pixel_shape(*latent.shape[1:])
         z = latent.float().cpu() / self._channel(self.scale) + self._channel(self.shift)
-        pixels = self._in_tiles(lambda x: self.module.decode(x).sample, z, False, tile, on_step)
+        pixels = self._in_tiles(self.decoding, z, False, tile, on_step)
         assert pixels.shape == (3, *shape), (pixels.shape, shape)
         return pixels.clamp_(-1, 1)
 

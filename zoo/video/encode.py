@@ -1,7 +1,7 @@
 """Encode a folder of captioned videos to the latents and text embeddings that `train.py` reads.
 
     python -m zoo.video.encode CLIPS --out DIR --vae VAE --text T5 --bucket 17x256x256 17x256x144
-    torchrun --nproc-per-node 8 -m zoo.video.encode ...       # every rank encodes its share
+    torchrun --nproc-per-node 8 -m zoo.video.encode ...       # every rank encodes its share, or a part of every clip
 
 A video goes to the bucket nearest to its own aspect, is cut into consecutive clips of so many frames, scaled to cover
 the bucket and cropped at the centre. Captions are in NAME.txt beside NAME.mp4, or in --captions FILE (.csv or .jsonl,
@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
 from zoo.data.video_folder import VideoError, read
 from zoo.training import UserError, ranks, user_error
 from zoo.training.loader import ahead
+from zoo.training.together import together
 from zoo.training.tracking import duration
 from zoo.video.clips import Bucket, ClipError, Source, sources
 from zoo.video.codec import Autoencoder, CodecError, TextEncoder
@@ -46,6 +48,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--clips-per-video", type=int, metavar="N", help="at most so many clips of a video (default: all)")
     p.add_argument("--text-length", type=int, default=300, metavar="L", help="tokens a caption may have (default 300)")
     p.add_argument("--dtype", choices=DTYPES, help="to compute and store in (default: bfloat16 on a GPU, else float32)")
+    p.add_argument(
+        "--together", action="store_true", help="all ranks encode each clip, one after the other: less memory"
+    )
     p.add_argument("--tile", type=int, metavar="P", help="encode in tiles of so many pixels, where memory is short")
     p.add_argument("--shard-mib", type=float, default=256, metavar="MIB", help="size of each file (default 256)")
     p.add_argument("--strict", action="store_true", help="what would be skipped is an error")
@@ -70,7 +75,10 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     vae = user_error(Autoencoder.load, options.vae, device, dtype)
     text = user_error(TextEncoder.load, options.text, device, dtype, length=options.text_length)
     todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text))
-    mine = todo[dist.get_rank() :: dist.get_world_size()]
+    options.together &= vae.causal and dist.get_world_size() > 1  # frames of an image autoencoder are encoded apart
+    mine = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
+    if options.together:
+        vae = together(vae)
     broken: list[str] = []
     with ranks.StopSignal() as stop:
         try:
@@ -79,11 +87,12 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
             error = UserError(str(cause))
             error.alone = True
             raise error from cause
-        if stop.requested:
+        if ranks.total(stop.requested)[0] if options.together else stop.requested:
             ranks.say(f"stopped by {stop.name}; the same command goes on")
             return 130
         try:
-            clips, lost = ranks.total(len(mine) - len(broken), len(broken))
+            counted = not options.together or dist.get_rank() == 0
+            clips, lost = ranks.total(counted * (len(mine) - len(broken)), counted * len(broken))
         except RuntimeError as cause:
             error = UserError("another rank left before its clips were done; the same command goes on")
             error.alone = True
@@ -180,11 +189,13 @@ def encode_all(
 
     terminal, began = sys.stderr.isatty() and dist.get_rank() == 0, time.perf_counter()
     caption, embedding = None, torch.empty(0)
-    with Writer(options.out, int(options.shard_mib * 2**20)) as writer:
+    writes = not options.together or dist.get_rank() == 0
+    with Writer(options.out, int(options.shard_mib * 2**20)) if writes else nullcontext() as writer:
         for done, (source, frames) in enumerate(zip(mine, ahead(pixels, ((source,) for source in mine))), 1):
             if isinstance(frames, str):
                 broken.append(source.name)
-                print(f"skipped {source.name}: {frames}", flush=True)
+                if writes:
+                    print(f"skipped {source.name}: {frames}", flush=True)
                 if options.strict:
                     raise ClipError(f"{source.name}: {frames}")
                 continue
@@ -194,14 +205,14 @@ def encode_all(
             (c, t, h, w), size = latent.shape, source.bucket
             shape = size.frames, size.height, size.width
             entry = Entry(source.name, source.caption, *shape, source.fps, (c, t, h, w), len(embedding))
-            shard = writer.add(entry, latent, embedding)
+            shard = writer.add(entry, latent, embedding) if writer else None
             left = duration((time.perf_counter() - began) / done * (len(mine) - done))
             if terminal:
                 end = "\n" if done == len(mine) else ""
                 print(f"\r{done}/{len(mine)} clips  {left} left ", end=end, file=sys.stderr, flush=True)
             elif shard:
                 print(f"rank {dist.get_rank()}: {done}/{len(mine)} clips, {left} left: {shard.name}", flush=True)
-            if stop.requested:
+            if ranks.total(stop.requested)[0] if options.together else stop.requested:
                 return
 
 
@@ -210,7 +221,7 @@ def latent_of(vae: Autoencoder, frames: Tensor, tile: int | None) -> Tensor:
         return vae.encode(frames, tile=tile)
     except torch.OutOfMemoryError:
         size = "x".join(map(str, frames.shape[1:]))
-        advice = f"--tile {tile // 2}" if tile else "--tile 256"
+        advice = f"--tile {tile // 2}" if tile else "--together, on more ranks, or --tile 256"
         raise ClipError(f"the GPU has no memory to encode {size} pixels at once; add {advice}") from None
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from zoo.pictures import to_pixels
 from zoo.training.task import share
+from zoo.training.together import together
+from zoo.video.codec import TILE
 
 
 @dataclass
@@ -50,14 +52,22 @@ class Pixels:
 def decode(latents: Tensor, codec: Any, group: dist.ProcessGroup | None = None) -> Tensor | None:
     """The pixels (n c t y x), uint8, of latents (n c t h w) that every rank has: on rank 0, and None elsewhere.
 
-    The ranks share the work: single frames if the codec takes them one by one, else whole clips. Only pixels travel, to
-    rank 0 alone.
+    The ranks share the work: single frames if the codec takes them one by one, else whole clips, of which only pixels
+    travel, to rank 0 alone. Where a clip is larger than what a rank decodes at once, they decode it together, in tiles
+    as large as they can hold.
     """
     n, _, t, h, w = latents.shape
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     frames, height, width = codec.pixel_shape(t, h, w)
     if codec.causal:
         whole = torch.empty(n, 3, frames, height, width, dtype=torch.uint8) if rank == 0 else None
+        if size > 1 and max(height, width) > TILE:
+            shared = together(codec, group)
+            for i in range(n):
+                pixels = to_pixels(shared.decode(latents[i], tile=int(TILE * size**0.5)))
+                if whole is not None:
+                    whole[i] = pixels
+            return whole
         parts = [to_pixels(codec.decode(latents[i])) for i in share(n, rank, size)]
         return _to_first(parts, whole, n, rank, size, group)
     here = share(n * t, rank, size)

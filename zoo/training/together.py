@@ -1,0 +1,24 @@
+"""A clip that one rank cannot hold is encoded and decoded by all ranks together, each a part of its rows or columns."""
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from zoo.video.codec import Autoencoder, Decoding, Encoding
+
+
+def together(codec: Autoencoder, group: dist.ProcessGroup | None = None) -> Autoencoder:
+    """A video autoencoder whose `encode` and `decode` all ranks of a group (None: of the run) call with the same clip.
+
+    Each holds 1/N of every tensor, and the rows that its convolutions read beside; what comes out is whole, on every
+    rank, and that of one process to rounding: there are no tiles, so no seams.
+    """
+    everyone: Any = group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(everyone, codec.module.device.type, mesh_dim_names=("sp",))
+    shared = copy.copy(codec)
+    shared.encoding = dsp.parallelize(Encoding(codec.module), mesh, {"": "x=b c t h w"})
+    shared.decoding = dsp.parallelize(Decoding(codec.module), mesh, {"": "x=b c t h w"})
+    return shared
