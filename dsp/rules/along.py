@@ -126,6 +126,26 @@ def taken_by_index(f: Frame) -> Outcome:
     return outcome
 
 
+@rule("index_add index_copy scatter scatter_add")
+def put_by_index(f: Frame) -> Outcome:
+    x, index, whole = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")
+    given = f.get(3, "source" if whole else "src")
+    beside = [o for o in ((x, given) if whole else (x, index, given)) if isinstance(o, Operand)]
+    if any(o.cut is not None and not any(o is b for b in beside) for o in f.operands()):
+        raise f.refuse("its index is sharded")
+    dim = f.normal(f.get(1, "dim"), x.ndim)
+    if any(o.ndim != x.ndim for o in beside):
+        raise f.refuse("its tensors have other numbers of dims")
+    position, outcome = align(f, beside)
+    if x.ndim + position == dim:
+        raise f.refuse("it puts parts into the sharded dim")
+    if any(o.shape[position] != x.shape[position] for o in beside):
+        raise f.refuse("what it puts there differs along the sharded dim")
+    assert outcome.cut is not None
+    outcome.cut = Cut(x.ndim + position, outcome.cut.outer)
+    return outcome
+
+
 @rule("layer_norm rms_norm")
 def trailing_norm(f: Frame) -> Outcome:
     x, cut = first(f)
