@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,19 +85,19 @@ def constants_in(value: Any) -> list[Any]:
 
 def map_tensors(value: Any, new: Iterable[Any]) -> Any:
     """The same output with its tensors replaced in order."""
-    it = iter(new)
+    return pytree.tree_map(partial(_replaced, iter(new)), value)
 
-    def replaced(v: Any) -> Any:
-        if isinstance(v, Tensor):
-            return next(it)
-        if _plain_dataclass(v):
-            clone = copy.copy(v)
-            for f in dataclasses.fields(v):
-                object.__setattr__(clone, f.name, pytree.tree_map(replaced, getattr(v, f.name)))
-            return clone
-        return v
 
-    return pytree.tree_map(replaced, value)
+def _replaced(new: Iterator[Any], v: Any) -> Any:
+    # no function within one: it would hold itself, and the tensors until the garbage is collected
+    if isinstance(v, Tensor):
+        return next(new)
+    if _plain_dataclass(v):
+        clone = copy.copy(v)
+        for f in dataclasses.fields(v):
+            object.__setattr__(clone, f.name, pytree.tree_map(partial(_replaced, new), getattr(v, f.name)))
+        return clone
+    return v
 
 
 NO = torch._C.DisableTorchFunctionSubclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -86,6 +87,26 @@ class Compared(nn.Module):
 def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
     for own, promised, _, told in ranks(sent, 3, Compared, torch.randn(2, 6, 4)):
         assert (own, told) == (promised, [])
+
+
+def left(mesh: DeviceMesh) -> int:
+    """How many tensors a forward leaves to the garbage collector, which does not know when memory is short."""
+    model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))
+    dsp.parallelize(model, mesh, {"": "input=b c t"})
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    counts = []
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+            counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+            gc.collect()
+            gc.disable()
+    gc.enable()
+    return counts[2] - sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+
+def test_a_forward_leaves_no_garbage(ranks) -> None:
+    assert ranks(left, 2) == [0, 0]
 
 
 class DualPath(nn.Module):
