@@ -22,11 +22,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opm first": ("evoformer", {"opm_first": True, "extra_depth": 0, "couplings": 2}),
     "pairformer": ("pairformer", {}),
 }
+LINEAR = "no blocks"
 every_case = pytest.mark.parametrize("case", CASES)
 
 
 def build(case: str, **overrides: Any) -> nn.Module:
-    name, own = CASES[case]
+    name, own = CASES.get(case, ("evoformer", {"depth": 0, "extra_depth": 0, "couplings": 3}))
     torch.manual_seed(0)
     model = zoo.create(name, "test", **{**own, **overrides}).double()
     for p in model.parameters():  # what starts as zero would hide everything
@@ -57,7 +58,7 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
     beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, whole, given)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))
+@pytest.mark.parametrize("case", slow_but([*CASES, LINEAR], "evoformer"))
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
@@ -317,7 +318,7 @@ def test_fresh_models_start_as_published_and_learn_with_every_parameter(name: st
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("evoformer", {"depth": 0}, "depth=0: it has to be at least 1"),
+        ("evoformer", {"depth": -1}, "depth=-1: 0 is a model without blocks"),
         ("evoformer", {"extra_depth": -1}, "0 is a model without an extra alignment"),
         ("evoformer", {"chunk": 0}, "chunk=0: it has to be at least 1"),
         ("pairformer", {"msa_depth": 0}, "msa_depth=0: it has to be at least 1"),

@@ -406,6 +406,19 @@ def test_families_of_many_kinds():
     assert max(likeness) > 0.6 > max((alone.msa[0] == row).mean() for row in alone.msa[1:])
 
 
+def test_contacts_are_counted_between_what_is_far_apart_along_a_chain():
+    protein = next(p for p in map(EmbeddedProteins("train").protein, range(54)) if len(p.chains) == 2)
+    weights = draw(protein, 0, residues=len(protein) + 2, rows=1).pairs()
+    place, chain = (np.pad(x, (0, 2)) for x in (protein.residue_index, protein.asym_id))
+    far = (abs(place[:, None] - place) >= 12) | (chain[:, None] != chain)
+    share = weights["contact_weight"] / weights["pair_weight"].clamp(min=1e-9)
+    seen = weights["pair_weight"].bool()
+    assert torch.equal(share > 0.5, seen & torch.from_numpy(far))
+    torch.testing.assert_close(
+        share[seen & ~torch.from_numpy(far)], torch.tensor(0.001).expand(int((seen & ~torch.from_numpy(far)).sum()))
+    )
+
+
 def test_gibbs_samples_the_distribution_it_says():
     """Three residues, their 8000 states enumerated: frequencies of letters and of pairs after a while."""
     u = properties()

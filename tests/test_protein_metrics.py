@@ -212,7 +212,11 @@ def build(model="evoformer", **overrides) -> nn.Module:
 
 def test_objective_against_loops():
     objective, inputs = build(extra_depth=0), batch()
-    given = {k: v for k, v in inputs.items() if k not in ("msa_target", "msa_weight", "bins", "pair_weight")}
+    given = {
+        k: v
+        for k, v in inputs.items()
+        if k not in ("msa_target", "msa_weight", "bins", "pair_weight", "contact_weight")
+    }
     letters, bins, _ = objective.model(**given)
     terms = objective(**inputs)
     for name, logits, target, scale in (("msa", letters, "msa_target", 2.0), ("distogram", bins, "bins", 0.3)):
@@ -227,7 +231,7 @@ def test_objective_against_loops():
         inside = bins[0, i, j].exp()[:19].sum() / bins[0, i, j].exp().sum()  # the last edge below 8 Å is at 7.94
         told = inside if inputs["bins"][0, i, j] < 19 else 1 - inside
         assert loss[0, i, j].item() == pytest.approx(-1.5 * told.log().item(), rel=1e-9)
-    assert torch.equal(weight, inputs["pair_weight"])
+    assert torch.equal(weight, inputs["contact_weight"])
     assert torch.equal(terms["msa"][1], inputs["msa_weight"])
     assert torch.equal(terms["distogram"][1], inputs["pair_weight"])
     assert terms["distogram"][1][:, -1].sum() == 0  # padding
@@ -330,13 +334,13 @@ def test_the_frequency_floor_against_loops():
             if sample["pair_weight"][i, j]:
                 row = bins[separation(sample, i, j)]
                 of_pairs.append(-math.log(row[sample["bins"][i, j]] / row.sum()))
-                of_contacts.append(
-                    -math.log(row[(np.arange(64) < 19) == bool(sample["bins"][i, j] < 19)].sum() / row.sum())
-                )
+                below, weight = np.arange(64) < 19, sample["contact_weight"][i, j].item()
+                told = row[below == bool(sample["bins"][i, j] < 19)].sum() / row.sum()
+                of_contacts.append((weight, -weight * math.log(told)))
         losses = floor.losses(sample)
         assert losses["msa"] == pytest.approx(2 * np.mean(of_letters), rel=1e-5)
         assert losses["distogram"] == pytest.approx(0.3 * np.mean(of_pairs), rel=1e-5)
-        assert losses["contacts"] == pytest.approx(1.5 * np.mean(of_contacts), rel=1e-4)
+        assert losses["contacts"] == pytest.approx(1.5 * np.divide(*np.sum(of_contacts, 0)[::-1]), rel=1e-4)
         guess = floor.distogram(sample["residue_index"], sample["asym_id"]).exp()
         row = bins[separation(sample, 2, 9)]
         torch.testing.assert_close(guess[2, 9].double(), torch.from_numpy(row / row.sum()), atol=1e-6, rtol=1e-5)

@@ -68,7 +68,7 @@ class Config:
     c_m: int = 256  # channels of the alignment
     c_z: int = 128  # of pairs
     c_s: int = 384  # of single residues, at the end
-    depth: int = 48  # blocks
+    depth: int = 48  # blocks; 0: the heads read what is embedded, and the model is linear
     msa_heads: int = 8
     msa_head_dim: int = 32
     pair_heads: int = 4
@@ -89,7 +89,9 @@ class Config:
     chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
 
     def __post_init__(self) -> None:
-        check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, depth=self.depth, c_e=self.c_e, chunk=self.chunk)
+        check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
+        if self.depth < 0:
+            raise ValueError(f"depth={self.depth}: 0 is a model without blocks")
         if self.extra_depth < 0:
             raise ValueError(f"extra_depth={self.extra_depth}: 0 is a model without an extra alignment")
 
@@ -157,11 +159,11 @@ class Evoformer(nn.Module):
             **(PAIR_FEATURE if config.couplings else {}),
             "recycle_target": "b s r [c], row=s, previous=b r [c]",
             "single": "b r [c] -> b r [e]",
-            **prefixed("blocks.*", BLOCK),
+            **(prefixed("blocks.*", BLOCK) if config.depth else {}),
         }
         if config.extra_depth:
             self.stages |= {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
-        self.dap = self.stages | prefixed("blocks.*.pair", DAP)
+        self.dap = self.stages | (prefixed("blocks.*.pair", DAP) if config.depth else {})
         if config.extra_depth:
             self.dap |= prefixed("extra_blocks.*.pair", DAP)
 

@@ -78,7 +78,7 @@ class ProteinObjective(nn.Module):
     def _around(self, own: Mapping[str, str]) -> dict[str, str]:
         stages = dict(own)
         inputs, _ = stages.pop("").split("->")
-        targets = "msa_target=b s r, msa_weight=b s r, bins=b i j, pair_weight=b i j"
+        targets = "msa_target=b s r, msa_weight=b s r, bins=b i j, pair_weight=b i j, contact_weight=b i j"
         return {
             "": f"{inputs.strip()}, {targets}",
             **{f"model.{name}": stage for name, stage in stages.items()},
@@ -90,14 +90,21 @@ class ProteinObjective(nn.Module):
         }
 
     def forward(
-        self, msa_target: Tensor, msa_weight: Tensor, bins: Tensor, pair_weight: Tensor, **inputs: Any
+        self,
+        msa_target: Tensor,
+        msa_weight: Tensor,
+        bins: Tensor,
+        pair_weight: Tensor,
+        contact_weight: Tensor | None = None,
+        **inputs: Any,
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
 
         With a weight of contacts also {"contacts": [b i j]}.
 
         `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
-        `pair_weight` for the pairs of which both residues were seen, else 0. `inputs` are the model's own, `recycles`
+        `pair_weight` for the pairs of which both residues were seen, else 0; `contact_weight` for those of them
+        that are far apart along the chain. `inputs` are the model's own, `recycles`
         among them: earlier passes have no gradient and no loss.
         """
         letters, distances, *_ = self.model(**inputs)
@@ -105,7 +112,9 @@ class ProteinObjective(nn.Module):
             "msa": self.letters(letters, msa_target, msa_weight),
             "distogram": self.distances(distances, bins, pair_weight),
         }
-        return terms | ({"contacts": self.contacts(distances, bins, pair_weight)} if self.contacts else {})
+        if self.contacts is not None:
+            terms["contacts"] = self.contacts(distances, bins, contact_weight)
+        return terms
 
 
 class Frequencies:
@@ -144,8 +153,8 @@ class Frequencies:
             "msa": MSA_WEIGHT * (of_letters * sample["msa_weight"]).sum() / sample["msa_weight"].sum(),
             "distogram": PAIR_WEIGHT * (of_pairs * sample["pair_weight"]).sum() / sample["pair_weight"].sum(),
         }
-        if self.contacts:
-            loss, weight = self.contacts(logits, sample["bins"], sample["pair_weight"])
+        if self.contacts is not None:
+            loss, weight = self.contacts(logits, sample["bins"], sample["contact_weight"])
             terms["contacts"] = (loss * weight).sum() / weight.sum()
         return {name: term.item() for name, term in terms.items()}
 

@@ -18,6 +18,7 @@ from zoo.protein.distogram import distances, distogram_bins
 
 __all__ = ["Example", "crop_contiguous", "crop_spatial", "draw", "hide", "sample_rows"]
 
+_NEAR = 12  # residues of a chain nearer than that along it are neighbours: short-range contacts
 _INTERFACE = 15.0  # Å between the contact atoms of two chains that touch
 
 
@@ -137,14 +138,24 @@ class Example:
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
 
     def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
-        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 where one of them was not seen)."""
+        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 where one of them was not seen).
+
+        And `contact_weight`, the same but for neighbours along a chain, which say little of the fold by touching: a
+        thousandth, so that the shortest crop has something to count.
+        """
         position, seen = self.protein.contact_atoms()
         missing = self.residues - len(self.protein)
         xyz, there = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))
         part = slice(None) if rows is None else slice(rows.start, rows.stop)
+        place, chain = (
+            F.pad(torch.from_numpy(x), (0, missing)) for x in (self.protein.residue_index, self.protein.asym_id)
+        )
+        far = ((place[part, None] - place).abs() >= _NEAR) | (chain[part, None] != chain)
+        weight = (there[part, None] & there).float()
         return {
             "bins": distogram_bins(distances(xyz[part], xyz)),
-            "pair_weight": (there[part, None] & there).float(),
+            "pair_weight": weight,
+            "contact_weight": weight * torch.where(far, 1.0, 0.001),
         }
 
     def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:

@@ -121,9 +121,10 @@ class Show(task.Show):
             logits = frequencies.distogram(*known[2:])
             guess = Predicted(protein, contact_probability(logits), expected_distance(logits))
             by_frequency.append(guess.measure())
-            if len(protein.msa) > 1:
-                msa, known_pairs = torch.from_numpy(protein.msa), protein.couplings
+            msa, known_pairs = torch.from_numpy(protein.msa), protein.couplings
+            if len(msa) > 1:
                 by_information.append(contact_precision(mutual_information(filled_rows(msa)), *known))
+            if len(msa) > 1 or known_pairs is not None:
                 score = direct_couplings(msa).score if known_pairs is None else torch.from_numpy(known_pairs)
                 by_couplings.append(contact_precision(score, *known))
         for key, what, found in (
@@ -138,7 +139,7 @@ class Show(task.Show):
         ):
             keys = {ascii_key(name): value for name, value in found.items()}
             floors += [Floor(f"{key}_{name}", what, value, f"val_{name}") for name, value in keys.items()]
-        if not by_information:
+        if not by_couplings:
             say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         return floors
 

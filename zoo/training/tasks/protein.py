@@ -83,7 +83,9 @@ DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Emb
 @dataclass
 class Objective:
     name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
-    contacts: float = option(0.0, "weight of what the distances say of contact, which few pairs are in", least=0)
+    contacts: float = option(
+        0.0, "weight of what the distances say of contact, of pairs 12 residues apart and more", least=0
+    )
     recycles: int = option(0, "most further passes, each from what the last one made; a step draws 0 to all", least=0)
 
 
@@ -111,7 +113,7 @@ class Task(task.Task):
     """Proteins: a rank holds a range of the rows of each alignment and of the rows i of its pairs."""
 
     divided = dict.fromkeys(
-        "msa deletions msa_mask msa_target msa_weight bins pair_weight couplings "
+        "msa deletions msa_mask msa_target msa_weight bins pair_weight contact_weight couplings "
         "extra_msa extra_deletions extra_mask".split(), 1,
     )  # fmt: skip
 
@@ -161,8 +163,9 @@ class Task(task.Task):
         inputs: dict[str, Any] = {
             "msa": whole(b, s, r), "deletions": torch.zeros(b, s, r), "msa_mask": seen(b, s, r),
             "msa_target": whole(b, s, r), "msa_weight": torch.ones(b, s, r), "bins": whole(b, r, r),
-            "pair_weight": torch.ones(b, r, r), "sequence": whole(b, r), "residue_index": whole(b, r),
-            "asym_id": whole(b, r), "mask": seen(b, r), "recycles": self.config.objective.recycles - bucket,
+            "pair_weight": torch.ones(b, r, r), "contact_weight": torch.ones(b, r, r), "sequence": whole(b, r),
+            "residue_index": whole(b, r), "asym_id": whole(b, r), "mask": seen(b, r),
+            "recycles": self.config.objective.recycles - bucket,
         }  # fmt: skip
         if self.features:
             inputs["couplings"] = torch.zeros(b, r, r, self.features)
@@ -238,7 +241,8 @@ class Task(task.Task):
 
         # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
-        counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2}
+        counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2,
+                   "contact_weight": seen**2}  # fmt: skip
         inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
         if self.features:
             inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
