@@ -56,7 +56,16 @@ def test_a_few_of_every_kind(inputs, tmp_path):
     import subprocess
     import sys
 
-    counts = {"kills": 2, "launchers": 1, "hangs": 2, "damages": 6, "configs": 5, "files": 8, "mutations": 50}
+    counts = {
+        "kills": 2,
+        "launchers": 1,
+        "hangs": 2,
+        "damages": 6,
+        "configs": 5,
+        "files": 8,
+        "mutations": 50,
+        "memory": 1,
+    }
     command = [sys.executable, str(ROOT / "benchmarks/faults.py"), "--out", str(tmp_path / "out.json"), "--steps", "30"]
     done = subprocess.run(
         [*command, *(f"--{name}={count}" for name, count in counts.items())],
