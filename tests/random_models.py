@@ -140,6 +140,8 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         elif sent != verdict.sent:
             more = sum(map(sum, sent.values())) - sum(map(sum, verdict.sent.values()))
             problems.append(f"bytes: the second call sends {more} more than the first")
+    if "self.other" in text:
+        problems += astray(model, single, inputs, mesh)
     with Count() as alone:
         single(**leaves_of(inputs))
     verdict.share = largest / max(alone.largest, 1)
@@ -159,6 +161,18 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
     if refusal is not None:
         raise refusal
     return verdict
+
+
+def astray(model: nn.Module, single: nn.Module, inputs: dict[str, Tensor], mesh: DeviceMesh) -> list[str]:
+    """What differs when a forward leaves its plan, when that is recorded, and when it goes by the record; and back."""
+    problems = []
+    for other, times in ((True, 3), (False, 2)):
+        model.other = single.other = other
+        expect = step(single, inputs)
+        for call in range(times):
+            found = parallel_step(model, inputs, mesh)[0]
+            problems += [f"other {other}, call {call}: {p}" for p in differences(found, expect)]
+    return problems
 
 
 def parallel_step(
@@ -438,6 +452,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--check", type=int, default=10, help="dsp.check for one program of so many")
     parser.add_argument("--shrink", type=float, default=90, help="seconds for each failure")
+    parser.add_argument("--strays", action="store_true", help="programs of short dims that leave their plan")
     parser.add_argument("--each", type=int, default=1, help="failures of a kind to shrink")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -452,7 +467,8 @@ def main() -> None:
         named = [(str(s), "") for s in range(options.seed, options.seed + options.count)]
     try:
         for start in range(0, len(named), 20):
-            some = [(name, text or generate(int(name), options.size)) for name, text in named[start : start + 20]]
+            how = options.size, options.strays
+            some = [(name, text or generate(int(name), *how)) for name, text in named[start : start + 20]]
             asked = [not options.program and int(name) % options.check == 0 for name, _ in some]
             for n in options.ranks:
                 for (name, text), verdict in zip(some, judge([t for _, t in some], n, asked)):

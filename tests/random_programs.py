@@ -156,7 +156,7 @@ def build(text: str) -> nn.Module:
     _order = itertools.count()
     space = dict(VOCABULARY)
     exec(compile(text, "<program>", "exec", dont_inherit=True), space)
-    model = type("Program", (nn.Module,), {"forward": space["forward"], "stages": space["stages"]})()
+    model = type("Program", (nn.Module,), {"forward": space["forward"], "stages": space["stages"], "other": False})()
     for name, value in space.items():
         if isinstance(value, (nn.Module, nn.Parameter)):
             setattr(model, name, value.double() if isinstance(value, nn.Module) else value)
@@ -221,13 +221,14 @@ EXTRA = {
     "number": "b t int", "kind": "s int", "pos": "s c", "grid": "t s",
 }  # fmt: skip
 SIZES = {"b": (1, 2), "t": (3, 7), "s": (3, 6), "r": (3, 6), "h": (2, 4), "w": (2, 4), "c": (4, 8), "l": (2, 4)}
+SHORT = {**dict.fromkeys("tsrhwl", (1, 3)), "b": (1, 2), "c": (2, 4)}  # some ranks have nothing
 
 
 class Writer:
     """Writes a program statement by statement, running each at once, so that shapes are known."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, ranges: dict[str, tuple[int, int]] = SIZES) -> None:
+        self.rng, self.ranges = rng, ranges
         self.sizes: dict[str, int] = {}
         self.vars: list[Var] = []
         self.lines: list[str] = []
@@ -254,7 +255,7 @@ class Writer:
                 shapes[name] = EXTRA[name]
         for p in shapes.values():
             for n in p.split():
-                low, high = SIZES.get(n, SIZES["r"])
+                low, high = self.ranges.get(n, self.ranges["r"])
                 size = self.rng.randint(low, high)
                 self.sizes.setdefault(n, size + size % 2 if n == "c" else size)
         for n in ("bool", "int"):
@@ -518,19 +519,50 @@ def statement(weight: float) -> Callable[[Any], Any]:
     return add
 
 
-def generate(seed: int, size: int = 2) -> str:
-    """A program of about 4 x size statements. The same text for the same seed, whatever ran before."""
+# what `other` makes of a tensor x of dim d: some return x itself, a view or a copy of it, by what they see of it
+OTHERWISE = """
+x.contiguous() | x.to(torch.float64) | x.double() | x.type_as(x) | x.clone() | x.reshape(x.shape) | x.expand(x.shape)
+x.expand_as(x) | x.view_as(x) | x.flatten().view(x.shape) | x.ravel().reshape(x.shape) | x.unsqueeze(0).squeeze(0)
+x.transpose(0, d).contiguous().transpose(0, d) | x.mT.reshape(-1).view(x.mT.shape).mT if x.ndim > 1 else x.square()
+x * 1.1 | x[...] | x.flip(d) | x.roll(1, d) | x.cumsum(d) | x.softmax(d) | x - x.mean(d, keepdim=True) | x + x.sum()
+x + x.amax(d, keepdim=True) | torch.stack([x, x.tanh()]).sum(0) | torch.cat([x, x * 2], d).narrow(d, 1, x.shape[d])
+x.narrow(d, 0, 1) + x | x.to(torch.complex128).real | x.detach() + x | x.split(1, d)[0] * x | x.sort(d)[0]
+""".replace("\n", "|").strip("|").split("|")
+
+
+def straying(text: str, writer: Writer) -> str:
+    """The program goes another way where its attribute `other` is set, as a cache does that was filled."""
+    ndim = {v.name: v.ndim for v in writer.vars if v.kind == "f" and v.ndim}
+    lines = []
+    for line in text.splitlines():
+        lines.append(line)
+        name = line.partition(" =")[0].strip()
+        if line.startswith(f"    {name} =") and name in ndim and writer.chance(0.4):
+            way = re.sub(r"\bx\b", name, re.sub(r"\bd\b", str(writer.rng.randrange(ndim[name])), writer.any(OTHERWISE)))
+            lines.append(f"    if {writer.any(['', '', 'not '])}self.other: {name} = {way.strip()}")
+    return "\n".join([*lines, ""])
+
+
+def generate(seed: int, size: int = 2, strays: bool = False) -> str:
+    """A program of about 4 x size statements. The same text for the same seed, whatever ran before.
+
+    One that `strays` has short dims, too: some ranks have nothing of them.
+    """
     for attempt in itertools.count():
-        rng = random.Random(f"{seed}/{size}/{attempt}")
+        rng = random.Random(f"{seed}/{size}/{attempt}{'/strays' * strays}")
         global _order
         _order = itertools.count()
         try:
             with float64():
-                writer = Writer(rng)
+                writer = Writer(rng, SHORT if strays else SIZES)
                 writer.some(rng.randint(2 * size, 5 * size), set())
                 text = writer.program()
         except Dead:
             continue
+        if strays:
+            text = straying(text, writer)
+            if "self.other" not in text or not sound(text.replace("self.other", "(not self.other)")):
+                continue
         if sound(text):
             return text
     raise AssertionError

@@ -105,6 +105,23 @@ def test_wrong_statements_are_named(ranks, n: int) -> None:
     assert right[0]
 
 
+class Choosy(One):
+    """Asks between stages for tensors of no subclass, which what glue holds is one of."""
+
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        y = self.stage(x, table)
+        return y * 2 if type(y) is Tensor else y
+
+
+def choosy(mesh: DeviceMesh) -> str:
+    return str(dsp.check(Choosy(lambda m, x, table: x + m.w[:1]), (torch.randn(1, 7, 5, 4),), mesh=mesh))
+
+
+def test_a_branch_that_subclasses_take_is_found(ranks) -> None:
+    for text in ranks(choosy, 2):
+        assert "outputs differ" in text, text
+
+
 class ByRows(torch.autograd.Function):
     """The identity, whose backward looks at how long its part is."""
 

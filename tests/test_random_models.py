@@ -29,6 +29,15 @@ def test_random_models(ranks, n: int) -> None:
     assert sum(share >= 1 for share in shares) <= len(shares) / 3, sorted(shares)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_forwards_that_leave_their_plan_where_ranks_have_nothing(ranks, n: int) -> None:
+    """They go another way on a later call: no rank may see by its part what the others do not."""
+    seeds = range(18, 26)
+    texts = [generate(s, strays=True) for s in seeds]
+    for text, seed, v in zip(texts, seeds, Judge(ranks)(texts, n)):
+        assert not v.failed, f"program {seed} on {n} ranks: {v.kind} {v.reason}\n{text}"
+
+
 # what was wrong, and the program that showed it
 FOUND = {
     "a whole operand that the plan splits": """
@@ -241,6 +250,13 @@ def forward(self, x: (b, c, t, h, w)):
         x6 = x.unflatten(2, (-1, 2))
     return (x, x6)
 """,
+    "a view as something, of which a copy is wanted": """
+b, t, s, c = 1, 1, 3, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    x10 = x * 2
+    return x10.view_as(x10)
+""",
     "dims of size 1 with strides that torch reads wrong": """
 b, c, i, j = 1, 2, 1, 2
 stages = {"": "z=b i j c"}
@@ -296,3 +312,22 @@ def test_the_same_seed_is_the_same_program() -> None:
     first = [generate(s) for s in range(8)]
     assert [generate(s) for s in reversed(range(8))] == first[::-1]
     assert len(set(first)) == 8
+
+
+TORN = """
+b, c, i, j = 2, 4, 4, 4
+stages = {"": "z=b i j c", "s0": "(b i) c [j]"}
+s0 = Scribble()
+def forward(self, z: (b, i, j, c)):
+    x2 = F.group_norm(z.flatten(0, 1), 1)
+    x3 = x2.reshape(z.shape)
+    x4 = self.s0(x2)
+    return x3.reshape(4, 2, 4, 4)
+"""
+
+
+def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks) -> None:
+    """A fold with a batch of 2 is told apart on 4 ranks, and switched at once: what is written then it cannot see."""
+    (verdict,) = Judge(ranks)([TORN], 4)
+    assert verdict.kind == "refused", verdict
+    assert "Write it out of place" in verdict.reason

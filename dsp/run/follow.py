@@ -114,6 +114,9 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         op.shells[0] if as_it_was else run.carry(p.local, p.dst, p.shape, of)
         for p, of, as_it_was in zip(run.push_all(made), lent, same)
     ]
+    if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
+        moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]
+        run.lent += [(memory(p.local), memory(t)) for p, t in moved]
     if recipe.view and op.shells[0] is not None:
         for t in (t for t, as_it_was in zip(wrapped, same) if not as_it_was):
             t._dsp_view = op.shells[0], op.func, recipe.frame  # type: ignore[attr-defined]

@@ -237,7 +237,8 @@ class Run:
             outcome = RULES[frame.name](again) if at is not None else Outcome(None)
             call_args = again.args if outcome.args is None else outcome.args
             call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
-            local = (outcome.func or func)(*without_operands(call_args, {id(x): local}), **call_kwargs)
+            table = {id(o): local if o is x else torch.empty(o.shape, device="meta") for o in again.operands()}
+            local = (outcome.func or func)(*without_operands(call_args, table), **call_kwargs)  # view_as: of a shape
             at = outcome.cut
         # a view that was made without gradient has none now either
         return local.detach() if views and t.grad_fn is None else local
