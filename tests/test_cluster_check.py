@@ -19,25 +19,23 @@ def script():
 
 
 def run_here(mesh, arguments, hosts, fault=False, only_links=False):
-    """The check as a rank of the pool runs it; `fault`: with weights of its own and another plan."""
-    import torch
+    """The check as a rank of the pool runs it; `fault`: with numbers of its own and another plan."""
     import torch.distributed as dist
 
     check, rank = script(), dist.get_rank()
     plain = check.socket.gethostname, check.small_model, check.dsp.plan, check.exactness, check.loss_and_bytes
     check.socket.gethostname = lambda: hosts[rank]
 
-    def uneven_weights(device):
+    def uneven_numbers(device):
         model = plain[1](device)
-        with torch.no_grad():
-            next(model.parameters()).add_(rank)
+        model.t_embed.register_forward_hook(lambda module, args, out: out + rank)
         return model
 
     class Planned:
         bytes = {"forward": 1, "backward": 1}
 
     if fault:
-        check.small_model = uneven_weights
+        check.small_model = uneven_numbers
         check.dsp.plan = lambda *args, **kwargs: Planned
     if only_links:
         check.exactness, check.loss_and_bytes = (lambda mesh: check.Finding("ok", "exactness", "")), lambda mesh: []
