@@ -10,10 +10,8 @@ import itertools
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,16 +27,16 @@ from torch.distributed.tensor import DTensor
 
 import dsp
 from zoo.data.sampling import hash_seed
-from zoo.training import UserError, checkpoint, ranks, user_error
+from zoo.training import UserError, checkpoint, flight, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.account import closing, opening
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept
 from zoo.training.loader import Micro, batches, place
-from zoo.training.meter import Meter, log_line
-from zoo.training.model import compute_dtype, initialize, make_plan, without_weights
-from zoo.training.optim import MovingAverage, average_cut, clip_gradients, optimizers
+from zoo.training.meter import Meter, log_line, named
+from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, without_weights
+from zoo.training.optim import MovingAverage, average_cut, averaged, clip_gradients, optimizers
 from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
 from zoo.training.records import naming
@@ -93,8 +91,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     plan = make_plan(config, task, objective, sp)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
-    begun = ranks.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
-    stop.progress.model, stop.progress.folder = model, directory / "flight" / begun
+    stop.progress.of(model, ranks.on_first_rank(lambda: flight.folder(directory)))
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
@@ -189,7 +186,8 @@ def loop(run: Run) -> bool:
         ranks.say(f"stopped by a signal after step {step}; resume=true continues")
         return False
     except Diverged as error:
-        raise UserError(f"{error}; {leave_sound(run)}. A lower optim.lr or a longer optim.warmup may help") from None
+        sound = run.saver.leave_sound(run.guard, partial(kept, run))
+        raise UserError(f"{error}; {sound}. A lower optim.lr or a longer optim.warmup may help") from None
     finally:
         made.close()
         run.saver.abandon()
@@ -239,7 +237,7 @@ def assess(run: Run, step: int) -> None:
     config, records = run.config, run.tracker.records if run.tracker else []
     judged = any("val_loss" in record and record["step"] == step for record in records)
     if due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
-        with averaged(run):
+        with averaged(run.average):
             losses, by_level = evaluate(run)
         mean = sum(losses.values())
         ranks.say(f"step {step}: validation loss {mean:.4g}")
@@ -249,7 +247,7 @@ def assess(run: Run, step: int) -> None:
     path = run.directory / "samples" / f"step-{step:08d}.{run.show.media}"
     if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
-        with averaged(run):
+        with averaged(run.average):
             samples = run.show.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
             with naming(path):
@@ -293,20 +291,6 @@ def kept(run: Run) -> Kept:
     return Kept(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
 
 
-def leave_sound(run: Run) -> str:
-    """After a divergence: see to it that the newest checkpoint is of weights that gave a finite loss. Says where."""
-    guard, directory = run.guard, run.saver.directory
-    run.saver.wait()
-    sound = ranks.on_first_rank(lambda: [(at, path) for at, path in checkpoint.found(directory) if at < guard.sound])
-    guard.forget()
-    best = kept(run) if guard.sound > guard.taken else guard.kept
-    if best and best.step > max((at for at, _ in sound), default=0):
-        path = checkpoint.write(directory, best.step, best.held, extra=best.extra, keep=run.config.checkpoint.keep)
-        ranks.say(f"step {best.step}: checkpoint {path}")
-        sound.append((best.step, path))
-    return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
-
-
 def contents(run: Run) -> checkpoint.Contents:
     orders = dsp.embedded.rank_order(run.model)
     return checkpoint.Contents(run.model, run.optimizers, run.average, run.task.identity, orders)
@@ -323,26 +307,10 @@ def plan_of(run: Run, bucket: int) -> dsp.Plan:
     return run.plans[bucket]
 
 
-def mean_losses(output: Any) -> dict[str, Tensor]:
-    """The terms of the loss, over the whole batch of the sp group, of what an objective returned."""
-    terms = output if isinstance(output, dict) else {"loss": output}
-    return {name: dsp.mean(error, weight) for name, (error, weight) in terms.items()}
-
-
-def named(losses: dict[str, float]) -> dict[str, float]:
-    """The terms of a loss as they are recorded; a loss of one term is recorded already."""
-    return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
-
-
 def data_parallel(run: Run) -> tuple[int, int]:
     """Which data-parallel group this rank belongs to, and how many there are."""
     sp = run.mesh["sp"].size()
     return dist.get_rank() // sp, dist.get_world_size() // sp
-
-
-def averaged(run: Run) -> AbstractContextManager[None]:
-    """The model as it is judged and shown: with the moving average of its weights, if there is one."""
-    return run.average.swapped() if run.average else nullcontext()
 
 
 def main(arguments: list[str]) -> int:

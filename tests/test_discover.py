@@ -72,7 +72,7 @@ def found(name: str) -> dict[str, str]:
     return dsp.discover(build(name), kwargs=inputs(name))
 
 
-@pytest.mark.parametrize("name", slow_but([n for n in MODELS if n != "Unplanned"], *SHORT))
+@pytest.mark.parametrize("name", slow_but([n for n in MODELS if n != "Unplanned"], "Grid", "Folded", "Global"))
 def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> None:
     stages, hand = found(name), by_hand(name)
     for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from random_models import Judge, refusal, shrunk
 from random_programs import generate
+from slow import slow
 
 SEEDS = {2: range(90), 3: range(90, 160), 4: range(160, 200)}  # 200 programs, more of them where they are cheaper
 
@@ -29,7 +30,7 @@ def test_random_models(ranks, n: int) -> None:
     assert sum(share >= 1 for share in shares) <= len(shares) / 3, sorted(shares)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), 4])
 def test_forwards_that_leave_their_plan_where_ranks_have_nothing(ranks, n: int) -> None:
     """They go another way on a later call: no rank may see by its part what the others do not."""
     seeds = range(19, 23)
@@ -276,7 +277,7 @@ def forward(self, y: (b, t, s, c)):
 }
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_mended(ranks, n: int) -> None:
     for (what, text), verdict in zip(FOUND.items(), Judge(ranks)([*FOUND.values()], n)):
         assert verdict.kind == "ok", f"{what}, on {n} ranks: {verdict.kind} {verdict.reason}\n{text}"
@@ -298,6 +299,7 @@ def forward(self, x: (b, t, s, c)):
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_stage_is_found_and_shrunk(ranks) -> None:
     judge = Judge(ranks)
     (verdict,) = judge([WRONG], 2)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from slow import slow
 from test_parallel import averaged
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -169,7 +170,7 @@ def reduced(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(own.grad, leaf.grad)
 
 
-@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
+@pytest.mark.parametrize(("n", "length"), [slow(2, 6), slow(3, 4), (4, 3)])
 def test_reductions_over_what_is_sharded(ranks: Callable, n: int, length: int) -> None:
     for dtype in (torch.float32, torch.float64):
         ranks(reduced, n, length, dtype)
@@ -196,7 +197,7 @@ def normalized(mesh: DeviceMesh, length: int) -> None:
         torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
 
 
-@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4)])
+@pytest.mark.parametrize(("n", "length"), [slow(2, 6), (3, 4)])
 def test_a_batch_norm_in_training(ranks: Callable, n: int, length: int) -> None:
     ranks(normalized, n, length)
 
@@ -240,7 +241,7 @@ def mixed(mesh: DeviceMesh, frames: int) -> tuple[int, int, float]:
     return sum(comm.forward.bytes.values()), plan.bytes["forward"], plan.share
 
 
-@pytest.mark.parametrize(("n", "frames"), [(2, 7), (3, 4), (4, 3)])
+@pytest.mark.parametrize(("n", "frames"), [slow(2, 7), slow(3, 4), (4, 3)])
 def test_recurrences_and_fourier_transforms(ranks: Callable, n: int, frames: int) -> None:
     found = ranks(mixed, n, frames)
     assert max(sent for sent, _, _ in found) == found[0][1]

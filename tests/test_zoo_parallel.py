@@ -100,7 +100,7 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [slow("rf", "transformer2d-class"), ("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
+    [slow("rf", "transformer2d-class"), slow("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
 )
 @pytest.mark.parametrize("n", [slow(2), 4])
 def test_objectives(ranks, kind: str, case: str, n: int) -> None:

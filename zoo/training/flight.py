@@ -22,6 +22,11 @@ LAST = 40  # collectives that are kept, of each rank
 MOST = 1 << 22  # bytes of a file
 
 
+def folder(run: Path) -> Path:
+    """Where the records of a start go."""
+    return run / "flight" / time.strftime("%Y%m%d-%H%M%S")
+
+
 def write(folder: Path, rank: int, progress: Any, fault: str) -> None:
     """What this rank does, into `folder`. Nothing that goes wrong here may keep a rank from leaving."""
     try:

@@ -95,3 +95,8 @@ def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:
         f"comm {share:>3} {size(values['comm_bytes']):>8}  memory {size(values['memory_bytes']):>8}  "
         f"eta {duration(values['eta'])}{skipped}"
     )
+
+
+def named(losses: Mapping[str, float]) -> dict[str, float]:
+    """The terms of a loss as they are recorded; a loss of one term is recorded already."""
+    return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}

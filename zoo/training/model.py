@@ -62,6 +62,12 @@ def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket:
         )  # fmt: skip
 
 
+def mean_losses(output: Any) -> dict[str, torch.Tensor]:
+    """The terms of the loss, over the whole batch of the sp group, of what an objective returned."""
+    terms = output if isinstance(output, dict) else {"loss": output}
+    return {name: dsp.mean(error, weight) for name, (error, weight) in terms.items()}
+
+
 def repeated_stages(model: nn.Module) -> list[nn.Module]:
     """The stages whose pattern has a `*`, which stands for one component of a path."""
     return _matching(model, (pattern for pattern in check(model).stages if "*" in pattern))

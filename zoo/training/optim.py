@@ -1,7 +1,7 @@
 """What makes a step of the gradients: optimizers, norms, averaged weights."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -66,6 +66,11 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
     return norm.item()
+
+
+def averaged(average: "MovingAverage | None") -> AbstractContextManager[None]:
+    """The model as it is judged and shown: with the moving average of its weights, if there is one."""
+    return average.swapped() if average else nullcontext()
 
 
 class MovingAverage:

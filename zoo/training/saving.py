@@ -10,14 +10,15 @@ What is written, how it is hashed and renamed is that of checkpoint.py, in a thr
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from zoo.training import checkpoint
-from zoo.training.ranks import PATIENCE, say
+from zoo.training.guard import Guard, Kept
+from zoo.training.ranks import PATIENCE, on_first_rank, say
 
 
 class Saver:
@@ -62,6 +63,23 @@ class Saver:
         if isinstance(path, BaseException):
             raise path
         say(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
+
+    def leave_sound(self, guard: Guard, kept: Callable[[], Kept]) -> str:
+        """After a divergence: the newest checkpoint is to be of weights that gave a finite loss. Says which it is.
+
+        kept: a copy of the weights as they are.
+        """
+        self.wait()
+        sound = on_first_rank(
+            lambda: [(at, path) for at, path in checkpoint.found(self.directory) if at < guard.sound]
+        )
+        guard.forget()
+        best = kept() if guard.sound > guard.taken else guard.kept
+        if best and best.step > max((at for at, _ in sound), default=0):
+            path = checkpoint.write(self.directory, best.step, best.held, extra=best.extra, keep=self.keep)
+            say(f"step {best.step}: checkpoint {path}")
+            sound.append((best.step, path))
+        return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
 
     def abandon(self) -> None:
         """Leave, after an error: what is being written gets a moment; others may not be there to finish it with."""

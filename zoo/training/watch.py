@@ -40,6 +40,9 @@ class Progress:
     model: Any = None  # whose modules a flight record names
     folder: Path | None = None  # where it is written
 
+    def of(self, model: Any, folder: Path) -> None:
+        self.model, self.folder = model, folder
+
     def where(self) -> tuple[str, bool]:
         """The place in the code that this rank is at, and whether it waits for others there."""
         frame, files = sys._current_frames().get(self.thread), []
