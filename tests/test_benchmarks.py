@@ -182,6 +182,7 @@ def test_hosts_leave_nothing_behind(script) -> None:
     assert "dsp-999999999-0" not in namespaces()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
     hosts = script("hosts")
     began = time.monotonic()

@@ -235,6 +235,7 @@ def test_the_sample_is_small_and_moves() -> None:
         assert gif.n_frames > 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_zoo_are_those_of_its_script(monkeypatch) -> None:
     """All stages, and of the planned tables what takes seconds; benchmarks/zoo_tables.py --write makes them anew."""
     monkeypatch.syspath_prepend(str(HOME / "benchmarks"))

@@ -387,6 +387,7 @@ def test_clips_follow_each_other_without_gaps():
     assert [c.name for c in slow] == ["v#0", "v#3", "v#6", "v#9", "v#12"]
 
 
+@pytest.mark.slow
 def test_the_tiny_encoders_are_fitted(whole, tmp_path, capsys):
     """A few steps: the error falls, latents get variance 1, and the folder is one that loads."""
     assert tiny_encoders.main([str(tmp_path)]) == 0

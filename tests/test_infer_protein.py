@@ -112,6 +112,7 @@ def test_all_rows_are_taken_and_several_numbers_compared(run, tmp_path, capsys):
     assert "--rows 0: must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_distogram_is_stored_if_asked_for(run, tmp_path, files, whole_world):
     assert infer(run, files / "alone.a3m", "--out", tmp_path / "plain") == 0
     plain, options = arrays(tmp_path / "plain/alone.npz"), ("--distogram", "--out")

@@ -141,6 +141,7 @@ def test_one_rank_begins_and_two_go_on(run, trainer, whole_world, reference, mon
     assert len(metrics(half, "loss")) == 8
 
 
+@pytest.mark.slow
 def test_latents_of_another_autoencoder_are_not_gone_on_with(run, capsys):
     run("train.steps=2", "eval.every=0")
     latent_folder(run.directory / "other", vae_hash="9")

@@ -17,10 +17,10 @@ KNOWN: dict[int, str] = {}
 
 @pytest.mark.parametrize("n", SEEDS)
 def test_random_models(ranks, n: int) -> None:
-    """Of forty programs one goes through `dsp.check` too, which costs as much as ten do."""
+    """The first goes through `dsp.check` too, which costs as much as ten do."""
     seeds = SEEDS[n]
     texts = [generate(s) for s in seeds]
-    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [s % 40 == 0 for s in seeds])))
+    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [s == seeds[0] for s in seeds])))
     for text, (seed, v) in zip(texts, verdicts.items()):
         expected = (v.kind if v.failed else None) == KNOWN.get(seed)
         assert expected, f"program {seed} on {n} ranks: {v.kind} {v.reason}, listed: {KNOWN.get(seed)}\n{text}"

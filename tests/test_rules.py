@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
@@ -262,6 +263,7 @@ def planned_op(mesh: DeviceMesh) -> list[str]:
     return moved
 
 
+@pytest.mark.slow
 def test_every_operation_runs_in_a_plan(ranks) -> None:
     """What no sharded dim can pass is switched or gathered: nothing between stages is refused for its own sake."""
     assert "kron" in ranks(planned_op, 2)[0]

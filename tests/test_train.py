@@ -580,6 +580,7 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())  # nothing is written
 
 
+@pytest.mark.slow
 def test_dry_run_says_how_long_a_step_takes(trainer, run, capsys):
     mesh = ["parallel.sp=2", "parallel.dp_shard=2", "dry_run=true", "model.overrides.depth=1"]
     assert trainer.main([*run.arguments(), *mesh, "hardware.device=h100", "hardware.network=ethernet-10g"]) == 0
