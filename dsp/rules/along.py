@@ -128,10 +128,10 @@ def taken_by_index(f: Frame) -> Outcome:
 
 @rule("index_add index_copy scatter scatter_add")
 def put_by_index(f: Frame) -> Outcome:
-    x, index, whole = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")
-    given = f.get(3, "source" if whole else "src")
-    beside = [o for o in ((x, given) if whole else (x, index, given)) if isinstance(o, Operand)]
-    if any(o.cut is not None and not any(o is b for b in beside) for o in f.operands()):
+    x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # whole rows, by one index each
+    given = f.get(3, "source" if rows else "src")
+    beside = [o for o in ((x, given) if rows else (x, index, given)) if isinstance(o, Operand)]
+    if rows and index.cut is not None:
         raise f.refuse("its index is sharded")
     dim = f.normal(f.get(1, "dim"), x.ndim)
     if any(o.ndim != x.ndim for o in beside):

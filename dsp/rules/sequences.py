@@ -10,8 +10,10 @@ from torch import Tensor
 from dsp.rules.call import Frame, Operand, Outcome, first, rule
 
 
-@rule("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift")
-@rule("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn")
+@rule(
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift",
+    "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn",
+)
 def fourier(f: Frame) -> Outcome:
     x, cut = first(f)
     shift = f.name.endswith("shift")

@@ -214,10 +214,9 @@ def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
     def of(t: Tensor) -> Tensor:
         t = t.to(summed_in(t.dtype))
         if not t.numel():  # there are numbers on other ranks
-            none = t.sum(over, keepdim=True)
-            most = torch.finfo(t.dtype).max if t.is_floating_point() else torch.iinfo(t.dtype).max
-            least = torch.finfo(t.dtype).min if t.is_floating_point() else torch.iinfo(t.dtype).min
-            return torch.stack([torch.full_like(none, most if low else least, dtype=t.dtype), none.to(t.dtype)])
+            none = t.sum(over, keepdim=True, dtype=t.dtype)
+            info = torch.finfo(t.dtype) if t.is_floating_point() else torch.iinfo(t.dtype)
+            return torch.stack([torch.full_like(none, info.max if low else info.min), none])
         top = t.amin(over, keepdim=True) if low else t.amax(over, keepdim=True)
         return torch.stack([top, (t == top).sum(over, keepdim=True).to(t.dtype)])
 
@@ -263,10 +262,11 @@ def length_of(every: Tensor) -> Tensor:
 
 
 def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
+    def made(every: Tensor, t: Tensor) -> Tensor:
+        return length_of(every).to(made_in(f, t.real))
+
     counted(f, x, cut, dims)
-    return whole(
-        f, x, dims, keep, partial(squared, dims=dims), 1, lambda every, t: length_of(every).to(made_in(f, t.real))
-    )
+    return whole(f, x, dims, keep, partial(squared, dims=dims), 1, made)
 
 
 def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcome:
