@@ -202,6 +202,27 @@ def test_a_batch_norm_in_training(ranks: Callable, n: int, length: int) -> None:
     ranks(normalized, n, length)
 
 
+class Ends(nn.Module):
+    stages = {"": "x=b l"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x.amax(1)[0], x.amin(1)[0], x.logsumexp(1)[0], x.max(), x.min()])
+
+
+def infinite(mesh: DeviceMesh) -> None:
+    """Where a rank holds nothing, and what the others hold is infinite, or no number."""
+    model = dsp.parallelize(Ends(), mesh)
+    for value in (torch.inf, -torch.inf, torch.nan):
+        for where in ([0, 1, 2], [1]):
+            x = torch.tensor([[0.3, -2.0, 1.5]])
+            x[0, where] = value
+            assert torch.equal(model(x).nan_to_num(7), Ends()(x).nan_to_num(7)), (value, where)
+
+
+def test_extremes_of_what_is_infinite(ranks: Callable) -> None:
+    ranks(infinite, 4)
+
+
 class Mixers(nn.Module):
     """A recurrence over frames, and a Fourier layer over space whose modes are few, as modules between stages."""
 

@@ -161,7 +161,7 @@ def exponentials(t: Tensor, dims: Dims, dtype: Any = None) -> Tensor:
         total = t.sum(over, keepdim=True)
         return torch.stack([torch.full_like(total, -math.inf), total])
     top = t.detach().amax(over, keepdim=True)
-    near = top.masked_fill(top == -math.inf, 0)  # -inf less -inf is nan
+    near = top.masked_fill(top.isinf(), 0)  # inf less inf is nan
     return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])
 
 
@@ -197,7 +197,7 @@ def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome
     def made(every: Tensor, t: Tensor) -> Tensor:
         tops = every[:, 0].detach()
         top = tops.amax(0)
-        near = top.masked_fill(top == -math.inf, 0)
+        near = top.masked_fill(top.isinf(), 0)
         total = (every[:, 1] * (tops - near).exp()).sum(0)
         nothing = total == 0  # all masked: -inf, and no gradient
         out = (near + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -math.inf)
@@ -215,8 +215,9 @@ def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
         t = t.to(summed_in(t.dtype))
         if not t.numel():  # there are numbers on other ranks
             none = t.sum(over, keepdim=True, dtype=t.dtype)
-            info = torch.finfo(t.dtype) if t.is_floating_point() else torch.iinfo(t.dtype)
-            return torch.stack([torch.full_like(none, info.max if low else info.min), none])
+            least = -math.inf if t.is_floating_point() else torch.iinfo(t.dtype).min
+            most = math.inf if t.is_floating_point() else torch.iinfo(t.dtype).max
+            return torch.stack([torch.full_like(none, most if low else least), none])
         top = t.amin(over, keepdim=True) if low else t.amax(over, keepdim=True)
         return torch.stack([top, (t == top).sum(over, keepdim=True).to(t.dtype)])
 
