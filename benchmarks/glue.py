@@ -5,8 +5,8 @@
 
 Both run the same blocks on the same gloo ranks and send the same bytes through the same collective; by hand the forward
 holds plain local tensors, calls the switch itself and slices its conditions itself. Steps (forward and backward) of the
-two take turns, in one run; medians and quartiles over rounds. At realistic sizes blocks dominate; tiny ones leave nothing
-but host work, which gives microseconds of glue per layer. Host time is the CPU time of a rank's own thread.
+two take turns, in one run; medians and quartiles over rounds. At realistic sizes blocks dominate; tiny ones leave
+nothing but host work, which gives microseconds of glue per layer: the CPU time of a rank's own thread.
 """
 
 from __future__ import annotations
