@@ -19,6 +19,7 @@ from zoo.data.latents import Latents
 from zoo.data.video_folder import Video, probe, read
 from zoo.pictures import to_pixels
 from zoo.training.show import clips as show
+from zoo.training.together import together
 from zoo.video import encode, tiny_encoders
 from zoo.video.clips import Bucket, ClipError, captions, choose, cut
 from zoo.video.codec import Autoencoder, TextEncoder
@@ -137,10 +138,12 @@ def test_ranks_share_the_clips(whole, encoders, quiet, tmp_path, ranks):
 def clipped(mesh, path: Path, latent: torch.Tensor, expect: torch.Tensor, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(show, "TILE", tile)
-        pixels = show.decode(latent[None], Autoencoder.load(path), mesh.get_group())
+        codec = Autoencoder.load(path)
+        pixels = show.decode(latent[None], codec, mesh.get_group())
     assert (pixels is None) == bool(mesh.get_local_rank())
     if pixels is not None:
         assert (pixels[0].int() - to_pixels(expect).int()).abs().max() <= 1  # a level of 256
+    assert together(codec, mesh.get_group()) is together(codec, mesh.get_group())  # planned once
 
 
 @pytest.mark.slow

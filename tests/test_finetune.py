@@ -1,18 +1,26 @@
 """Weights from elsewhere and to elsewhere, adapters, and what is held out."""
 
+import importlib
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from latent_folders import latent_folder
-from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
+from test_docs import blocks
+from test_encode import gif
+from test_train import ROOT, metrics, run, trainer  # noqa: F401 (fixtures)
 
 import zoo
 from zoo.data.latent_folder import LatentFolder, video_of
 from zoo.training import UserError, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
+from zoo.video import latte, tiny_encoders
 
 SHORT = ["sample.every=0", "eval.every=0", "train.steps=2"]
 
@@ -89,9 +97,9 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     monkeypatch.setattr(export, "weights_of", lambda path, averaged: model)
-    assert export.export(tmp_path, tmp_path / "out", "diffusers")
+    assert export.export(tmp_path, tmp_path / "out", "diffusers", frames=5)
     theirs = diffusers.LatteTransformer3DModel.from_pretrained(tmp_path / "out")
-    assert theirs.config.sample_size == 8
+    assert (theirs.config.sample_size, theirs.config.video_length) == (8, 5)
     assert same(initial.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())
     # what the weights do not tell stands in config.json, and is held against what is configured
     with pytest.raises(UserError, match=r"of a model with sample_size=8 \(here 64\)"):
@@ -103,6 +111,51 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
                 initial.source(Toy(tmp_path / "out", **overrides))
         else:
             assert same(initial.source(Toy(tmp_path / "out", **overrides)).state_dict(), model.state_dict())
+
+
+@pytest.mark.slow
+def test_a_folder_of_clips_to_a_tuned_latte_of_diffusers(tmp_path, monkeypatch):
+    """The commands of docs/runs.md as they stand there, on two ranks, with a small Latte and small clips."""
+    diffusers = pytest.importorskip("diffusers")
+    page = [block.text for block in blocks(ROOT / "docs/runs.md")]
+    (tmp_path / "fine.yaml").write_text(next(text for text in page if "iddpm" in text))
+    small = {"hidden": 32, "depth": 2, "heads": 2, "caption_channels": 16, "sample_size": 8}
+    more = {
+        "zoo.video.encode": ["--bucket", "16x16x24"],
+        "train.py": [*(f"model.overrides.{k}={v}" for k, v in small.items()), "train.steps=3", "optim.warmup=0"],
+        "zoo.training.export": [],
+    }
+    monkeypatch.chdir(tmp_path)
+    for i in range(4):
+        gif(Path(f"clips/{i}.gif"), 16, 24, 40)
+        Path(f"clips/{i}.txt").write_text(f"clip {i}")
+    tiny_encoders.save_autoencoder(Path("LATTE/vae"))
+    tiny_encoders.save_text_encoder(Path("LATTE"), channels=16)
+    torch.manual_seed(0)
+    begun = latte.to_diffusers(zoo.create("latte", "T2V", **small))
+    begun.save_pretrained("LATTE/transformer", safe_serialization=True)
+
+    commands = next(text for text in page if "encode clips" in text).splitlines()
+    assert len(commands) == 3
+    for words in map(shlex.split, commands):
+        if words[:2] == ["python", "-m"]:
+            assert importlib.import_module(words[2]).main([*words[3:], *more[words[2]]]) == 0
+            continue
+        launcher, script, *arguments = words[:3], *words[3:]
+        assert (launcher[0], script) == ("torchrun", "train.py")
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher[1:], str(ROOT / script)]
+        subprocess.run([*command, *arguments, *more[script]], check=True, env=None)
+
+    assert list(metrics(Path("runs/fine"), "loss")) == [1, 3]
+    tuned = diffusers.LatteTransformer3DModel.from_pretrained("tuned").eval()
+    assert all(tuned.config[key] == value for key, value in begun.config.items() if not key.startswith("_"))
+    moved = [(a - b).abs().max() for a, b in zip(tuned.parameters(), begun.parameters())]
+    assert 0 < max(moved) < 1e-4  # three steps of 1e-5 from where it began
+    x, t, text = torch.randn(2, 4, 16, 4, 6), torch.tensor([3, 500]), torch.randn(2, 7, 16)
+    ours = export.weights_of(Path("runs/fine")).eval()
+    with torch.no_grad():
+        theirs = tuned(x, timestep=t, encoder_hidden_states=text, enable_temporal_attentions=True).sample
+        torch.testing.assert_close(ours(x, t, context=text), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_without_the_package(run, monkeypatch, capsys):  # noqa: F811

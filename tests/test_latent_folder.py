@@ -104,6 +104,17 @@ def test_every_split_keeps_a_clip_of_every_shape_to_train_on(tmp_path):
     assert train.clips == held_out.clips == single.clips
 
 
+def test_an_epoch_goes_through_all_shards_in_no_order(tmp_path):
+    """What stands in the place of a shuffle buffer: neighbours in a batch are seldom neighbours on the disk."""
+    folder = LatentFolder(latent_folder(tmp_path / "data", {(5, 4, 6): 60}))
+    clips = folder.clips[0]
+    assert len({entry.shard for entry in clips}) >= 20
+    for epoch in range(2):
+        steps = [bucket_step(0, 15 * epoch + step, [60], [4]) for step in range(15)]
+        assert sorted(i for _, _, indices in steps for i in indices) == list(range(60))
+        assert sum(len({clips[i].shard for i in indices}) for _, _, indices in steps) > 15 * 3
+
+
 def test_frames_and_captions(tmp_path):
     folder = LatentFolder(latent_folder(tmp_path / "clips"))
     entry = folder.clips[0][2]

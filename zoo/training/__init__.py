@@ -25,11 +25,11 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
         raise error from cause
 
 
-def command(work: Callable[[], Iterable[Any]]) -> int:
-    """Do a command's work, naming the files that it wrote. The exit status: 2, after one line, if it cannot be done."""
+def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:
+    """Do a command's work: a line for each file that it wrote. The exit status: 2, after one line, if it cannot be."""
     try:
-        for file in work():
-            print(f"wrote {file}")
+        for found in work():
+            print(line.format(found))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

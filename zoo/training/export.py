@@ -42,15 +42,18 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
     return model
 
 
-def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True) -> list[Path]:
-    """Write the weights under `out` and return the files. A UserError if the model has no such layout."""
+def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True, frames: int = 16) -> list[Path]:
+    """Write the weights under `out` and return the files. A UserError if the model has no such layout.
+
+    frames: of the clips that diffusers' model takes, in latent cells.
+    """
     model = weights_of(path, averaged)
     out.mkdir(parents=True, exist_ok=True)
     if layout == "diffusers":
         convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
         if convert is None:
             raise UserError(f"diffusers has no model for {type(model).__name__}: export it with --layout safetensors")
-        user_error(convert, model, prefix="export: ").save_pretrained(out, safe_serialization=True)
+        user_error(convert, model, frames, prefix="export: ").save_pretrained(out, safe_serialization=True)
         return sorted(file for file in out.iterdir() if file.is_file())
     try:
         from safetensors.torch import save_file
@@ -72,12 +75,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="directory of a run, or of one of its checkpoints")
     parser.add_argument("--out", type=Path, help="folder of the files; RUN/export if not said")
     parser.add_argument("--layout", choices=LAYOUTS, default="safetensors")
+    parser.add_argument("--frames", type=int, default=16, help="latent frames that diffusers' model takes (16)")
     parser.add_argument("--weights", choices=("averaged", "last"), default="averaged")
     options = parser.parse_args(arguments)
 
     def work() -> list[Path]:
         out = options.out or locate(options.run)[0] / "export"
-        return export(options.run, out, options.layout, options.weights == "averaged")
+        return export(options.run, out, options.layout, options.weights == "averaged", options.frames)
 
     return command(work)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.data.limits import read_json
-from zoo.training import UserError
+from zoo.training import UserError, command
 
 LAST = 40  # collectives that are kept, of each rank
 MOST = 1 << 22  # bytes of a file
@@ -115,12 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m zoo.training.flight RUN", file=sys.stderr)
         return 2
-    try:
-        print("\n".join(lines(read(Path(arguments[0])))))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command(lambda: lines(read(Path(arguments[0]))), "{}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ def together(codec: Autoencoder, group: dist.ProcessGroup | None = None) -> Auto
     """A video autoencoder whose `encode` and `decode` all ranks of a group (None: of the run) call with the same clip.
 
     Each holds 1/N of every tensor, and the rows that its convolutions read beside; what comes out is whole, on every
-    rank, and that of one process to rounding: there are no tiles, so no seams.
+    rank, and that of one process to rounding: there are no tiles, so no seams. It is made once, and so are its plans.
     """
-    everyone: Any = group or dist.group.WORLD
-    mesh = DeviceMesh.from_group(everyone, codec.module.device.type, mesh_dim_names=("sp",))
-    shared = copy.copy(codec)
-    shared.encoding = dsp.parallelize(Encoding(codec.module), mesh, {"": "x=b c t h w"})
-    shared.decoding = dsp.parallelize(Decoding(codec.module), mesh, {"": "x=b c t h w"})
-    return shared
+    if group not in codec.shared:
+        everyone: Any = group or dist.group.WORLD
+        mesh = DeviceMesh.from_group(everyone, codec.module.device.type, mesh_dim_names=("sp",))
+        shared = codec.shared[group] = copy.copy(codec)
+        shared.encoding = dsp.parallelize(Encoding(codec.module), mesh, {"": "x=b c t h w"})
+        shared.decoding = dsp.parallelize(Decoding(codec.module), mesh, {"": "x=b c t h w"})
+    return codec.shared[group]

@@ -85,6 +85,7 @@ class Autoencoder:
         self._files = files
         self.encoding: nn.Module = Encoding(module)
         self.decoding: nn.Module = Decoding(module)
+        self.shared: dict[Any, Autoencoder] = {}  # whose work the ranks of a group share (zoo/training/together.py)
 
     @classmethod
     def load(

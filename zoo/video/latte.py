@@ -409,8 +409,11 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
     )
 
 
-def to_diffusers(model: Latte) -> Any:
-    """diffusers' `LatteTransformer3DModel` with the weights of a text model of variant 1; ValueError for any other."""
+def to_diffusers(model: Latte, frames: int = 16) -> Any:
+    """diffusers' `LatteTransformer3DModel`, for clips of so many frames, with the weights of a text model of variant 1.
+
+    ValueError: the model is another.
+    """
     from diffusers import LatteTransformer3DModel
 
     c = model.config
@@ -419,7 +422,7 @@ def to_diffusers(model: Latte) -> Any:
     theirs: Any = LatteTransformer3DModel(
         num_attention_heads=c.heads, attention_head_dim=c.hidden // c.heads, in_channels=c.in_channels,
         out_channels=c.out_channels, num_layers=c.depth // 2, cross_attention_dim=c.hidden, attention_bias=True,
-        sample_size=c.sample_size, patch_size=c.patch[1], caption_channels=c.caption_channels,
+        sample_size=c.sample_size, patch_size=c.patch[1], caption_channels=c.caption_channels, video_length=frames,
         activation_fn="gelu-approximate", norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
     )  # fmt: skip
     state = theirs.state_dict()

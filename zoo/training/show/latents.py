@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from zoo.training import UserError, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show import video
 from zoo.training.show.clips import Clips
-from zoo.training.show.video import size_asked
+from zoo.training.show.video import Pairs, size_asked
 from zoo.training.tasks.latents import Task, sizes_told
 from zoo.video.codec import Autoencoder, CodecError, TextEncoder
 
@@ -26,6 +26,10 @@ class Show(video.Show):
     probed = False
     task: Task
 
+    def __init__(self, task: Any):
+        super().__init__(task)
+        self.codecs: dict[Path | None, Any] = {}  # read once, and planned once where ranks share their work
+
     def ready(self) -> None:
         if self.config.sample.every:
             on_first_rank(self._try_decoder)
@@ -35,19 +39,30 @@ class Show(video.Show):
         """Now rather than hours later."""
         advice = "sample.vae names its folder, and sample.every=0 samples nothing"
         try:
-            self.check(self._autoencoder(None, "cpu", advice), "vae")
+            self.check(self._autoencoder(None, advice), "vae")
         except CodecError as error:
             raise UserError(f"sample.every={self.config.sample.every}: {error}") from None
 
     def codec(self, path: Path | None, device: torch.device) -> Any:
-        codec = self._autoencoder(path, device, "--vae names its folder")
-        on_first_rank(lambda: user_error(self.check, codec, "vae"))
-        return codec
+        if path not in self.codecs:
+            codec = self._autoencoder(path, "--vae names its folder")
+            on_first_rank(lambda: user_error(self.check, codec, "vae"))
+            self.codecs[path] = codec
+        self.codecs[path].module.to(device)
+        return self.codecs[path]
 
-    def _autoencoder(self, path: Path | None, device: torch.device | str, advice: str) -> Any:
+    def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
+        """Between samples the autoencoder takes memory of the host alone."""
+        try:
+            return super().sample(model, device, on_step)
+        finally:
+            for codec in self.codecs.values():
+                codec.module.to("cpu")
+
+    def _autoencoder(self, path: Path | None, advice: str) -> Any:
         assert self.task.manifest is not None
         try:
-            return Autoencoder.load(path or self.config.sample.vae or self.task.manifest.vae_path, device)
+            return Autoencoder.load(path or self.config.sample.vae or self.task.manifest.vae_path)
         except CodecError as error:
             raise CodecError(f"{error}; {advice}") from None
 
