@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from dsp.text import number_of
 from zoo.training import UserError, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show import dca
@@ -83,7 +84,8 @@ def main(arguments: Sequence[str]) -> int:
             with torch.no_grad():
                 written = user_error(infer.run, model, options, device, progress())
             account = f": {infer.account}" if infer.account else ""
-            ranks.say(f"took {time.perf_counter() - began:.2f} s on {dist.get_world_size()} rank(s){account}")
+            took, shared = time.perf_counter() - began, number_of(dist.get_world_size(), "rank")
+            ranks.say(f"took {took:.2f} s on {shared}{account}")
             for path in written:
                 ranks.say(f"wrote {path}")
         return 0

@@ -14,6 +14,14 @@ def human(size: float) -> str:
     raise AssertionError
 
 
+def number_of(count: int, what: str) -> str:
+    """
+    >>> number_of(1, "rank"), number_of(8, "rank"), number_of(2, "switch")
+    ('1 rank', '8 ranks', '2 switches')
+    """
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table's rows as lines, its cells to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]

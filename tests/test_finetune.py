@@ -167,14 +167,17 @@ def test_adapters_without_the_package(run, monkeypatch, capsys):  # noqa: F811
     assert plain_name("a.base_layer.weight") == "a.weight"
 
 
+@pytest.mark.slow
 def test_adapters_are_all_that_is_trained(run, capsys):  # noqa: F811
     pytest.importorskip("peft")
     run("name=odd", *SHORT, "lora.rank=2", "lora.targets=[nothing]", expect=2)
     assert "no linear layer is called 'nothing'; there are " in capsys.readouterr().err
     base = run("name=base", *SHORT)
     assert export.main([str(base)]) == 0
+    capsys.readouterr()
     options = ["name=tuned", *SHORT, f"init.weights={base / 'export'}", "lora.rank=2", "lora.targets=['*.qkv']"]
     tuned = run(*options, "train.steps=4", "checkpoint.every=2")
+    assert "parameters (145,780), of which 2.45k are trained" in capsys.readouterr().out
     losses = metrics(tuned, "loss", "grad_norm")
     before, after = (export.weights_of(d).state_dict() for d in (base, tuned))
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsp.text import number_of
+
 
 @dataclass
 class Report:
@@ -38,7 +40,7 @@ class Report:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        lines = [f"check over {self.size} rank{'s' * (self.size > 1)} in {kind}: {'ok' if self else 'NOT OK'}"]
+        lines = [f"check over {number_of(self.size, 'rank')} in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:
             worst = max(self.slices, key=lambda k: self.slices[k])
             lines.append(

@@ -11,7 +11,7 @@ import torch
 from dsp.embedded.method import METHODS
 from dsp.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
 from dsp.plan.table import Plan
-from dsp.text import aligned, human
+from dsp.text import aligned, human, number_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Steps:
             return "\n".join([*lines, f"no dp x sp of {dp * sp} ranks fits {human(self.hardware.memory)}"])
         verdict = f"dp={best.dp} x sp={best.sp}{f' with {best.method}' if best.sp > 1 else ''}"
         verdict += f", {clock(best.seconds.step)} a step, {best.rate:,.0f} tokens/s"
-        return "\n".join([*lines, f"the most tokens/s on {dp * sp} ranks: {verdict}"])
+        return "\n".join([*lines, f"the most tokens/s on {number_of(dp * sp, 'rank')}: {verdict}"])
 
 
 __all__ = ["Steps", "Timing"]

@@ -15,7 +15,7 @@ from dsp.plan.picture import ribbon
 from dsp.plan.residual import Residual, residuals
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
-from dsp.text import generic, human
+from dsp.text import generic, human, number_of
 
 
 @dataclass(frozen=True)
@@ -211,15 +211,13 @@ class Plan:
         line = "  ".join("─" * w for w in widths)
         text = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [head, *rows]]
         moves = [s.kind for s in self.switches]
-        plural = {"switch": "switches", "gather": "gathers"}
-        count = {k: moves.count(k) for k in dict.fromkeys(moves)}
-        kinds = ", ".join(f"{c} {k if c == 1 else plural[k]}" for k, c in count.items()) or "none"
+        kinds = ", ".join(number_of(moves.count(kind), kind) for kind in dict.fromkeys(moves)) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
         shared = sum(s.shared for s in self.switches)
         if shared:
             kinds += f", in {len(moves) - shared} collectives"
         foot = [
-            f"{self.size} ranks; moves forward: {kinds}",
+            f"{number_of(self.size, 'rank')}; moves forward: {kinds}",
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
@@ -243,8 +241,8 @@ class Plan:
     def svg(self) -> str:
         """The plan as a picture: its stages as a ribbon, in the colours of the dims that are sharded."""
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-        return ribbon(_folded(self.stages), f"{ranks}; a rank sends: {total}; peak {human(self.peak)}")
+        about = f"{number_of(self.size, 'rank')}; a rank sends: {total}; peak {human(self.peak)}"
+        return ribbon(_folded(self.stages), about)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the picture, and the table."""

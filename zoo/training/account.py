@@ -7,29 +7,31 @@ from typing import Any
 import torch
 
 import dsp
-from zoo.training.dry_run import Memory, step_bytes
+from dsp.text import number_of
+from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Floor, Task
 from zoo.training.tracking import amount, duration, higher, size
 
 
 def opening(
-    config: Any, task: Task, model: Any, plan: dsp.Plan, mesh: Sequence[int], device: torch.device, directory: Path
+    config: Any, task: Task, model: Any, plan: dsp.Plan, shape: Sequence[int], device: torch.device, directory: Path
 ) -> Iterator[str]:
     """The lines at the start: model, data, mesh and devices, plan, memory, and where the run lies."""
-    replicate, shard, sp = mesh
+    replicate, shard, sp = shape
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = config.model.name + (f" {config.model.size}" if config.model.size else "")
     batch, again = config.train.batch, config.train.accumulation
-    count = sum(p.numel() for p in model.parameters())
-    yield f"model   {named}: {amount(count)} parameters ({count:,})"
+    count, trained = (sum(p.numel() for p in which) for which in (model.parameters(), trainable(model)))
+    part = f", of which {amount(trained)} are trained" if trained < count else ""
+    yield f"model   {named}: {amount(count)} parameters ({count:,}){part}"
     times = f"{batch} x {again}" if again > 1 else f"{batch}"
     yield f"data    {config.data.name}: {times} samples a step and group, each {task.describe()}"
-    ranks = f"{replicate * shard * sp} rank{'s' if replicate * shard * sp > 1 else ''}"
-    yield f"mesh    dp_replicate={replicate} x dp_shard={shard} x sp={sp}: {ranks}, {kind}, {config.train.precision}"
+    mesh = f"dp_replicate={replicate} x dp_shard={shard} x sp={sp}"
+    yield f"mesh    {mesh}: {number_of(replicate * shard * sp, 'rank')}, {kind}, {config.train.precision}"
     calls = sum(plan.calls.values())
     sends = f"{calls} collectives send {size(step_bytes(config, plan))} a rank and step" if sp > 1 else "sends nothing"
-    yield f"plan    {config.parallel.method} over {sp} rank{'s' if sp > 1 else ''}: {sends}"
+    yield f"plan    {config.parallel.method} over {number_of(sp, 'rank')}: {sends}"
     yield f"memory  {memory(config, task, model, sp)}"
     yield f"run     {directory}"
 

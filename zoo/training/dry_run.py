@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsp
+from dsp.text import number_of
 from zoo.training import UserError, user_error
 from zoo.training.config import Config, create_task, mesh_shape
 from zoo.training.estimate import saved_for_backward, total
@@ -32,10 +33,10 @@ def dry_run(config: Config) -> None:
     plan, memory = make_plan(config, task, objective, sp), Memory(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
-    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {world} ranks\n\n{plan}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan}")
     print(
-        f"\nmemory a rank in training: weights over {shard * sp} ranks (in the plan's peak they are whole), "
-        f"train.checkpoint_activations={config.train.checkpoint_activations}"
+        f"\nmemory a rank in training: weights over {number_of(shard * sp, 'rank')} (in the plan's peak they are "
+        f"whole), train.checkpoint_activations={config.train.checkpoint_activations}"
     )
     for what, held, note in memory.table(sp):
         print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
@@ -92,6 +93,11 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
             )
 
 
+def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that training changes: with adapters, theirs alone."""
+    return (p for p in model.parameters() if p.requires_grad)
+
+
 class Memory:
     """What a rank holds in training, for any number of ranks and any way to recompute activations."""
 
@@ -102,25 +108,27 @@ class Memory:
         self.whole = total(self.activations.always)  # where a method has activations whole on every rank
         self.ways = list(recomputed_modules(model))  # in the order of what they keep, most first
         self.parameters = sum(p.numel() for p in model.parameters())
+        self.trained = sum(p.numel() for p in trainable(model))
         sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in repeated_stages(model)), reverse=True)
         self.gathered = sum(sizes[:2]) + self.parameters - sum(sizes)
 
     def table(self, sp: int, way: str | None = None, shard: int | None = None) -> Rows:
         """Row by row, the total last; the way and dp_shard are those of the configuration, if not said."""
-        train, count = self.config.train, self.parameters
+        train, count, trained = self.config.train, self.parameters, self.trained
         shards = (shard or self.config.parallel.dp_shard) * sp
+        over = f"in fp32 over {number_of(shards, 'rank')}"
         activations = self.kept[way or train.checkpoint_activations].bytes
         rows = [
-            ("parameters", count * 4 // shards, f"{amount(count)} in fp32 over {shards} ranks"),
-            ("gradients", count * 4 // shards, f"in fp32 over {shards} ranks"),
-            ("AdamW moments", count * 8 // shards, f"two in fp32 over {shards} ranks"),
+            ("parameters", count * 4 // shards, f"{amount(count)} {over}"),
+            ("gradients", trained * 4 // shards, over),
+            ("AdamW moments", trained * 8 // shards, f"two {over}"),
             ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
             ("activations", -(-activations // sp), "kept for backward, this rank's share"),
         ]
         if train.ema > 0:
-            rows.insert(3, ("averaged weights", count * 4 // shards, f"in fp32 over {shards} ranks"))
+            rows.insert(3, ("averaged weights", count * 4 // shards, over))
         if train.accumulation > 1:
-            rows.insert(2, ("accumulated gradients", count * 4, "whole, until the last micro-batch"))
+            rows.insert(2, ("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
         return [*rows, ("total", sum(held for _, held, _ in rows), "")]
 
     def total(self, sp: int, way: str | None = None, shard: int | None = None) -> int:

@@ -61,8 +61,6 @@ class Tracker:
 
     def __init__(self, directory: Path, config: Config, *, step: int, before: Mapping[str, Any], plan: Any):
         """`before`: what `flush` returned when the checkpoint was written that this run goes on from, if it does."""
-        write(directory / "config.yaml", to_yaml(config))
-        write(directory / "plan.svg", plan.svg())
         self.path = directory / "metrics.jsonl"
         self.records = cut_metrics(self.path, step, known=before.get("records"))
         self.summary = Summary(self.records)
@@ -77,6 +75,8 @@ class Tracker:
             self.sinks.append(sink)
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(directory, config, step))
+        write(directory / "config.yaml", to_yaml(config))  # of a start that nothing has refused
+        write(directory / "plan.svg", plan.svg())
 
     @property
     def elapsed(self) -> float:
