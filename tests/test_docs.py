@@ -140,17 +140,17 @@ def test_the_readme_runs(ranks) -> None:
 
 def test_the_commands_are_there_and_name_what_exists() -> None:
     bash = [
-        line.strip()
+        (line.strip(), path.read_text())
         for path in ALL
         for block in blocks(path)
         if block.language == "bash"
         for line in block.text.splitlines()
     ]
-    assert MAIN_JOB in bash
-    assert TESTS in bash
-    for line in bash:
+    assert {MAIN_JOB, TESTS} <= {line for line, _ in bash}
+    for line, page in bash:
         for name in re.findall(r"[\w./-]+\.(?:py|yaml|txt)\b", line.split("#")[0]):
-            assert (HOME / name).exists(), f"{line!r} names {name}, which does not exist"
+            there = (HOME / name).exists() or f"Save this as `{name}`" in page
+            assert there, f"{line!r} names {name}, which does not exist"
 
 
 def anchors(path: Path) -> set[str]:
