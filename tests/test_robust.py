@@ -1,20 +1,22 @@
 """What a run of weeks meets: bad steps, slow disks, slow data; and schedules and optimizers, exact as ever."""
 
+import importlib
 import math
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_train import Runs, metrics, one_of, run, stop_at, trainer  # noqa: F401 (fixtures)
+from test_train import ROOT, metrics, one_of, run, stop_at, trainer  # noqa: F401 (fixtures)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from zoo.training import UserError, checkpoint
 from zoo.training import config as cfg
 from zoo.training.guard import FEWEST, Diverged, Guard
-from zoo.training.loader import Failed, Micro, Wanted, batches
+from zoo.training.loader import Failed, Micro, Wanted, batches, place
 from zoo.training.optim import optimizers
 from zoo.training.schedule import learning_rate
 from zoo.training.sections import Optim, Train
@@ -121,6 +123,34 @@ def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, mon
     run("name=bad", *options, "resume=true")
     assert "damaged" not in capsys.readouterr().out
     assert list(metrics(directory, "loss")) == list(metrics(whole, "loss"))
+
+
+def _last_rank_is_bad(mesh, arguments):
+    """A run whose third batch has noise that is no number, on the last rank alone."""
+    sys.path.insert(0, str(ROOT))
+    trainer, steps = importlib.import_module("train"), []  # noqa: F811
+
+    def placed(inputs, device):
+        steps.append(1)
+        bad = len(steps) == 3 and mesh.get_local_rank() == mesh.size() - 1
+        return place(inputs, device) | ({"noise": inputs["noise"] * math.nan} if bad else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "place", placed)
+        assert trainer.main(arguments) == 0
+
+
+@pytest.mark.slow
+def test_what_one_rank_finds_bad_all_skip(run, whole_world):  # noqa: F811
+    """And their weights stay one: the curve is that of one process, which skips the same step."""
+    for n in (1, 2):
+        options = [f"name=on-{n}", f"parallel.sp={n}", "train.steps=6", "sample.every=0", "eval.every=0"]
+        whole_world(_last_rank_is_bad, n, run.arguments(*options))
+    one, two = (run.directory / f"runs/on-{n}" for n in (1, 2))
+    assert list(metrics(two, "skipped").values()) == [(0,), (0,), (1,), (1,), (1,), (1,)]
+    for step, values in metrics(one, "loss", "grad_norm").items():
+        if step != 3:
+            assert metrics(two, "loss", "grad_norm")[step] == pytest.approx(values, rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- asynchronous checkpoints
