@@ -192,16 +192,16 @@ def encode_all(
     writes = not options.together or dist.get_rank() == 0
     with Writer(options.out, int(options.shard_mib * 2**20)) if writes else nullcontext() as writer:
         for done, (source, frames) in enumerate(zip(mine, ahead(pixels, ((source,) for source in mine))), 1):
-            if isinstance(frames, str):
+            latent = frames if isinstance(frames, str) else latent_of(vae, frames, options.tile, dtype)
+            if isinstance(latent, str):
                 broken.append(source.name)
                 if writes:
-                    print(f"skipped {source.name}: {frames}", flush=True)
+                    print(f"skipped {source.name}: {latent}", flush=True)
                 if options.strict:
-                    raise ClipError(f"{source.name}: {frames}")
+                    raise ClipError(f"{source.name}: {latent}")
                 continue
             if source.caption != caption:
                 caption, embedding = source.caption, text.encode([source.caption])[0].to(dtype)
-            latent = latent_of(vae, frames, options.tile).to(dtype)
             (c, t, h, w), size = latent.shape, source.bucket
             shape = size.frames, size.height, size.width
             entry = Entry(source.name, source.caption, *shape, source.fps, (c, t, h, w), len(embedding))
@@ -216,13 +216,15 @@ def encode_all(
                 return
 
 
-def latent_of(vae: Autoencoder, frames: Tensor, tile: int | None) -> Tensor:
+def latent_of(vae: Autoencoder, frames: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor | str:
+    """The latent of frames, or why it cannot be used."""
     try:
-        return vae.encode(frames, tile=tile)
+        latent = vae.encode(frames, tile=tile).to(dtype)
     except torch.OutOfMemoryError:
         size = "x".join(map(str, frames.shape[1:]))
         advice = f"--tile {tile // 2}" if tile else "--together, on more ranks, or --tile 256"
         raise ClipError(f"the GPU has no memory to encode {size} pixels at once; add {advice}") from None
+    return latent if latent.isfinite().all() else f"its latent in {dtype} holds NaN or infinite numbers"
 
 
 def summary(out: Path, clips: int, skipped: int, seconds: float) -> None:
