@@ -15,7 +15,8 @@ def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
 
     UserError: peft is not installed, a pattern that matches no linear layer, a method that cuts weights.
     """
-    rank, alpha, targets = options.rank, options.alpha, options.targets
+    rank, targets = options.rank, options.targets
+    alpha: Any = options.alpha  # peft says int, and takes any number
     if not rank:
         return model
     if method != "dsp":
