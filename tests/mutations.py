@@ -207,7 +207,7 @@ FAULTS = [
         "dsp/plan/operations.py",
         "named = carry or [k for k in combo if k is not None]",
         "named = [k for k in combo if k is not None]",
-        "test_plan_least",
+        "test_plan_names",
     ),
     Fault(
         "a batch that does not divide has no name any more where a fold with it is taken apart",

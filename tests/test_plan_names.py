@@ -43,6 +43,17 @@ class Unnamed(nn.Module):
         return self.up(x).cumsum(1) + self.embed(torch.zeros_like(x[..., 0], dtype=torch.long)).cumsum(1)
 
 
+class Shaped(nn.Module):
+    """What is made of rows takes the shape of samples, as many as there are rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.columns(self.rows(y).reshape_as(x[:, 0]))
+
+
 class Products(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = torch.einsum("bic,bjc->bij", x, 2 * x)
@@ -66,6 +77,12 @@ def test_what_nobody_names_is_called_after_what_it_is_made_of() -> None:
     plan = dsp.plan(Unnamed(), torch.randn(1, 6, 8), size=2, stages={"": "x=b l c"}, gather_output=False)
     assert names(plan) == {"l", "c", "c₁", "embedding₁"}
     assert [(row.layout, row.switch) for row in plan.stages] == [("c₁", "l → c₁"), ("embedding₁", "l → embedding₁")]
+
+
+def test_a_dim_is_called_after_the_operand_that_brings_it() -> None:
+    stages = {"": "x=b n c, y=s c", "rows": "s [c]", "columns": "[s] c"}
+    plan = dsp.plan(Shaped(), (torch.randn(4, 2, 6), torch.randn(4, 6)), size=2, stages=stages, gather_output=False)
+    assert [(row.layout, row.switch) for row in plan.stages] == [("s", ""), ("c", "s → c")]
 
 
 def test_an_einsum_has_its_own_letters() -> None:
