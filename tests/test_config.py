@@ -206,7 +206,7 @@ def test_yaml_reads_back(load, tmp_path):
 
 
 def test_every_option_is_explained():
-    text = cfg.help_text(["help=1"])
+    text = re.sub(r"\n +# ", " ", cfg.help_text(["help=1"]))  # notes are wrapped
     for data in cfg.TASKS:
         for key, _, metadata in cfg.leaves(cfg.defaults(data)):
             assert metadata["help"], key
@@ -265,4 +265,15 @@ def test_a_model_that_needs_captions(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_help_of_every_file_whether_or_not_the_data_are_there(path):
-    assert "\ndata:\n  name:" in cfg.help_text([str(path), "help=1"])
+    text = cfg.help_text([str(path), "help=1"])
+    assert "\ndata:\n  name:" in text
+    assert all(len(line) <= 120 for line in text.split("\n") if "#" in line)
+
+
+def test_a_wheel_has_configurations_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(cfg, "PACKAGED", tmp_path / "wheel")
+    monkeypatch.chdir(tmp_path)
+    for where, steps in (("wheel/configs", 3), ("configs", 4)):  # one that is here comes first
+        (tmp_path / where).mkdir(parents=True)
+        (tmp_path / where / "own.yaml").write_text(f"train: {{steps: {steps}}}")
+        assert cfg.load(["configs/own.yaml"]).train.steps == steps

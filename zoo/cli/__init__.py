@@ -6,17 +6,7 @@ torchrun --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
 
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]  # in a checkout the two files stand there
-__path__.append(str(ROOT))
-
-
-def known(arguments: list[str]) -> list[str]:
-    """A configuration that does not exist where the command runs, but came with the package, by its path there."""
-    return [
-        str(HERE / a) if a.startswith("configs/") and not Path(a).exists() and (HERE / a).is_file() else a
-        for a in arguments
-    ]
+__path__.append(str(Path(__file__).resolve().parents[2]))  # in a checkout the two files stand there
 
 
 def train() -> int:
@@ -24,7 +14,7 @@ def train() -> int:
 
     from zoo.cli.train import main, record  # type: ignore[import-not-found]
 
-    return record(main)(known(sys.argv[1:]))
+    return record(main)(sys.argv[1:])
 
 
 def infer() -> int:

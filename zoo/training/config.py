@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
 
 MOST_BYTES, MOST_DEPTH, MOST_TEXT = 1 << 20, 16, 4096  # of a file, of its nesting, of one value
+PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 MOST_COUNT = {"train.seed": 2**63 - 1, "data": 2**20}  # of a key or a section; else what 32 bits hold
 
 TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
@@ -156,7 +158,8 @@ def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
 
 def _read(path: str) -> DictConfig:
     try:
-        text = read_bytes(Path(path), MOST_BYTES).decode()
+        own = path.startswith("configs/") and not Path(path).exists() and (PACKAGED / path).is_file()
+        text = read_bytes(PACKAGED / path if own else Path(path), MOST_BYTES).decode()
         _refuse_bombs(text, path)
         layer = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
@@ -338,10 +341,20 @@ def to_yaml(config: Config, *, comments: bool = False) -> str:
         text = f"{name}: {text.removesuffix('...' + chr(10)).rstrip()}"
         choices = f" ({', '.join(metadata['choices'])})" if "choices" in metadata else ""
         lines.append(("  " * len(outer) + text, metadata["help"] + choices))
-    if not comments:
-        return "\n".join(text for text, _ in lines) + "\n"
-    column = max(len(text) for text, _ in lines) + 2
-    return "\n".join(f"{text:<{column}}# {note}" if note else text for text, note in lines) + "\n"
+    return "\n".join(_commented(lines) if comments else (text for text, _ in lines)) + "\n"
+
+
+def _commented(lines: Sequence[tuple[str, str]], widest: int = 32) -> Iterator[str]:
+    """Each line with its note beside it, wrapped; above it, where the line is long."""
+    column = max(len(text) for text, _ in lines if len(text) <= widest) + 2
+    for text, note in lines:
+        beside = len(text) <= widest
+        margin = column if beside else len(text) - len(text.lstrip())
+        first, *rest = [f"# {part}" for part in textwrap.wrap(note, 116 - margin)] or [""]
+        yield f"{text:<{margin}}{first}".rstrip() if beside else " " * margin + first
+        yield from (" " * margin + part for part in rest)
+        if not beside:
+            yield text
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
