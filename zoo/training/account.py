@@ -53,8 +53,8 @@ def closing(run: Any) -> Iterator[str]:
         run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
     skipped = sum("skipped_because" in record for record in records)
     extra = f", {skipped} of them skipped" if skipped else ""
-    total = f"{duration(run.tracker.elapsed)} in all, resumes included"
-    yield f"finished {run.config.train.steps} steps{extra} in {total}; everything is in {directory}"
+    steps, total = number_of(run.config.train.steps, "step"), f"{duration(run.tracker.elapsed)} in all"
+    yield f"finished {steps}{extra} in {total}, resumes included; everything is in {directory}"
     yield from table(records, floors)
     if pictures := sorted((directory / "samples").glob(f"*.{run.show.media}")):
         yield f"samples {pictures[-1]}"
