@@ -159,7 +159,7 @@ def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, whole_w
     out = capsys.readouterr().out
     assert "averaged weights of step 2" in out
     assert re.search(
-        r"took [\d.]+ s on 1 rank\(s\): loading [\d.]+ s, text [\d.]+ s, sampling [\d.]+ s \([\d.e-]+ s a step\), "
+        r"took [\d.]+ s on 1 rank: loading [\d.]+ s, text [\d.]+ s, sampling [\d.]+ s \([\d.e-]+ s a step\), "
         r"decoding [\d.]+ s, writing [\d.]+ s; 2 x 30 tokens\n",
         out,
     )
