@@ -94,7 +94,7 @@ def test_the_plan_of_a_model_shows_both() -> None:
     assert found.plan == found.switched == (plan.bytes["forward"], plan.calls["forward"]) == (5 * each, 5)
     assert found.kept is not None
     assert found.kept[0] >= 5 * each
-    line = "6 residuals over t s c, moves forward: as planned 1.9 KiB in 5; only the stream switched 1.9 KiB in 5; the"
+    line = "residual stream over t s c, 6 additions: 1.9 KiB in 5 calls forward as planned; 1.9 KiB in 5 calls if only"
     assert line in str(plan)
 
 

@@ -276,14 +276,14 @@ def _choices(r: Residual) -> str:
     """What it costs to switch a residual stream, or its branches."""
 
     def cost(way: tuple[int, int]) -> str:
-        return f"{human(way[0])} in {way[1]}"
+        return f"{human(way[0])} in {number_of(way[1], 'call')}"
 
-    ways = [f"as planned {cost(r.plan)}"]
+    ways = [f"{cost(r.plan)} forward as planned"]
     if r.switched is not None:
-        ways.append(f"only the stream switched {cost(r.switched)}")
+        ways.append(f"{cost(r.switched)} if only the stream moved")
     if r.kept is not None:
-        ways.append(f"the stream kept along {r.along} and branches switched in and out {cost(r.kept)}")
-    return f"{r.joins} residuals over {r.dims}, moves forward: " + "; ".join(ways)
+        ways.append(f"{cost(r.kept)} if it stayed along {r.along} and branches moved in and out")
+    return f"residual stream over {r.dims}, {number_of(r.joins, 'addition')}: {'; '.join(ways)}"
 
 
 def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
