@@ -160,13 +160,24 @@ def _size(t: Sharded, dim: int | None = None) -> Any:
     return t.at.shape if dim is None else t.at.shape[dim]
 
 
-def _stride(t: Sharded, dim: int | None = None) -> Any:
-    return stride_of(t) if dim is None else stride_of(t)[dim]
+def laid_out(shape: torch.Size, name: str, *args: Any, **kwargs: Any) -> Any:
+    """`stride` or `is_contiguous` of a tensor that may be sharded, as if it were contiguous.
+
+    What a rank would read off its part may be other than on the next one, and a forward went two ways.
+    """
+    return getattr(torch.empty(shape, device="meta"), name)(*args, **kwargs)
 
 
-def _contiguous(t: Sharded, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    whole = torch.empty_strided(t.at.shape, stride_of(t), device="meta")
-    return whole.is_contiguous(memory_format=memory_format)
+def _stride(t: Sharded, *args: Any, **kwargs: Any) -> Any:
+    return laid_out(t.at.shape, "stride", *args, **kwargs)
+
+
+def _contiguous(t: Sharded, *args: Any, **kwargs: Any) -> bool:
+    return bool(laid_out(t.at.shape, "is_contiguous", *args, **kwargs))
+
+
+def _data_ptr(t: Sharded) -> int:
+    return plain(t).data_ptr() or t.untyped_storage()._cdata  # of what is empty, too, it tells one memory from another
 
 
 def _described(t: Sharded, *_: Any, **__: Any) -> str:
@@ -195,6 +206,7 @@ READ: dict[Any, Any] = {
     Tensor.__len__: lambda t: t.at.shape[0],
     Tensor.stride: _stride,
     Tensor.is_contiguous: _contiguous,
+    Tensor.data_ptr: _data_ptr,
     Tensor.is_same_size: _same_size,
     Tensor.__repr__: _described,
     Tensor.__format__: _described,
@@ -208,7 +220,7 @@ _version retains_grad
 """.split()
 ) | {
     Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
-    Tensor.is_inference, Tensor.untyped_storage, Tensor.data_ptr, Tensor.storage_offset, Tensor.register_hook,
+    Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_hook,
     Tensor.retain_grad, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
     Tensor.is_pinned, Tensor.is_shared, Tensor.is_conj, Tensor.is_neg, Tensor._is_view, torch.is_floating_point,
     torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.is_signed, torch.result_type,

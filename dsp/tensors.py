@@ -23,31 +23,48 @@ def memory(t: Tensor) -> StorageWeakRef:
             return StorageWeakRef((t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage())
 
 
-def node(t: Tensor) -> Any:
+Edge = tuple[Any, int]  # a node of autograd, and which of its results
+
+
+def edge(t: Tensor) -> Edge | None:
     """Where autograd takes a gradient of this tensor; None if it takes none."""
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         if not t.requires_grad or t.grad_fn is not None:
-            return t.grad_fn
+            return (t.grad_fn, t.output_nr) if t.grad_fn is not None else None
         viewed = t.view_as(t).grad_fn  # a leaf's own node is behind it; views made under no_grad have none
-        return viewed and viewed.next_functions[0][0]
+        return known(viewed and viewed.next_functions[0])
 
 
-def overwritten(t: Tensor) -> Any:
+def overwritten(t: Tensor) -> Edge | None:
     """Where a gradient came to a view before it was written in place just now: its own node is nobody's any more."""
     with torch._C.DisableTorchFunction():
         write = None if t._base is None else t._base.grad_fn
-        return write.next_functions[0][0] if write is not None and write.name().endswith("CopySlices") else None
+        return known(write.next_functions[0]) if write is not None and write.name().endswith("CopySlices") else None
 
 
-def leading_to(ends: Iterable[Any]) -> set[Any]:
-    """All nodes of autograd that a gradient at some of them comes to."""
-    found, waiting = set[Any](), [n for n in ends if n is not None]
+def known(e: Any) -> Edge | None:
+    return e if e is not None and e[0] is not None else None
+
+
+def leading_to(ends: Iterable[Edge | None]) -> set[Edge]:
+    """All that a gradient at some of them comes to on its way to a leaf."""
+    reached, waiting = set[Edge](), [e for e in ends if e is not None]
+    before: dict[Any, list[Any]] = {}  # of a node those that hand it a gradient
     while waiting:
-        n = waiting.pop()
-        if n not in found:
-            found.add(n)
-            waiting += [n for n, _ in n.next_functions if n is not None]
-    return found
+        e = waiting.pop()
+        if e not in reached:
+            reached.add(e)
+            for node, k in e[0].next_functions:
+                if node is not None:
+                    before.setdefault(node, []).append(e[0])
+                    waiting.append((node, k))
+    leading, ahead = set[Any](), [node for node, _ in reached if not node.next_functions]
+    while ahead:
+        node = ahead.pop()
+        if node not in leading:
+            leading.add(node)
+            ahead += before.get(node, [])
+    return {e for e in reached if e[0] in leading}
 
 
 def version(t: Tensor) -> int:
@@ -72,6 +89,14 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif _plain_dataclass(leaf):
             found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
     return found
+
+
+def plainly(out: Any) -> Any:
+    """What was made under no_grad, without the gradient that torch says views have then: it leads nowhere."""
+    if torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(out)):
+        return out
+    own = [t.detach() if t.requires_grad and t.grad_fn is None and t._is_view() else t for t in tensors_in(out)]
+    return map_tensors(out, own)
 
 
 def constants_in(value: Any) -> list[Any]:

@@ -139,7 +139,14 @@ class Scribble(Piece):
         return x.mul_(0.5).add_(self.w("a") * 0.1)
 
 
-STAGES = (Attend, Mlp, Scan, Conv, Table, Cross, Pool, Gate, Product, Scribble)
+class Same(Piece):
+    """Returns what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+STAGES = (Attend, Mlp, Scan, Conv, Table, Cross, Pool, Gate, Product, Scribble, Same)
 VOCABULARY: dict[str, Any] = {
     "torch": torch, "F": F, "math": math, "nn": nn, "Tensor": Tensor, "param": param, "checkpoint": checkpoint,
     "rearrange": rearrange, "reduce": reduce, "repeat": repeat, "randperm": randperm,

@@ -606,3 +606,20 @@ def test_ranks_whose_weights_differ_are_told_so(ranks) -> None:
     for unseeded, stepped in ranks(apart, 2):
         assert "hold different weights: blocks.0.qkv.weight, blocks.0.qkv.bias" in unseeded
         assert "average gradients" in stepped
+
+
+def parted(mesh: DeviceMesh) -> str:
+    class OneWay(OneSequence):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x.flip(1) if mesh.get_local_rank() else x * 2
+
+    model = dsp.parallelize(OneWay(), mesh, {"": "x=b s c", "blocks.*": "b [s c]"})
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 7, C, generator=torch.Generator().manual_seed(0)))
+    return str(caught.value)
+
+
+def test_ranks_that_go_different_ways_are_told_so(ranks) -> None:
+    for said in ranks(parted, 2):
+        assert "made different plans for the same inputs" in said

@@ -264,6 +264,102 @@ stages = {"": "z=b i j c"}
 def forward(self, z: (b, i, j, c)):
     return F.batch_norm(F.silu(z).movedim(-1, 1), None, None, training=True)
 """,
+    "a copy of what is whole dims of size 1 on one rank alone": """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    x1 = x.transpose(1, 2) * 2
+    x3 = x1.contiguous()
+    x3.mul_(2)
+    return x1, x3
+""",
+    "a copy of what was switched, and lies in order since": """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c", "s0": "b [t] s [c]"}
+s0 = Attend(1)
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x).transpose(1, 2) * 2
+    x3 = x1.flatten(1, 2)
+    x3.mul_(2)
+    return x1.flip(1), x3, x1.flip(2)
+""",
+    "a forward that asks how its tensors lie, of which some ranks have a row": """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    x1 = x.transpose(1, 2) * 2
+    if not x1.is_contiguous():
+        x1 = x1.contiguous() * 1
+    x2 = x1.flip(2).sort(1).values
+    return x2 * x1
+""",
+    "what is written is what the operation returns, with its copies": """
+b, t, s, c = 1, 4, 1, 4
+stages = {"": "x=b t s c"}
+s1 = Conv(1)
+s2 = Scribble()
+def forward(self, x: (b, t, s, c)):
+    x6 = self.s1(x)
+    x8 = self.s2(x6)
+    x10 = F.rms_norm(x6, (x6.shape[1],))
+    return x8
+""",
+    "a stage that returns what it was given, written": """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c", "s0": "b t [s] [c]", "s1": "b t s [c]"}
+s0 = Attend(2)
+s1 = Scribble()
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    x2 = x1.flip(1)
+    x3 = self.s1(x1)
+    x4 = x1.flip(1)
+    return x2 + x4, x3, x1
+""",
+    "a stage that returns what it was given, switched": """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c", "s0": "b t [s] [c]", "s1": "b [t] s [c]"}
+s0 = Attend(2)
+s1 = Same()
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    x3 = self.s1(x1)
+    x3.mul_(2)
+    x4 = x1.flip(1)
+    return x4, x3
+""",
+    "one of the pieces of a dim, which the others are not asked a gradient of": """
+b, c, t = 1, 3, 2
+stages = {"": "x=b c t"}
+def forward(self, x: (b, c, t)):
+    return x.split(1, 1)[1]
+""",
+    "a sum over ranks that the plan splits at once": """
+b, s, r, c = 1, 5, 3, 4
+stages = {"": "m=b s r c"}
+def forward(self, m: (b, s, r, c)):
+    x3 = F.scaled_dot_product_attention(m, m, m, attn_mask=torch.ones(r, r, dtype=torch.bool))[:, 0]
+    return torch.stack([x3, x3])
+""",
+    "a view that was made without gradient, and gathered": """
+b, t, s, c = 1, 2, 2, 8
+stages = {"": "x=b t s c, y=b t s c"}
+s1 = Gate()
+def forward(self, x: (b, t, s, c), y: (b, t, s, c)):
+    x5, x6 = self.s1(y, x)
+    with torch.no_grad():
+        x8 = x6.flatten(1, 2)
+    return [x5, torch.stack([x8, x8])]
+""",
+    "a table that is looked up by what no rank has a part of": """
+s, c = 1, 2
+stages = {"": "kind=s"}
+p0 = param(3, c)
+p2 = param(3)
+def forward(self, kind: (s, int)):
+    x4 = self.p0[kind]
+    return self.p2[kind]
+""",
     "a view that is made without gradient": """
 b, t, s, c = 2, 4, 4, 4
 stages = {"": "y=b t s c", "s0": "b [t] s [c]", "s1": "s b [t] [c]"}
@@ -326,6 +422,21 @@ def forward(self, z: (b, i, j, c)):
     x4 = self.s0(x2)
     return x3.reshape(4, 2, 4, 4)
 """
+
+
+STRIDED = """
+b, t, s, c = 1, 5, 3, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    return (x.transpose(1, 2) * 2).as_strided((60,), (1,))
+"""
+
+
+def test_reading_memory_as_it_lies_is_refused(ranks) -> None:
+    """Of what is gathered it lies otherwise than on one process."""
+    (verdict,) = Judge(ranks)([STRIDED], 3)
+    assert verdict.kind == "refused", verdict
+    assert "as_strided() between stages" in verdict.reason
 
 
 def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from toys import Along, C
 
 import dsp
-from dsp.sharded import Sharded
+from dsp.layout import Axis, Cut
+from dsp.sharded import Sharded, carry
 
 STAGES = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 SHAPE = (2, 5, 6, C)
@@ -39,6 +40,17 @@ def inputs() -> Tensor:
 def parity(mesh: DeviceMesh, glue: Any) -> None:
     single, model = Model(glue), dsp.parallelize(Model(glue), mesh, STAGES)
     beside(single, model, mesh, (inputs(),))
+
+
+def test_every_rank_says_alike_how_a_tensor_lies() -> None:
+    """A forward may ask; what a part of one row or none says of that is not what the others say."""
+    said = set()
+    for rank in range(4):
+        axis = Axis(None, 4, rank, "")  # type: ignore[arg-type]
+        own = axis.local_shape((5, 3), Cut(0))
+        t, other = (carry((torch.ones(*own) * 2).T, axis.at((3, 5), Cut(1))) for _ in range(2))
+        said.add((t.stride(), t.stride(0), t.is_contiguous(), t.data_ptr() == other.data_ptr()))
+    assert said == {((5, 1), 5, True, False)}
 
 
 class Unchanged(torch.autograd.Function):

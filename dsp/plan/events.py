@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,12 +28,21 @@ class Sym:
 
 
 class Passing(NamedTuple):
-    """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either."""
+    """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either.
+
+    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own.
+    """
 
     kind: str
     adjoint: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...] = ()
+
+    def where(self, asked: Sequence[bool]) -> Passing:
+        """The same where a gradient comes to these of the results."""
+        own = [piece for piece, asks in zip(self.pieces, asked) if asks]
+        return self._replace(backward=tuple(map(sum, zip(*own)))) if own and self.pieces else self
 
 
 @dataclass
@@ -79,6 +89,7 @@ class Trace:
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
     same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
+    fresh: set[int] = field(default_factory=set)  # glue that may return a view, and made memory of its own
     names: list[str] = field(default_factory=list)  # of all glue operations
     saves: dict[int, float] = field(default_factory=dict)  # per activation checkpoint: the last event that saves
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names

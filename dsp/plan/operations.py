@@ -30,7 +30,7 @@ from dsp.rules import (
     tensor_args,
     with_operands,
 )
-from dsp.rules.functions import PRODUCTS
+from dsp.rules.functions import DENSE, PRODUCTS
 from dsp.tensors import memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
@@ -133,6 +133,7 @@ class Operations(Values):
         self.real = True  # whether the tensors have data
         self.copies: set[int] = set()
         self.same: set[int] = set()
+        self.fresh: set[int] = set()
         self.names: list[str] = []  # of all glue operations
 
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
@@ -143,7 +144,7 @@ class Operations(Values):
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
             if written and op.syms[0] is not None:
-                self.nodes[op.syms[0].value].add(overwritten(tracked[0]))
+                self.edges[op.syms[0].value].add(overwritten(tracked[0]))
             if name in SAME and args and out is args[0]:
                 self.same.add(index)
             elif out is not NotImplemented:  # x == "a" is False, says Python then
@@ -164,6 +165,8 @@ class Operations(Values):
 
     def glue(self, op: Operation, out: Any) -> None:
         op.outputs = tensors_in(out)
+        if op.name in DENSE and memory(op.outputs[0]) != memory(op.tracked[0]):
+            self.fresh.add(op.index)
         if not op.outputs and op.written and op.syms[0] is not None:
             op.outputs = [op.tracked[0]]  # x[...] = y
         if not op.outputs and not op.written:
@@ -176,7 +179,8 @@ class Operations(Values):
         if op.written and op.syms[0] is not None:
             self.fix(op.tracked[0], op.syms[0].value)
         found = self.found(op)
-        found.view &= not found.viewed or self.is_view(op.outputs[0], op.tracked[0])
+        if found.view and op.outputs:
+            found.view = self.is_view(op.outputs[0], op.tracked[0], found.viewed)
         if found.view and self.torn(op):
             found = self.opened(op)
             found.view = False
@@ -236,9 +240,9 @@ class Operations(Values):
                 self.name_spare(s)
         return self.ways(op, lambda v: True)
 
-    def is_view(self, out: Tensor, x: Tensor) -> bool:
-        """Whether what looks like a view is one. A run on shards cannot tell: the next rank may see it otherwise."""
-        return True
+    def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
+        """Whether what looks like a view (by its rule, if `viewed`) is one."""
+        return viewed or memory(out) == memory(x)  # on shards none can tell: the next rank may see it otherwise
 
     def torn(self, op: Operation) -> bool:
         """Whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
@@ -359,15 +363,16 @@ class Operations(Values):
             size = sum(t.numel() * summed_in(t.dtype).itemsize for t in op.outputs)
             each = (-(-2 * size * (self.n - 1) // self.n),) * self.n
             return Passing("all_reduce", "all_reduce", each, each)
-        there, back = [0] * self.n, [0] * self.n
+        there, back, pieces = [0] * self.n, [0] * self.n, list[tuple[int, ...]]()
         for i in cuts.keys() & outcome.rows.keys():
             t = op.tracked[i]
             for rows in outcome.rows[i]:
                 forward, backward = rows.sent(t.shape, t.element_size())
                 there = list(map(add, there, forward))
-                if t.requires_grad:
-                    back = list(map(add, back, backward))
-        return Passing("rows", "rows", tuple(there), tuple(back)) if any(there) else None
+                own = backward if t.requires_grad else [0] * self.n
+                back, pieces = list(map(add, back, own)), [*pieces, tuple(own)]
+        apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
+        return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
     def run_whole(self, op: Operation, found: Ways, outputs: Sequence[Tensor]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""

@@ -92,7 +92,8 @@ class Program:
 
     def script(self) -> Script:
         t = self.trace
-        script = Script({}, [], {}, t.random_glue, frozenset(t.copies), same=frozenset(t.same), names=tuple(t.names))
+        copies, same, fresh = map(frozenset, (t.copies, t.same, t.fresh))
+        script = Script({}, [], {}, t.random_glue, copies, same=same, fresh=fresh, names=tuple(t.names))
         for param, v in t.inputs.items():
             layouts = self.used.get(v, set())
             script.inputs[param] = self.cut(v, next(iter(layouts))) if len(layouts) == 1 else None

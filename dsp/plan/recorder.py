@@ -18,7 +18,7 @@ from dsp.plan.values import is_batch
 from dsp.planner import Choice, Layout, Op, Value, scattered
 from dsp.signature import Bound
 from dsp.stages import Option, Stage, cut_for, fits_fold
-from dsp.tensors import constants_in, leading_to, node, tensors_in
+from dsp.tensors import constants_in, edge, leading_to, tensors_in
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,12 @@ class Recorder(Operations):
 
     def leave_out_dead_ends(self) -> None:
         """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
-        self.reached = leading_to(node(t) for t in self.ends)
+        self.reached = leading_to(edge(t) for t in self.ends)
         for event, made in zip(self.events, self.made):
-            event.grad &= any(nodes & self.reached for nodes in made)
-        self.grads = [bool(nodes & self.reached) for nodes in self.nodes]
+            asked = [bool(edges & self.reached) for edges in made]
+            event.grad &= any(asked)
+            event.passing = [p and p.where(asked) for p in event.passing]
+        self.grads = [bool(edges & self.reached) for edges in self.edges]
 
     def leave_views(self) -> None:
         """What is written in place, before or later, stays a view of what it is a view of, if it can."""
@@ -204,7 +206,8 @@ class Recorder(Operations):
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves, copies=self.copies, same=self.same, names=self.names, sizes=self.root_sizes,
+            resident, saves=self.saves, copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
+            sizes=self.root_sizes,
         )  # fmt: skip
 
 

@@ -42,10 +42,17 @@ class Script:
     copies: frozenset[int] = frozenset()  # glue that only looks like a view: it makes a value of its own
     outputs: dict[int, list[Via]] = field(default_factory=dict)  # the copies to be made of each first, in this order
     same: frozenset[int] = frozenset()  # glue that returns its first argument as it is, such as contiguous
+    fresh: frozenset[int] = frozenset()  # glue that may return a view, and makes memory of its own
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
     word: Any = field(default=None, repr=False, compare=False)  # what it promises of this rank, once that was asked
+
+    def key(self) -> str:
+        """What has to be the same on all ranks."""
+        stages = [(s.name, s.option, s.onto, s.push, s.via) for s in self.stages]
+        apart = sorted(self.copies), sorted(self.same), sorted(self.outputs.items()), sorted(self.inputs.items())
+        return repr((stages, sorted(self.glue.items()), self.random_glue, self.names, apart))
 
 
 Where = tuple[str, int, str]  # "stage", "glue" or "output"; the how-many-th; its name

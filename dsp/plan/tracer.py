@@ -19,8 +19,9 @@ from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
 from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, cast_to, known, refuse_unrunnable
+from dsp.sharded import laid_out
 from dsp.stages import Stage
-from dsp.tensors import memory, node, tensors_in
+from dsp.tensors import edge, tensors_in
 
 SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
 
@@ -58,6 +59,8 @@ class Tracer(Recorder, TorchFunctionMode):
         if name in UNRUNNABLE or maybe_current_level() is not None:
             refuse_unrunnable(name, what.metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
         if what.metadata:
+            if name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
+                return laid_out(args[0].shape, name, *args[1:], **kwargs)
             return func(*args, **kwargs)
         args = cast_to(args) if what.casts else args
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
@@ -102,7 +105,7 @@ class Tracer(Recorder, TorchFunctionMode):
         ):
             self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event, outputs)
             return
-        self.made[-1] += [{node(t)} for t in outputs]
+        self.made[-1] += [{edge(t)} for t in outputs]
         work, saved = max(last.memory[0], event.memory[0]), last.memory[1] + event.memory[1]
         if event.memory[0] > last.memory[0]:
             last.name = event.name
@@ -138,8 +141,8 @@ class Tracer(Recorder, TorchFunctionMode):
         if not self.in_stage:
             self.inside.pop()
 
-    def is_view(self, out: Tensor, x: Tensor) -> bool:
-        return self.real or memory(out) == memory(x)  # a run that is recorded cannot tell
+    def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
+        return super().is_view(out, x, viewed and self.real)  # a run that is recorded cannot tell
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Measured]:
         """A stage ran; what is measured of it will do for its twins."""

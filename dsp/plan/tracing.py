@@ -29,7 +29,7 @@ from dsp.private import FakeTensorMode, pytree
 from dsp.rules import GlueError
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
-from dsp.tensors import node, tensors_in
+from dsp.tensors import edge, tensors_in
 
 AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
 FLEX = (
@@ -174,7 +174,7 @@ class Rehearsal:
             return None
         declared = {id(b.tensor) for b in bound if b.pattern is not None}
         found = tracer.trace(self.resident())
-        whole = [t for t in tensors_in((args, kwargs)) if node(t) in tracer.reached and id(t) not in declared]
+        whole = [t for t in tensors_in((args, kwargs)) if edge(t) in tracer.reached and id(t) not in declared]
         whole_grads = [t.numel() * t.element_size() for t in whole]
         unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
         return replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads, unnamed=unnamed)

@@ -15,7 +15,7 @@ from dsp.notation import BATCH_NAMES
 from dsp.plan.events import Event, Sym
 from dsp.planner import Op, Value
 from dsp.private import StorageWeakRef, checkpoint_frame
-from dsp.tensors import memory, node
+from dsp.tensors import edge, memory
 
 
 def is_batch(key: str) -> bool:
@@ -31,7 +31,7 @@ class Values:
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
         self.batch_name = next(filter(is_batch, root_sizes), "")
         self.values: list[Value] = []
-        self.nodes: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
+        self.edges: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
         self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
         self.syms: list[Sym] = []
         self.cuts: list[dict[str, Cut]] = []
@@ -54,7 +54,7 @@ class Values:
         self.grow(t.numel() * t.element_size())
         dims = tuple((k, sizes[k]) for k in cuts)
         self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
-        self.nodes.append({node(t)})
+        self.edges.append({edge(t)})
         self.cuts.append(dict(cuts))
         self.shapes.append(tuple(t.shape))
         self.letters.append(letters)
@@ -140,7 +140,7 @@ class Values:
         """If they were written in place, a gradient comes to them another way since."""
         for t, s in zip(tensors, syms):
             if s is not None:
-                self.nodes[s.value].add(node(t))
+                self.edges[s.value].add(edge(t))
 
     def apart(self, v: int) -> frozenset[frozenset[str]]:
         """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
@@ -149,7 +149,7 @@ class Values:
 
     def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
         event.region = self.region()
-        self.made.append([self.nodes[v] for v in op.outputs] or [{node(t)} for t in outputs])
+        self.made.append([self.edges[v] for v in op.outputs] or [{edge(t)} for t in outputs])
         self.ops.append(op)
         self.events.append(event)
 

@@ -14,7 +14,11 @@ from dsp.rules.call import GlueError, tensor_args
 from dsp.rules.written_out import WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
-UNRUNNABLE = {"autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER}}
+STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # they read memory as it lies: each rank has its own
+UNRUNNABLE = {
+    "autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER},
+    **{name: f"{name}()" for name in STRIDED},
+}  # fmt: skip
 METADATA = frozenset(
     """
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference

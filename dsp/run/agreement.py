@@ -75,6 +75,15 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
     )
 
 
+def same_plan(axis: Axis, key: str) -> bool:
+    """Whether all ranks have made the same plan: 8 bytes a rank."""
+    device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
+    mine = torch.tensor([number(key)], dtype=torch.int64, device=device)
+    everyone = mine.new_empty(axis.size)
+    all_gather(everyone, mine, group=axis.mesh.get_group())
+    return alike(everyone)
+
+
 def alike(everyone: Tensor) -> bool:
     return len(set(everyone.tolist())) == 1
 
@@ -175,7 +184,7 @@ class Agreement:
             return
         slot = next(i for i in range(SLOTS + 1) if any(row[i] != rows[0][i] for row in rows))
         odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
-        got = "inputs of other shapes, types or options"
+        got = "inputs of other shapes, types or options, or went another way in an earlier call,"
         if slot:
             got = f"another {self.name(spec, checked[slot - 1])!r}"
         raise RuntimeError(

@@ -31,7 +31,7 @@ from dsp.run.glue import note_checkpoint
 from dsp.run.recipes import RECIPES, Odd
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Stage
-from dsp.tensors import constants_in, map_tensors, tensors_in
+from dsp.tensors import constants_in, map_tensors, memory, tensors_in
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
 
@@ -131,7 +131,7 @@ class StageCalls:
             (args if type(slot) is int else kwargs)[slot] = local
         run.in_stage = InStage(
             stage, way, place, fork(self.axis) if way.draws else None,
-            [Given(t, s, x, y, written(y)) for t, s, x, y in zip(tensors, shells, parts, locals_)],
+            [Given(t, s, x, y, c, written(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
         return tuple(args), kwargs
 
@@ -219,25 +219,25 @@ class StageCalls:
                 )
             for x in given:
                 if written(x.local) != x.written:
-                    run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.part)
-            if not way.still or run.lends or any("_dsp_lent" in x.shell.__dict__ for x in given if x.shell is not None):
-                run.lend(tensors_in(output), [(x.tensor, x.shell, x.part) for x in given])
+                    run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if run.stage_index == 1:
                 self.agreement.before_switching()
             if type(output) is Tensor:
-                [made] = self.results(run, stage, way, inside.place, [output])
+                [made] = self.results(run, inside, [output])
             else:
-                made = map_tensors(output, self.results(run, stage, way, inside.place, tensors_in(output)))
+                made = map_tensors(output, self.results(run, inside, tensors_in(output)))
             run.observe("leave_stage", made)
             return made
         finally:
             run.mode.resume()
 
-    def results(self, run: Run, stage: Stage, way: Way, place: Place, tensors: list[Tensor]) -> list[Tensor]:
+    def results(self, run: Run, inside: InStage, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage made, as the model sees it."""
+        stage, way, place, given = inside.stage, inside.way, inside.place, inside.given
         push = way.step.push if way.step is not None else [None] * len(tensors)
         if way.option.name is None:
             stage.outputs(tensors)
+            self.lend(run, inside, tensors)
             return [
                 t if cut is None else run.carry(self.axis.narrow(t, cut), cut, t.shape) for t, cut in zip(tensors, push)
             ]
@@ -253,8 +253,10 @@ class StageCalls:
             sums = [t if way.place.own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
             group = self.axis.group
             tensors = [torch.ops.dsp.reduce_scatter(t, at.cut.dim, group) for t, at in zip(sums, landings)]
-        elif way.place.own == 0:
-            tensors = [t.narrow(at.cut.dim, 0, 0) for t, at in zip(tensors, landings)]
+        returned = [argument(t, at, given) for t, at in zip(tensors, landings)]
+        if way.option.onto is None and way.place.own == 0:
+            tensors = [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
+        self.lend(run, inside, tensors)
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
@@ -264,7 +266,13 @@ class StageCalls:
         for t, own, moves in zip(pushed, tensors, moving):
             if not moves and (lent := own.__dict__.get("_dsp_lent")) is not None:
                 t._dsp_lent = lent  # type: ignore[attr-defined]
-        return pushed
+        return [t if moves or itself is None else itself for t, itself, moves in zip(pushed, returned, moving)]
+
+    def lend(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
+        """Mark those of its results that are views of a copy."""
+        shells = [x.shell for x in inside.given if x.shell is not None]
+        if not inside.way.still or run.lends or any("_dsp_lent" in s.__dict__ for s in shells):
+            run.lend(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
 
     def landing(self, stage: Stage, way: Way, t: Tensor, pattern: TensorPattern) -> At:
         """Where a stage's result lies. Its size along the sharded dim is checked."""
@@ -286,6 +294,19 @@ class StageCalls:
         shape = [*t.shape]
         shape[axis] = outer * size * inner
         return self.axis.at(shape, Cut(axis, outer))
+
+
+def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
+    """What the model gave to a stage that returned it as it was."""
+    own = (x.shell for x in given if x.local is t and x.shell is not None and x.shell.at is at)
+    return next(own, None)
+
+
+def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:
+    """Of a result of one dummy row none; of a view of the row one of the part that it stood for."""
+    own = t.narrow(dim, 0, 0)
+    of = next((x.part for x in given if x.local is not x.part and memory(x.local) == memory(t)), None)
+    return own if of is None else of.view(own.shape)
 
 
 def unpicklable() -> TypeError:

@@ -16,10 +16,11 @@ from dsp.moves import Part
 from dsp.randomness import forked
 from dsp.rules import Outcome, localize_source, with_operands, without_operands
 from dsp.rules.functions import ALIASES, DENSE, RANDOM
+from dsp.run.forward import Run
 from dsp.run.homes import home_of
 from dsp.run.recipes import Operation, Recipe
-from dsp.sharded import Moved, Sharded, bare, plain
-from dsp.tensors import NO, map_tensors, memory, tensors_in, version
+from dsp.sharded import Moved, Sharded, bare, plain, stride_of
+from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
 def follow(op: Operation, recipe: Recipe) -> Any:
@@ -44,7 +45,7 @@ def follow(op: Operation, recipe: Recipe) -> Any:
             _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
-        return out
+        return parted(run, out, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     if recipe.quick is not None and before == [version(t) for t in parts]:
         recipe.ats = tuple(t.at for t in made)
@@ -58,11 +59,15 @@ def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], 
     kwargs = {k: with_operands(v, stream) for k, v in op.kwargs.items()}
     with writes(op, tensors, cuts) as views:
         out = views(op.func(*args, **kwargs))
+    return parted(op.run, out, push)
+
+
+def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
+    """Of whole results this rank's part where the plan wants it."""
     if not any(push):
         return out
-    run, found = op.run, tensors_in(out)
-    parted = [t if c is None else run.carry(run.axis.narrow(t, c), c, tuple(t.shape)) for t, c in zip(found, push)]
-    return map_tensors(out, parted)
+    own = [t if c is None else run.carry(run.axis.narrow(t, c), c, t.shape) for t, c in zip(tensors_in(out), push)]
+    return map_tensors(out, own)
 
 
 def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
@@ -82,7 +87,7 @@ def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor
             if outcome.numbers is not None:
                 mine = outcome.numbers.of(*args)[None]
                 args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *args)
-            out = call(*args, **kwargs)
+            out = plainly(call(*args, **kwargs))
         if outcome.reduce is None:
             return views(out)
         total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
@@ -96,29 +101,35 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
     """What was made of local parts, in global shape, and where the plan wants it."""
     outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
     assert outcome is not None
-    made, lent, same = [], [], list[bool]()
+    made, lent, same = [], [], list[Sharded | None]()
     for k, own in enumerate(tensors_in(out)):
         t = plain(own)
         shape = list(t.shape)
         shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
         target = recipe.push[k] if k < len(recipe.push) else None
-        dense = copied(t, parts[0], op.tensors[0], cut, shape) if op.what.name in DENSE else t
+        dense = t
+        if op.copies and memory(t) == memory(parts[0]):
+            dense = t.clone()
+        elif op.copies is None and op.what.name in DENSE:
+            dense = copied(t, parts[0], op.tensors[0], cut, shape)
         # an argument as it was, with its copies: a rank that has nothing of it must not make them again
-        same.append(own is op.shells[0] and dense is t and target in (None, cut) and not op.what.changing)
+        kept = own is op.shells[0] and dense is t and target in (None, cut) and not op.what.changing
+        written = op.what.changing and own is parts[0]  # it returns what it wrote into
+        same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))
         if outcome.rows and aliases:  # would be a view
             lent.append(lent_by(op.tensors[0]) or memory(op.tensors[0]))
         else:
-            lent.append(None if target not in (None, cut) else lent_by(own))
+            lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
     wrapped: list[Any] = [
-        op.shells[0] if as_it_was else run.carry(p.local, p.dst, p.shape, of)
-        for p, of, as_it_was in zip(run.push_all(made), lent, same)
+        run.carry(p.local, p.dst, p.shape, of) if itself is None else itself
+        for p, of, itself in zip(run.push_all(made), lent, same)
     ]
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]
         run.lent += [(memory(p.local), memory(t)) for p, t in moved]
     if recipe.view and op.shells[0] is not None:
-        for t in (t for t, as_it_was in zip(wrapped, same) if not as_it_was):
+        for t in (t for t, itself in zip(wrapped, same) if itself is None):
             t._dsp_view = op.shells[0], op.func, recipe.frame  # type: ignore[attr-defined]
     return wrapped
 
@@ -134,10 +145,12 @@ def source(op: Operation, cut: Cut) -> Any:
 
 
 def copied(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
-    """A result that has its own memory if it would on one device; parts of size 1 are contiguous too often."""
+    """A result that has its own memory if it would on one device, where no plan tells; parts of size 1 are contiguous
+    too often."""
     if t.shape[cut.dim] > cut.outer or memory(t) != memory(local):
         return t
-    model = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+    stride = stride_of(whole) if isinstance(whole, Sharded) else whole.stride()
+    model = torch.empty_strided(whole.shape, stride, device="meta")
     dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
     return t if memory(dense) == memory(model) else t.clone()
 

@@ -259,7 +259,14 @@ class Given(NamedTuple):
     shell: Sharded | None
     part: Tensor
     local: Tensor  # with a dummy row where the part is empty
+    cut: Cut | None  # of the part
     written: int  # how often, before
+
+    def missed(self) -> Tensor:
+        """This rank's part, which is empty, after a write into the row that stood for it: it has seen that, too."""
+        if self.local is not self.part and self.cut is not None:
+            self.part.copy_(self.local.narrow(self.cut.dim, 0, 0))
+        return self.part
 
 
 class InStage(NamedTuple):

@@ -30,7 +30,7 @@ from dsp.run.follow import follow, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import RECIPES, Odd, Operation, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry
-from dsp.tensors import NO, map_tensors, memory, tensors_in
+from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
 
 @contextmanager
@@ -120,7 +120,9 @@ class Glue(TorchFunctionMode):
         ):
             run.where = ("glue", index, what.name)
             return func(*args, **kwargs)
-        mark = index if step is not None or (run.script is not None and index in run.script.copies) else None
+        script = run.script
+        own = script is not None and (index in script.copies or index in script.fresh)
+        mark = index if step is not None or own else None
         try:
             key: Any = (func, mark, *map(key_of, args), *map(key_of, kwargs.items()))
             recipe = run.recipes.get(key)
@@ -161,7 +163,9 @@ class Glue(TorchFunctionMode):
         for t in own:  # as `bare` does
             t.__class__ = Tensor  # type: ignore[assignment]
         try:
-            out = quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest)
+            out = plainly(quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest))
+            if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
+                out = out.clone()
         finally:
             for t in own:
                 t.__class__ = Sharded

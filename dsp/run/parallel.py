@@ -29,7 +29,7 @@ from dsp.plan.tracing import trace
 from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
-from dsp.run.agreement import Agreement, agree, same_weights
+from dsp.run.agreement import Agreement, agree, same_plan, same_weights
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
@@ -47,6 +47,10 @@ log = logging.getLogger("dsp")
 COMPILE = (
     "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile the forwards of "
     "its stages, after dsp.parallelize, as in block.forward = torch.compile(block.forward)"
+)
+DIFFER = (
+    "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
+    "same, by a flag, an environment variable or a random number that is not torch's, perhaps. Make them do the same"
 )
 PLANS = 64  # input signatures whose plan is kept
 
@@ -156,9 +160,11 @@ class Runtime:
         plan, sizes, fresh = self.plan_for(key, args, kwargs)
         if fresh:
             leave_out(self.model, self.left_out)
-        self.agreement.start(leaves, spec, key, wait=fresh)
+        self.agreement.start(leaves, spec, (key, plan is None), wait=fresh or plan is None)
         if fresh:
             same_weights(self.axis, self.model)
+            if not same_plan(self.axis, plan.script.key() if plan is not None else ""):
+                raise RuntimeError(DIFFER)
         if self.signature is not None:
             args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
         args, kwargs = with_true_gradients(self.axis, args, kwargs)
@@ -179,13 +185,8 @@ class Runtime:
                 if without_data(output) and not without_data((args, kwargs)):
                     raise GlueError(f"{type(self.model).__name__} {KEPT}")
                 run.observe("root_outputs", output, self.gather_output)
-                if run.recorder is not None:
-                    run.recorder.random_glue = True
-                    plan = self.plans[key] = self.solve(run.recorder.trace())
-                    plan.script.recorded = True
-                    if plan.advice and self.axis.rank == 0 and len(self.plans) == 1:
-                        log.warning(plan.advice)
-                    return self.leave(run, output)
+                if plan is None:
+                    self.plans[key] = self.recorded(run)
                 output = self.leave(run, output)
             if plan is not None:
                 self.keep_word(plan, key, ledger)
@@ -202,6 +203,17 @@ class Runtime:
         finally:
             if state is not None:
                 join(state)
+
+    def recorded(self, run: Run) -> Plan | None:
+        """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""
+        plan = None
+        if run.recorder is not None:
+            run.recorder.random_glue = True
+            plan = self.solve(run.recorder.trace())
+            plan.script.recorded = True
+            if plan.advice and self.axis.rank == 0 and len(self.plans) == 1:
+                log.warning(plan.advice)
+        return plan if same_plan(self.axis, plan.script.key() if plan is not None else "") else None
 
     def keep_word(self, plan: Plan, key: Any, ledger: Ledger) -> None:
         """A run that sends other than its plan says so, once."""

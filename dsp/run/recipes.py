@@ -49,6 +49,7 @@ class Quick(NamedTuple):
     rest: tuple[Any, ...] | None
     parts: list[tuple[int, Cut]]
     aliases: bool  # its results may be views of the first argument
+    copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
 
 
 class Odd(Exception):
@@ -99,6 +100,14 @@ class Operation:
     @property
     def push(self) -> list[Cut | None]:
         return self.step.push if self.step is not None else []
+
+    @property
+    def copies(self) -> bool | None:
+        """Whether it makes memory of its own where it might return a view; None if no plan tells."""
+        run = self.run
+        if self.what.name not in DENSE or run.script is None or run.script.recorded or run.strayed or self.index < 0:
+            return None
+        return self.index in run.script.fresh
 
     def frame(self, cuts: Sequence[Cut | None]) -> Frame:
         """The call with Operands for tensors, cut so."""
@@ -176,7 +185,7 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     elif outcome.kwargs is not None and frame.kwargs:
         return None
     alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
-    return Quick(outcome.func or op.func, rest, parts, alone and (outcome.view or name in ALIASES))
+    return Quick(outcome.func or op.func, rest, parts, alone and (outcome.view or name in ALIASES), bool(op.copies))
 
 
 def has_operands(value: Any) -> bool:
