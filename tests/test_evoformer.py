@@ -139,7 +139,7 @@ C = 40  # logits at once: less than one row has
 
 
 def row_attention(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, row = layers.PairBias(C_Z, 3), layers.RowAttention(C_M, 3, 4, version, C)
+    bias, row = layers.PairBias(C_Z, 3, version), layers.RowAttention(C_M, 3, 4, version, C)
     oracle = msa.MSARowAttentionWithPairBias(C_M, C_Z, 4, 3, INF, LINEARS[version].msa_row_att)
     mask = masks(dtype)[1]
     return (
@@ -200,7 +200,7 @@ def triangle_attention(node: str, version: int, dtype: torch.dtype) -> tuple[Any
 
 
 def pair_weighted_averaging(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, average = layers.PairBias(C_Z, 3), layers.PairWeightedAveraging(C_M, 3, 4)
+    bias, average = layers.PairBias(C_Z, 3, 3), layers.PairWeightedAveraging(C_M, 3, 4)
     oracle = msa.MSAPairWeightedAveraging(C_M, 4, C_Z, 3, INF)
     mask = masks(dtype)[2]
     return (
@@ -210,7 +210,7 @@ def pair_weighted_averaging(version: int, dtype: torch.dtype) -> tuple[Any, ...]
 
 
 def single_attention(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, single = layers.PairBias(C_Z, 3), layers.SingleAttention(C_S, 3, 4, C)
+    bias, single = layers.PairBias(C_Z, 3, 3), layers.SingleAttention(C_S, 3, 4, C)
     oracle = AttentionPairBias(C_S, C_S, C_S, C_S, C_Z, 4, 3, inf=INF)
     mask = masks(dtype)[0]
     return (

@@ -2,8 +2,9 @@
 
 The sources: DiT (`models.py`), PixArt-alpha, Open-Sora 1.0 (`stdit.py`) and Latte (`latte.py`), `initialize_weights` of
 each; mamba_ssm (`mamba_simple.py`, `mamba2.py`, `mixer_seq_simple.py`); RWKV-LM (`RWKV-v5/src/model.py`); openfold
-(`primitives.py::Linear`, AF2's supplement 1.11.4); axial attention's TensorFlow; Wan 2.1 (`wan/modules/model.py`). What
-differs docs/zoo.md says.
+(`openfold/model/`: `primitives.py::Linear` and who calls it; AF2's supplement, 1.11.4); openfold3
+(`core/config/default_linear_init_config.py`); google-research/axial (`nn.py`, `transformers.py`,
+`config_imagenet32.py`); Wan 2.1 (`wan/modules/model.py`). What differs docs/zoo.md says.
 """
 
 import math
@@ -114,6 +115,30 @@ def test_every_kind_of_parameter(name, options, rules):
         std, n = deviation(torch.empty(shape)) if callable(deviation) else deviation, len(values)
         assert abs(values.mean()) < 5 * std / n**0.5, key
         assert abs(values.std() / std - 1) < 5 / (2 * n) ** 0.5, (key, values.std(), std)
+
+
+CUT = 2 / 0.87962566103423978  # two deviations of what was cut, in those of what is left
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "uncut"),
+    [
+        ("evoformer", r".*(left|right|token|single|up|project)\.weight", r".*(row_bias\.project|project\.bias)\.weight"),
+        ("pairformer", r".*(left|right|token|qkv|up|project|project\.bias|\.q|kv)\.weight", ""),
+        ("axial_image", r".*(qkv|up|out|down|linear)\.weight", r"embed\.weight|positions.*"),
+    ],
+)
+def test_normal_numbers_are_cut_at_two_deviations_where_the_source_cuts_them(name, cut, uncut):
+    """And only there: openfold's biases of attention by pairs are not, as AlphaFold 2's."""
+    torch.manual_seed(0)
+    wide = {"axial_image": {"hidden": 64, "heads": 4}}.get(name, {"c_z": 64, "depth": 8})
+    most = {True: 0.0, False: 0.0}
+    for key, weight in zoo.create(name, "test", **wide).named_parameters():
+        other = re.fullmatch(uncut, key) is not None
+        if (other or re.fullmatch(cut, key)) and weight.std() > 0:
+            most[other] = max(most[other], (weight.abs().max() / weight.square().mean().sqrt()).item())
+    assert 2 < most[False] < 1.15 * CUT
+    assert most[True] > 1.15 * CUT or not uncut
 
 
 def test_time_steps_and_decays_of_mamba():

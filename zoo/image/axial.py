@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.attention import SelfAttention
-from zoo.layers import MLP, expect
+from zoo.layers import MLP, expect, truncated_normal
 
 SIZES: dict[str, dict[str, Any]] = {
     "imagenet32": {"hidden": 1536, "dropout": 0.04},
@@ -247,15 +247,15 @@ class AxialImage(nn.Module):
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too, as the authors do.
 
-        Weights with variance 1 / inputs, those of the last layer of every residual branch and of the logits 1e-10 times
-        that; embeddings and positions at std 5 / sqrt(hidden).
+        Weights with variance 1 / inputs, cut off at two deviations; those of the last layer of every residual branch
+        and of the logits 1e-10 times that; embeddings and positions at std 5 / sqrt(hidden).
         """
         blocks = [module for module in self.modules() if isinstance(module, Block)]
         last = {self.logits.linear, *(layer for block in blocks for layer in (block.attention.out, block.mlp.down))}
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 scale = 1e-10 if module in last else 1.0
-                nn.init.trunc_normal_(module.weight, std=(scale / module.in_features) ** 0.5)
+                truncated_normal(module.weight, (scale / module.in_features) ** 0.5)
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 nn.init.ones_(module.weight)

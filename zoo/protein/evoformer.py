@@ -106,7 +106,7 @@ class Block(nn.Module):
         heads = (config.extra_heads, config.extra_head_dim) if extra else (config.msa_heads, config.msa_head_dim)
         self.opm_first = config.opm_first
         self.rowwise = SharedDropout(config.msa_dropout, 1)
-        self.row_bias = PairBias(c_z, heads[0])
+        self.row_bias = PairBias(c_z, heads[0], 2)
         self.row = RowAttention(c_m, *heads, 2, chunk)
         self.column = (GlobalColumnAttention if extra else ColumnAttention)(c_m, *heads, 2, chunk)
         self.transition = Transition(c_m, config.transition, 2)

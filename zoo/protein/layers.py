@@ -10,6 +10,7 @@ stage computes over.
     version                          2               3
     biases of gates, projections     yes             no, but for queries of the single attention
     queries, keys, values start as   Glorot          LeCun
+    biases by pairs start as         LeCun, uncut    LeCun
     transition                       ReLU            SwiGLU
     bias of the ending node, b_qk    from z_kq       from z_qk
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.attention import MAX_BATCH
+from zoo.layers import truncated_normal
 
 MASKED = -(2.0**15)  # the logit of what is not to be seen: exp() of it is zero, and half precision has it
 CHUNK = 2**28  # elements of logits or outer products that are held at once: 512 MiB in half precision
@@ -52,6 +54,8 @@ class Linear(nn.Linear):
             nn.init.uniform_(self.weight, -bound, bound)
         elif self.start in ("gate", "zero"):
             nn.init.zeros_(self.weight)
+        elif self.start == "normal":
+            nn.init.normal_(self.weight, std=self.in_features**-0.5)
         else:
             truncated_normal(self.weight, math.sqrt({"lecun": 1, "he": 2}[self.start] / self.in_features))
         if self.bias is not None:
@@ -64,15 +68,6 @@ class OneHot(nn.Embedding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         truncated_normal(self.weight, self.num_embeddings**-0.5)
-
-
-def truncated_normal(weight: Tensor, std: float) -> None:
-    """Normal numbers cut off at two standard deviations, ``std`` being what is left after the cut.
-
-    By the inverse of their distribution function: a loop until all are within, as torch has it, needs real numbers.
-    """
-    inside = math.erf(math.sqrt(2))
-    weight.uniform_(-inside, inside).erfinv_().mul_(math.sqrt(2) * std / 0.87962566103423978)
 
 
 # Attention
@@ -140,6 +135,7 @@ class Attention(nn.Module):
 
 
 QKV = {2: "glorot", 3: "lecun"}
+BIAS = {2: "normal", 3: "lecun"}
 
 
 class PairBias(nn.Module):
@@ -148,10 +144,10 @@ class PairBias(nn.Module):
     ``mask`` (b i j) is of use where no other attention mask follows.
     """
 
-    def __init__(self, c_z: int, heads: int):
+    def __init__(self, c_z: int, heads: int, version: int):
         super().__init__()
         self.norm = nn.LayerNorm(c_z)
-        self.project = Linear(c_z, heads, bias=False)
+        self.project = Linear(c_z, heads, bias=False, start=BIAS[version])
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
         bias = self.project(self.norm(z))
@@ -400,10 +396,10 @@ class TriangleMultiplication(nn.Module):
 class TriangleBias(nn.Module):
     """(b i j c) -> the same, normed, and its projection to (b i j h)."""
 
-    def __init__(self, c_z: int, heads: int):
+    def __init__(self, c_z: int, heads: int, version: int):
         super().__init__()
         self.norm = nn.LayerNorm(c_z)
-        self.bias = Linear(c_z, heads, bias=False)
+        self.bias = Linear(c_z, heads, bias=False, start=BIAS[version])
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         x = self.norm(z)
@@ -433,7 +429,7 @@ class TriangleAttention(nn.Module):
 
     def __init__(self, c_z: int, heads: int, head_dim: int, node: str, version: int, chunk: int):
         super().__init__()
-        self.project = TriangleBias(c_z, heads)
+        self.project = TriangleBias(c_z, heads, version)
         self.attend = TriangleAttend(c_z, heads, head_dim, node, version, chunk)
 
     def forward(self, z: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> Tensor:

@@ -105,7 +105,7 @@ class MSABlock(nn.Module):
         super().__init__()
         self.rowwise = SharedDropout(config.msa_dropout, 1)
         self.outer = OuterProductMean(config.c_m, config.c_z, config.outer, 3, config.chunk)
-        self.row_bias = PairBias(config.c_z, config.msa_heads)
+        self.row_bias = PairBias(config.c_z, config.msa_heads, 3)
         self.average = PairWeightedAveraging(config.c_m, config.msa_heads, config.msa_head_dim)
         self.transition = Transition(config.c_m, config.transition, 3)
         self.pair = pair_block(config)
@@ -133,7 +133,7 @@ class PairformerBlock(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.pair = pair_block(config)
-        self.single_bias = PairBias(config.c_z, config.single_heads)
+        self.single_bias = PairBias(config.c_z, config.single_heads, 3)
         self.single = SingleAttention(config.c_s, config.single_heads, config.single_head_dim, config.chunk)
         self.single_transition = Transition(config.c_s, config.transition, 3)
 
