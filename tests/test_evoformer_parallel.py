@@ -293,7 +293,7 @@ def test_fresh_models_start_as_published_and_learn_with_every_parameter(name: st
         if isinstance(module, layers.Linear):
             std = {"gate": 0, "zero": 0, "lecun": module.in_features**-0.5, "he": (2 / module.in_features) ** 0.5}
             out = module.out_features / module.parts
-            std["glorot"] = (2 / (module.in_features + out)) ** 0.5
+            std |= {"normal": std["lecun"], "glorot": (2 / (module.in_features + out)) ** 0.5}
             torch.testing.assert_close(module.weight.std().item(), float(std[module.start]), rtol=0.35, atol=1e-7)
             if module.bias is not None:
                 assert (module.bias == float(module.start == "gate")).all()

@@ -123,7 +123,7 @@ CUT = 2 / 0.87962566103423978  # two deviations of what was cut, in those of wha
 @pytest.mark.parametrize(
     ("name", "cut", "uncut"),
     [
-        ("evoformer", r".*(left|right|token|single|up|project)\.weight", r".*(row_bias\.project|project\.bias)\.weight"),
+        ("evoformer", r".*(left|right|token|up|[et]\.project)\.weight", r".*(row_bias\.project|project\.bias)\.weight"),
         ("pairformer", r".*(left|right|token|qkv|up|project|project\.bias|\.q|kv)\.weight", ""),
         ("axial_image", r".*(qkv|up|out|down|linear)\.weight", r"embed\.weight|positions.*"),
     ],

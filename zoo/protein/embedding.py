@@ -111,18 +111,34 @@ class Sum(nn.Module):
         return x + y
 
 
+class Told(nn.Module):
+    """Features of pairs (b i j k) -> what they say of distances (b i j v): a linear map, and one with a hidden layer.
+
+    The latter weighs a pair by what is around it: of a strong coupling alone, and of a weak one in a line of others.
+    """
+
+    def __init__(self, features: int, bins: int):
+        super().__init__()
+        self.linear = Linear(features, bins, bias=False, start="zero")
+        self.up = Linear(features, bins, start="he")
+        self.down = Linear(bins, bins, bias=False, start="zero")
+
+    def forward(self, feature: Tensor) -> Tensor:
+        return self.linear(feature) + self.down(self.up(feature).relu())
+
+
 class Heads(nn.Module):
     """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each, and the latter symmetric.
 
-    Of a model that is told ``features`` of pairs (b i j k), a linear map of these is added to the distogram: what they
-    say is calibrated from the first step on, and the trunk adds to it.
+    Of a model that is told ``features`` of pairs (b i j k), what these say by themselves is added to the distogram: it
+    is calibrated from the first step on, and the trunk adds to it.
     """
 
     def __init__(self, c_m: int, c_z: int, bins: int, features: int = 0):
         super().__init__()
         self.token = Linear(c_m, CLASSES, start="zero")
         self.distance = Linear(c_z, bins, start="zero")
-        self.told = Linear(features, bins, bias=False, start="zero") if features else None
+        self.told = Told(features, bins) if features else None
         self.both = Sum()
 
     def forward(self, m: Tensor, z: Tensor, feature: Tensor | None = None) -> tuple[Tensor, Tensor]:
