@@ -207,6 +207,18 @@ def test_a_run_that_is_told_couplings(run, capsys):
     )
 
 
+@pytest.mark.slow
+def test_a_model_that_is_told_couplings_beats_them(trainer, tmp_path):  # noqa: F811
+    """configs/couplings_demo.yaml in little, on families of structures that it never saw."""
+    little = ["data={residues: 64, families: 64, depth: 256}", "train={steps: 200}", "eval.every=200"]
+    options = [*little, "sample={every: 200, drawn: 1}", "wandb.mode=disabled", f"runs_dir={tmp_path}"]
+    assert trainer.main([str(ROOT / "configs/couplings_demo.yaml"), *options]) == 0
+    records = tracking.read_metrics(tmp_path / "couplings_demo/metrics.jsonl")
+    found = {name: value for record in records for name, value in record.items()}
+    for name in ("medium_p_at_l", "long_p_at_l"):
+        assert found[f"val_{name}"] > 1.1 * found[f"dca_floor_{name}"], name
+
+
 def test_a_single_row_is_not_divided():
     whole, part = task(rows=1).batch(None, 3, 0, 1, 2), task(3, 4, rows=1).batch(None, 3, 0, 1, 2)
     for name in ("msa", "deletions", "msa_mask", "msa_target", "msa_weight"):
