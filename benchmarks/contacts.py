@@ -9,7 +9,7 @@ being that of the first run.
 
 import argparse
 import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,10 +21,10 @@ from torch import Tensor
 import zoo
 from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.record import Protein
-from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information
+from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information, relative
 from zoo.protein.metrics import contact_precision
 from zoo.protein.picture import ContactMap
-from zoo.training.show.protein import truth
+from zoo.training.show.protein import ROWS, truth
 
 PARTS = ("L", "L/2", "L/5")
 
@@ -73,7 +73,8 @@ def draw(protein: Protein, scores: dict[str, Tensor], out: Path) -> None:
     whole = Image.new("RGB", (2 * width, -(-len(maps) // 2) * height), (255, 255, 255))
     for i, image in enumerate(maps):
         whole.paste(image, (i % 2 * width, i // 2 * height))
-    whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS).save(out, optimize=True)
+    half = whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS)
+    half.quantize(256, Image.Quantize.MAXCOVERAGE).save(out)
 
 
 def main() -> None:
@@ -89,9 +90,12 @@ def main() -> None:
     scores = {name: untrained(protein) for name, protein in proteins.items()}
     for path in options.runs:
         run = zoo.load(path)
-        with tempfile.TemporaryDirectory() as out:
-            for predicted in run.sample(options.folder, out=out):
-                scores[predicted.protein.name][f"model, {path.name}"] = predicted.contact
+        for name, protein in proteins.items():
+            told = replace(protein, couplings=relative(scores[name]["direct couplings of these"]).numpy())
+            asked = argparse.Namespace(seed=0, recycles=run.config.objective.recycles, distogram=False)
+            rows = min(ROWS, len(protein.msa))
+            predicted = run.infer.predict(run.model, told, rows, asked, run.device)
+            scores[name][f"model, {path.name}"] = predicted.contact
         run.close()
 
     tabulate({name: {way: long_range(proteins[name], s) for way, s in of.items()} for name, of in scores.items()})

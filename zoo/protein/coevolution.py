@@ -22,6 +22,7 @@ __all__ = [
     "filled_rows",
     "memory_of_couplings",
     "mutual_information",
+    "relative",
     "sequence_weights",
 ]
 
@@ -127,15 +128,22 @@ def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, p
 
 
 def coupling_feature(msa: Tensor) -> Tensor:
-    """What a model is told of every pair [r, r]: its score of direct couplings, those of the likeliest contacts from 1.
+    """What a model is told of every pair [r, r] of an alignment [s, r]: its direct couplings, in units of `relative`.
 
-    That is, over the r-th highest of pairs that are six columns apart and more, which makes alignments of any depth
-    alike; at most 5 either way. No more compressed than that: of the few that stand out, by how much they do is what
-    counts. Zero if there is a single row.
+    Zero if there is a single row.
     """
     if len(msa) < 2:
         return torch.zeros(msa.shape[1], msa.shape[1])
-    score = direct_couplings(msa).score
+    return relative(direct_couplings(msa).score)
+
+
+def relative(score: Tensor) -> Tensor:
+    """Scores [r, r], those of the likeliest contacts from 1.
+
+    That is, over the r-th highest of pairs that are six columns apart and more, which makes alignments of any depth
+    alike; at most 5 either way. No more compressed than that: of the few that stand out, by how much they do is what
+    counts.
+    """
     far = score[torch.ones_like(score, dtype=torch.bool).triu(6)]
     far = far if len(far) else score.flatten()
     unit = far.topk(max(1, min(len(score), len(far) // 20))).values[-1]

@@ -216,7 +216,7 @@ class Task(task.Task):
 
     def told(self, protein: Protein, known_as: Hashable) -> Protein:
         """The protein with what its couplings say of pairs, if the model is told that; found once for each name."""
-        if not self.config.data.couplings:
+        if not self.config.data.couplings or protein.couplings is not None:
             return protein
         if known_as not in self._couplings:
             if len(self._couplings) >= _COUPLINGS_KEPT:
