@@ -89,12 +89,12 @@ def main() -> None:
     proteins = {name: folder.protein(i) for i, name in enumerate(folder.names)}
     scores = {name: untrained(protein) for name, protein in proteins.items()}
     for path in options.runs:
-        run = zoo.load(path)
+        run, asked = zoo.load(path), argparse.ArgumentParser()
+        run.infer.arguments(asked)
+        defaults = asked.parse_args([str(options.folder)])
         for name, protein in proteins.items():
             told = replace(protein, couplings=relative(scores[name]["direct couplings of these"]).numpy())
-            asked = argparse.Namespace(seed=0, recycles=run.config.objective.recycles, distogram=False)
-            rows = min(ROWS, len(protein.msa))
-            predicted = run.infer.predict(run.model, told, rows, asked, run.device)
+            predicted = run.infer.predict(run.model, told, min(ROWS, len(protein.msa)), defaults, run.device)
             scores[name][f"model, {path.name}"] = predicted.contact
         run.close()
 

@@ -13,7 +13,7 @@ from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 from zoo.data.protein.record import LETTERS
 from zoo.data.protein.synthetic import PottsFamilies
-from zoo.protein.coevolution import direct_couplings
+from zoo.protein.coevolution import coupling_feature, direct_couplings
 
 STRUCTURES = Path(__file__).parent / "structures"
 TINY = """
@@ -226,6 +226,11 @@ def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(tra
     runs.file.write_text(TINY)
     data = ["data.extra_rows=0", "data.couplings=true", "data.kinds=true"]
     run = runs(*data, "model.overrides.couplings=1", "model.overrides.extra_depth=0")
-    rows = ["".join(LETTERS[a] for a in row) for row in PottsFamilies(families=1, residues=12, rows=9).protein(0).msa]
-    assert infer(run, alignment(tmp_path / "one.a3m", *rows), "--rows", 2, 5, "--out", tmp_path) == 0
+    msa = PottsFamilies(families=1, residues=12, rows=9).protein(0).msa
+    file = alignment(tmp_path / "one.a3m", *("".join(LETTERS[a] for a in row) for row in msa))
+    assert infer(run, file, "--rows", 2, 5, "--out", tmp_path) == 0
     assert "one: 12 residues, 5 of 9 rows" in capsys.readouterr().out
+    assert infer(run, file, "--rows", 5, "--couplings", 0, "--out", tmp_path) == 0
+    leant, own = (arrays(tmp_path / f"{name}.npz")["contact"].astype(float) for name in ("one-5", "one"))
+    odds = np.log(leant / (1 - leant)) - np.log(own / (1 - own))
+    np.testing.assert_allclose(odds, 0.5 * coupling_feature(torch.from_numpy(msa)).numpy(), atol=1e-3)

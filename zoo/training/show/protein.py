@@ -32,6 +32,7 @@ from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
 
 ROWS = 512  # of an alignment, unless another number is asked for: as many as AlphaFold 2 attends to
+DRAWN_LEAN = 0.5  # couplings of real alignments stand out by more than those of drawn ones, which a model learned from
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
@@ -178,6 +179,12 @@ class Infer(task.Infer):
             help="store the probabilities of all bins of distance too: 128 r² bytes on every rank for r residues",
         )  # fmt: skip
         parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
+        if data.couplings:
+            drawn = data.name == "protein_synthetic"
+            parser.add_argument(
+                "--couplings", type=float, default=DRAWN_LEAN if drawn else 0.0,
+                help="how much of a pair's own direct coupling is added to the log-odds of contact that the model gives",
+            )  # fmt: skip
 
     def run(
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
@@ -228,7 +235,11 @@ class Infer(task.Infer):
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         example = draw(protein, "inference", options.seed, **sizes, share=0)
         asked = {"recycles": options.recycles, "distogram": options.distogram}
-        return self.show.predict(model, example, device, **asked)
+        predicted = self.show.predict(model, example, device, **asked)
+        if protein.couplings is not None:
+            lean = options.couplings * torch.from_numpy(protein.couplings)
+            predicted.contact = (predicted.contact.double().logit(1e-9) + lean).sigmoid().float()
+        return predicted
 
 
 def words(measured: Mapping[str, float]) -> str:
