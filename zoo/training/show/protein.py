@@ -183,7 +183,7 @@ class Infer(task.Infer):
             drawn = data.name == "protein_synthetic"
             parser.add_argument(
                 "--couplings", type=float, default=DRAWN_LEAN if drawn else 0.0,
-                help="how much of a pair's own direct coupling is added to the log-odds of contact that the model gives",
+                help="how much of a pair's own direct coupling is added to the log-odds of contact of the model",
             )  # fmt: skip
 
     def run(
