@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = "50ms"  # what a link keeps of packets that it cannot send yet; it drops the others
 # freed memory goes back to the system at once, so that what is resident is what is held; for glibc, at its start
 GIVE_PAGES = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -44,9 +43,13 @@ def command(*words: str) -> None:
 
 
 class Hosts:
-    """`count` namespaces on one switch; a context manager, which takes them away whatever happens."""
+    """`count` namespaces on one switch; a context manager, which takes them away whatever happens.
 
-    def __init__(self, count: int) -> None:
+    keeps: milliseconds of packets that a link holds when it cannot send them yet; it drops the others.
+    """
+
+    def __init__(self, count: int, keeps: int = 50) -> None:
+        self.keeps = keeps
         self.switch = f"dsp-{os.getpid()}"
         self.names = [f"{self.switch}-{i}" for i in range(count)]
         self.shaped = False
@@ -82,7 +85,7 @@ class Hosts:
             if megabits is not None:
                 # a burst passes at once: as little as keeps the rate, for which timers are late and packets large
                 burst = f"{max(256, megabits):.0f}kbit"  # 1 ms
-                limits = ("tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", TIMEOUT)
+                limits = ("tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", f"{self.keeps}ms")
                 command("tc", "-n", namespace, "qdisc", "replace", *where, *limits)
             elif self.shaped:
                 command("tc", "-n", namespace, "qdisc", "del", *where)
