@@ -93,8 +93,14 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def plainly(out: Any) -> Any:
     """What was made under no_grad, without the gradient that torch says views have then: it leads nowhere."""
-    if torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(out)):
+    if torch.is_grad_enabled() or (type(out) is Tensor and not out.requires_grad):
         return out
+    if type(out) is tuple or type(out) is list:  # as of chunk; without the pytree, for it is called often
+        for t in out:
+            if not isinstance(t, Tensor) or t.requires_grad:
+                break
+        else:
+            return out
     own = [t.detach() if t.requires_grad and t.grad_fn is None and t._is_view() else t for t in tensors_in(out)]
     return map_tensors(out, own)
 

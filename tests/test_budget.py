@@ -43,11 +43,13 @@ GLUE: dict[str, Callable[[Tensor], Tensor]] = {
     "x + x": lambda x: x + x,
     "x.transpose(1, 2) there and back": lambda x: x.transpose(1, 2).transpose(1, 2),
     "F.silu(x)": F.silu,
+    "F.dropout(x, 0.0)": lambda x: F.dropout(x, 0.0),  # it draws nothing
     "chunk and cat": lambda x: torch.cat(x.chunk(2, -1), -1),
 }
 # Python calls that one more adds to those of the bare model
 BUDGET = {
-    "stage": 44, "switch": 52, "x + x": 7, "x.transpose(1, 2) there and back": 16, "F.silu(x)": 20, "chunk and cat": 18,
+    "stage": 48, "switch": 52, "x + x": 7, "x.transpose(1, 2) there and back": 16, "F.silu(x)": 20,
+    "F.dropout(x, 0.0)": 26, "chunk and cat": 18,
 }  # fmt: skip
 
 
@@ -91,4 +93,4 @@ def added(mesh: DeviceMesh) -> dict[str, int]:
 
 def test_python_calls_stay_within_their_budget(ranks) -> None:
     found = ranks(added, 2)[0]
-    assert {k: v for k, v in found.items() if v > BUDGET[k]} == {}, found
+    assert {k: v for k, v in found.items() if v > BUDGET[k]} == {}, str(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -92,6 +92,17 @@ RANDOM = frozenset(
 dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
 """.split()
 )
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call takes random numbers. Dropout of nothing takes none, nor does any outside of training."""
+    if name not in RANDOM or "dropout" not in name:
+        return name in RANDOM
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(p and training)
+
+
 # they make memory of their own where they must, and a rank's part may look as if it need not
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
 # their results may be views of the first argument, though a switch of it does not follow them

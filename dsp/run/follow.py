@@ -15,7 +15,7 @@ from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
 from dsp.rules import Outcome, localize_source, with_operands, without_operands
-from dsp.rules.functions import ALIASES, DENSE, RANDOM
+from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.homes import home_of
 from dsp.run.recipes import Operation, Recipe
@@ -83,7 +83,7 @@ def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor
     call = torch.Tensor.sum if outcome.reduce is not None and name == "mean" else outcome.func or op.func
     with writes(op, parts, recipe.wanted) as views:
         own = [t for t in parts if isinstance(t, Sharded)]
-        with bare(own), quiet(parts), forked(run.axis) if name in RANDOM else nullcontext():
+        with bare(own), quiet(parts), forked(run.axis) if recipe.draws else nullcontext():
             if outcome.numbers is not None:
                 mine = outcome.numbers.of(*args)[None]
                 args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *args)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -163,7 +164,9 @@ class Glue(TorchFunctionMode):
         for t in own:  # as `bare` does
             t.__class__ = Tensor  # type: ignore[assignment]
         try:
-            out = plainly(quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest))
+            out = quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest)
+            if not torch.is_grad_enabled():
+                out = plainly(out)
             if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
                 out = out.clone()
         finally:

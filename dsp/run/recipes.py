@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsp.layout import At, Cut
 from dsp.plan.script import GlueStep, Via
 from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
-from dsp.rules.functions import ALIASES, DENSE, RANDOM, Function
+from dsp.rules.functions import ALIASES, DENSE, Function, draws
 from dsp.run.forward import Run
 from dsp.sharded import Sharded
 
@@ -29,7 +29,8 @@ class Recipe:
 
     frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
     be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
-    the result is the same data. A `quick` one moves nothing: once it ran, `ats` tell where its results lie.
+    the result is the same data; draws: it takes random numbers. A `quick` one moves nothing: once it ran, `ats` tell
+    where its results lie.
     """
 
     frame: Frame
@@ -38,7 +39,8 @@ class Recipe:
     outcome: Outcome | None
     push: list[Cut | None]
     view: bool
-    quick: Quick | None
+    draws: bool
+    quick: Quick | None = None
     ats: tuple[At, ...] = ()
 
 
@@ -152,7 +154,8 @@ def derive(op: Operation) -> Recipe:
     # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
     view = outcome is not None and outcome.view and run.script is not None and op.index not in run.script.copies
     via = op.step.via if op.step is not None else []
-    recipe = Recipe(frame, wanted, via, outcome, op.push, view, None)
+    random = draws(op.what.name, frame.args, frame.kwargs)
+    recipe = Recipe(frame, wanted, via, outcome, op.push, view, random)
     if list(map(cut_at, op.shells)) == list(wanted) and not (changing or any(op.push) or any(via)):
         recipe.quick = quick(op, recipe)
     return recipe
@@ -161,7 +164,7 @@ def derive(op: Operation) -> Recipe:
 def quick(op: Operation, recipe: Recipe) -> Quick | None:
     """The call, if it is one of local parts as they are, and on this rank there is something of each."""
     frame, outcome, name = recipe.frame, recipe.outcome, op.what.name
-    if outcome is None or outcome.cut is None or outcome.kwargs or name in RANDOM:
+    if outcome is None or outcome.cut is None or outcome.kwargs or recipe.draws:
         return None
     if outcome.rows or outcome.numbers is not None:
         return None
