@@ -8,8 +8,8 @@ of the plan, forward, but for the gather of the output, over what Ulysses would 
 of every self-attention, each switched; beside them those counted of `enable_parallelism`, where there is a `_cp_plan`.
 Errors are relative to the largest value, of gradients to the largest of all.
 
-With `--write` a row takes its place in the page as soon as it is there. A hash of dsp and of this script stands beside
-the table: rows of another version are thrown away.
+With `--write` a row takes its place in the page as soon as it is there. A hash of dsp and of this script stands in it,
+unseen: `--stale` makes the rows that another version made, and those that are missing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -35,13 +36,15 @@ import torch.nn.functional as F
 from contenders import Circumstance, by_diffusers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import dsp
+from dsp.slices import cast
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/diffusers.md"
-MARK = "<!-- table: models, made by "
+MARK = "<!-- table: models -->\n"
 
 
 class Case(NamedTuple):
@@ -225,23 +228,25 @@ CASES = {
 }  # fmt: skip
 
 
-def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    model = CASES[name].build().double().eval()  # some drop out by themselves
+    model = cast(case.build(), torch.float64).eval()  # some drop out by themselves
     for p in model.parameters():
         if not p.abs().max():
             nn.init.normal_(p, std=0.1)
-    kwargs = CASES[name].inputs()
-    return model, {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
+    options = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+    return model, cast(case.inputs(), torch.float64) | options
 
 
-def step(model: nn.Module, kwargs: Mapping[str, Any], line: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradients of what `line` names."""
-    leaves = {k: v.clone().requires_grad_() for k, v in kwargs.items() if f"{k}=" in line}
-    rest = {} if "z" in kwargs else {"return_dict": False}
-    out = next(t for t in pytree.tree_leaves(model(**{**kwargs, **leaves}, **rest)) if isinstance(t, Tensor))
+def step(model: nn.Module, kwargs: Mapping[str, Any], line: str) -> tuple[Tensor, dict[str, Tensor], int]:
+    """The output, the gradients of what `line` names, and what this rank sent forward."""
+    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in kwargs.items() if f"{k}=" in line}
+    with dsp.count_comm() as comm:
+        out = next(t for t in pytree.tree_leaves(model(**{**kwargs, **leaves})) if isinstance(t, Tensor))
+    out = dsp.gather(out) if isinstance(out, DTensor) else out
     (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
-    return out.detach(), {k: v.grad for k, v in leaves.items()}
+    sent = sum(comm.forward.bytes.values())
+    return out.detach(), {k: v.grad for k, v in leaves.items() if v.grad is not None}, sent
 
 
 class Attentions(TorchFunctionMode):
@@ -260,42 +265,49 @@ class Attentions(TorchFunctionMode):
         return out
 
 
-def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    """One step on the ranks of a mesh beside one on this process alone: errors; on the first, bytes and the share."""
-    line = CASES[name].line
-    single, kwargs = made(name)
+def held(mesh: DeviceMesh, case: Case) -> dict[str, float]:
+    """One step on the ranks of a mesh beside one on this process alone: errors, bytes, the share, FLOPs that run whole.
+
+    What a rank sends is counted: it is what the plan of the run says, or this raises RuntimeError.
+    """
+    line, n = case.line, mesh.size()
+    single, kwargs = made(case)
     model = copy.deepcopy(single)
-    n, rest = mesh.size(), {} if "z" in kwargs else {"return_dict": False}
-    found = {}
-    if not mesh.get_local_rank():  # the others wait for it
-        plan = dsp.plan(single, kwargs={**kwargs, **rest}, size=n, stages={"": line}, gather_output=False)
-        found = {"share": plan.share, "planned": plan.bytes["forward"]}
     with Attentions() as attentions:
-        expected, inputs = step(single, kwargs, line)
-    dsp.parallelize(model, mesh, {"": line})
-    out, own = step(model, kwargs, line)
-    if None in model.forward.__self__.plans.values():  # type: ignore[union-attr]
-        raise RuntimeError(f"{name} went another way than its plan")
+        expected, inputs, _ = step(single, kwargs, line)
+    dsp.parallelize(model, mesh, {"": line}, gather_output=False)
+    plans: Any = model.forward.__self__.plans  # type: ignore[union-attr]
+    out, own, sent = step(model, kwargs, line)
+    if any(plan is None or plan.script.recorded for plan in plans.values()):  # it reads its data
+        model.zero_grad()
+        out, own, sent = step(model, kwargs, line)
+    [plan] = plans.values()
+    promised = sum(s.sent(n, mesh.get_local_rank()) for s in plan.sendings)
+    if sent != promised:
+        raise RuntimeError(f"{type(model).__name__} sent {sent} bytes where its plan says {promised}")
     group = mesh.get_group()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     for g in grads:
-        dist.all_reduce(g, group=group)
+        dist.all_reduce(torch.view_as_real(g) if g.is_complex() else g, group=group)
     whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in single.parameters()]
     largest = max(float(g.abs().max()) for g in whole)
-    return found | {
+    return {
+        "share": plan.share,
+        "planned": plan.bytes["forward"],
+        "whole": plan.flops_whole / max(plan.flops_alone, 1),
         "output": float((out - expected).abs().max() / expected.abs().max()),
-        "inputs": max(float((own[k] - g).abs().max() / g.abs().max()) for k, g in inputs.items()),
+        "inputs": max((float((own[k] - g).abs().max() / g.abs().max()) for k, g in inputs.items()), default=0.0),
         "parameters": max(float((g / n - w).abs().max()) for g, w in zip(grads, whole)) / largest,
         "ulysses": attentions.bytes * (n - 1) / n**2,
     }
 
 
-def theirs(mesh: DeviceMesh, name: str) -> float | None:
+def theirs(mesh: DeviceMesh, case: Case) -> float | None:
     """Bytes that the busiest rank sends forward by the class's own plan, but for the gather of the output.
 
     Without a mask of the text, which LTX's processors give all heads, and Ulysses a part of them.
     """
-    model, kwargs = made(name)
+    model, kwargs = made(case)
     if not getattr(model, "_cp_plan", None):
         return None
     model = by_diffusers(model, mesh, Circumstance(), {}).model
@@ -312,7 +324,7 @@ def row(name: str, n: int, found: Mapping[str, Any]) -> str:
 
     errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
     sends = f"{ratio(found['planned'])} | {ratio(found['theirs'])}"
-    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.3f} | {sends} |"
+    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.3f} | {sends} <!-- {version()} --> |"
 
 
 HEAD = "| model | the one line | N | output | gradients | largest share | bytes / Ulysses | `_cp_plan` / Ulysses |"
@@ -324,16 +336,20 @@ def version() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *files))).hexdigest()[:8]
 
 
+def rows() -> dict[tuple[str, int], str]:
+    """Of the page, by model and number of ranks."""
+    table = PAGE.read_text().partition(MARK)[2].partition("<!-- end -->")[0]
+    lines = re.findall(r"^(\| (.+?) \| .+? \| (\d) \| .*)$", table, re.M)
+    return {(model, int(size)): line for line, model, size in lines if model in CASES}
+
+
 def write(name: str, n: int, made: str) -> None:
-    """Put a row into the page, in its place, and leave out those of another version."""
-    before, _, rest = PAGE.read_text().partition(MARK)
-    head, after = rest.split("<!-- end -->", 1)
-    rows = re.findall(r"^\| (.+?) \| .+? \| (\d) \| .*$", head, re.M) if head.startswith(version()) else []
-    lines = re.findall(r"^\| .+? \| .+? \| \d \| .*$", head, re.M)[: len(rows)]
-    have = {(model, int(size)): line for (model, size), line in zip(rows, lines)} | {(name, n): made}
+    """Put a row into the page, in its place."""
+    have = rows() | {(name, n): made}
     order = sorted(have, key=lambda key: (list(CASES).index(key[0]), key[1]))
-    made = "\n".join([HEAD, "|---" * 8 + "|", *(have[key] for key in order)])
-    PAGE.write_text(f"{before}{MARK}{version()} -->\n{made}\n<!-- end -->{after}")
+    before, _, rest = PAGE.read_text().partition(MARK)
+    table = "\n".join([HEAD, "|---" * 8 + "|", *(have[key] for key in order)])
+    PAGE.write_text(f"{before}{MARK}{table}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}")
 
 
 def _rank(rank: int, n: int, store: str, names: list[str], keep: bool) -> None:
@@ -342,7 +358,7 @@ def _rank(rank: int, n: int, store: str, names: list[str], keep: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("sp",))
     for name in names:
-        found = held(mesh, name) | {"theirs": theirs(mesh, name)}
+        found = held(mesh, CASES[name]) | {"theirs": theirs(mesh, CASES[name])}
         if rank == 0:
             print(made := row(name, n, found), flush=True)
             if keep:
@@ -355,9 +371,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of models")
     parser.add_argument("--write", action="store_true", help="to the page")
+    parser.add_argument("--stale", action="store_true", help="but for the rows that this version made")
     args = parser.parse_args()
-    names = [name for name in CASES if any(part in name for part in args.only)]
+    every = [name for name in CASES if any(part in name for part in args.only)]
+    fresh = {key for key, line in rows().items() if version() in line} if args.stale else set()
     for n in args.ranks:
+        names = [name for name in every if (name, n) not in fresh]
         with tempfile.TemporaryDirectory() as at:
             torch.multiprocessing.start_processes(
                 _rank, (n, f"{at}/store", names, args.write), nprocs=n, start_method="fork"

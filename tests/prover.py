@@ -299,17 +299,18 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def prove_source(call: Call, n: int) -> Proof:
-    """A stretch of a whole tensor, of which each rank makes its part alone."""
+def prove_source(call: Call, n: int, cuts: Sequence[Cut] | None = None) -> Proof:
+    """A stretch of a whole tensor, or zeros, of which each rank makes its part alone."""
     proof = Proof(call, n)
     (whole,) = tensors_in(call.func(*call.args, **call.kwargs))
-    for cut in source_cuts(_frame(call, n, 0)[0]):
+    for cut in source_cuts(_frame(call, n, 0)[0]) if cuts is None else cuts:
         good = True
         for rank in range(n):
             frame, table = _frame(call, n, rank)
             stretch, args, size = localize_source(frame, cut)
             mine = stretch(*without_operands(args, table))
-            good &= size == whole.shape[cut.dim] and torch.equal(mine, part(whole, cut, n, rank))
+            good &= size == whole.shape[cut.dim] and mine.dtype == whole.dtype
+            good &= torch.equal(mine, part(whole, cut, n, rank))
         proof.found[(cut,)] = "ok" if good else "WRONG part"
     return proof
 
@@ -320,7 +321,7 @@ def _frame(call: Call, n: int, rank: int) -> tuple[Frame, dict[int, Tensor]]:
     stream = iter(operands)
     args = tuple(with_operands(a, stream) for a in call.args)
     kwargs = {k: with_operands(v, stream) for k, v in call.kwargs.items()}
-    return Frame(call.name, args, kwargs, n, rank), {id(o): t for o, t in zip(operands, tensors)}
+    return Frame(call.name, args, kwargs, n, rank, call.func), {id(o): t for o, t in zip(operands, tensors)}
 
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -37,7 +37,7 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
-        return diffusers_models.held(mesh, name)
+        return diffusers_models.held(mesh, diffusers_models.CASES[name])
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "FluxTransformer2DModel"))

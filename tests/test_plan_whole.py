@@ -75,12 +75,12 @@ class Graph(nn.Module):
             sent = self.lin(x)[edges[0]]
             return torch.zeros_like(x).index_add(0, edges[1], sent)
 
-    class Scatter(Conv):
+    class Largest(Conv):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             sent = self.lin(x)[edges[0]]
-            return x.new_zeros(x.shape).index_add_(0, edges[1], sent)
+            return x.new_zeros(x.shape).index_reduce_(0, edges[1], sent, "amax")
 
-    class Reading(Scatter):
+    class Reading(Largest):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             assert int(edges.max()) < len(x)
             return super().forward(x, edges)
@@ -138,7 +138,7 @@ CASES = {
     "patches": (Patches, (torch.randn(1, 4, 5, 6, 8),)),
     "pixels": (Pixels, (torch.randn(1, 6, 3, 4, 5),)),
     "graph": (Graph, (torch.randn(12, 6), torch.randint(0, 12, (2, 30)))),
-    "written graph": (lambda: Graph(Graph.Scatter), (torch.randn(12, 6), torch.randint(0, 12, (2, 30)))),
+    "written graph": (lambda: Graph(Graph.Largest), (torch.randn(12, 6), torch.randint(0, 12, (2, 30)))),
     "wave": (Wave, (torch.randn(1, 1, 64),)),
     "decoder": (Decoder, (torch.randn(1, 4, 4, 6, 6),)),
 }
@@ -174,9 +174,9 @@ def test_cells_of_pixels_need_a_line() -> None:
 
 
 def test_what_no_line_helps_is_said_too() -> None:
-    plan = planned(*CASES["written graph"])  # into zeros that are whole
+    plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "index_add() in conv (720 B). No stage would change that: conv computes over every dim"
+    said = "index_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
 
 

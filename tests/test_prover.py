@@ -16,6 +16,8 @@ from torch import Tensor
 from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
 from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name
+from dsp.rules.sources import FILLED
+from dsp.tensors import tensors_in
 
 RANDOM = {"dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "empty_like"}  # shapes alone
 # torch functions without a rule: on a sharded tensor they run whole, gathered by the plan
@@ -183,7 +185,7 @@ def test_a_mask_that_is_cut_another_way(n: int) -> None:
 
 def test_a_stretch_is_made_in_parts() -> None:
     wrong, parts = [], 0
-    for name in SOURCES:
+    for name in SOURCES - FILLED:
         forms = [
             form(x(1, 3), (5, 3)), form(x(3), (4, 3)), form(x(4, 1, 3), (4, 6, 3)), form(x(4, 1, 3), 1, 5, 1),
             form(x(3), 4, 1), form(x(3), (4, 1)), form(x(4, 3), 3, 1), form(x(4), 5), form(x(4, 3), repeats=2, dim=0),
@@ -200,12 +202,44 @@ def test_a_stretch_is_made_in_parts() -> None:
     assert parts > 20
 
 
+FILLS = [
+    Call(torch.zeros, (4, 6)), Call(torch.ones, ((5, 3),), {"dtype": torch.int64}), Call(torch.full, ((4, 6, 2), 0.5)),
+    Call(torch.full, (), {"size": (7,), "fill_value": True}), Call(Tensor.new_zeros, (x(2), 4, 6)),
+    Call(Tensor.new_ones, (x(2), (5, 3))), Call(Tensor.new_full, (x(2), [4, 6], 2.0)),
+    Call(Tensor.new_zeros, (x(2),), {"size": (3, 4), "dtype": torch.complex128}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", FILLS, ids=str)
+@pytest.mark.parametrize("n", [2, 3])
+def test_zeros_are_made_in_parts(call: Call, n: int) -> None:
+    (whole,) = tensors_in(call.func(*call.args, **call.kwargs))
+    cuts = [Cut(d, outer) for d, size in enumerate(whole.shape) for outer in (1, 2) if size % outer == 0]
+    proof = prove_source(call, n, cuts)
+    assert not proof.wrong, show([proof])
+    assert proof.accepted == len(cuts)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_written_into_zeros_may_be_sharded(n: int) -> None:
+    """By index or by slices: along every dim but the one that is written to, which is whole or cut for all."""
+    index = ints(3, 1, high=4).expand(3, 5)
+    for func, args in (
+        (Tensor.index_add_, (torch.zeros(4, 5, dtype=torch.float64), 0, torch.tensor([3, 1, 3]), x(3, 5))),
+        (Tensor.scatter_add_, (torch.zeros(4, 5, dtype=torch.float64), 0, index, x(3, 5))),
+        (Tensor.__setitem__, (torch.zeros(4, 5, dtype=torch.float64), (slice(0, 3), slice(None)), x(3, 5))),
+    ):
+        proof = prove(Call(func, args), n)
+        assert not proof.wrong, str(proof)
+        assert proof.accepted, str(proof)
+
+
 def test_every_torch_function_is_known() -> None:
     """With a rule, and so proven above, or run whole: none by omission."""
     whole = {
         name
         for name, func in functions()
-        if name not in RULES and name not in METADATA and (not op_name(func)[1] or name in ATTRIBUTE_OPS)
+        if name not in {*RULES, *METADATA, *FILLED} and (not op_name(func)[1] or name in ATTRIBUTE_OPS)
     }
     new = sorted(whole - WHOLE)
     if new and tuple(map(int, torch.__version__.split(".")[:2])) != (2, 13):

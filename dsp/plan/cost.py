@@ -45,8 +45,9 @@ class Loads:
     def largest(self, step: Step) -> tuple[int, int]:
         if step.event.kind == "output":  # what the caller asked for
             return 0, 0
-        own = [self.local(v, key) for v, key in self.layouts(step)]
-        whole = [self.trace.values[v].nbytes for v, _ in self.layouts(step)]
+        layouts = [(v, key) for v, key in self.layouts(step) if v not in self.trace.stretched]
+        own = [self.local(v, key) for v, key in layouts]
+        whole = [self.trace.values[v].nbytes for v, _ in layouts]
         if step.event.kind == "stage" and step.passing is not None:  # its sums are of everything
             own += whole
         return max([*own, int(step.event.largest * self.shares[step.at])]), max([*whole, step.event.largest])

@@ -88,6 +88,7 @@ class Trace:
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
     copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
+    stretched: set[int] = field(default_factory=set)  # values that take no memory of their own: shorter ones, expanded
     same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
     fresh: set[int] = field(default_factory=set)  # glue that may return a view, and made memory of its own
     names: list[str] = field(default_factory=list)  # of all glue operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
 from typing import Any
@@ -16,7 +16,7 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Sym
 from dsp.plan.names import letters_of
-from dsp.plan.values import Values, apart_from, is_batch
+from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
 from dsp.rules import (
     RULES,
@@ -31,6 +31,7 @@ from dsp.rules import (
     with_operands,
 )
 from dsp.rules.functions import DENSE, PRODUCTS
+from dsp.rules.sources import FILLED, EXPANDED
 from dsp.tensors import memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
@@ -57,6 +58,7 @@ class Operation:
     syms: list[Sym | None]
     outputs: list[Tensor] = field(default_factory=list)
     brought: dict[tuple[int, str], Cut | None] = field(default_factory=dict)
+    alone: Callable[[], None] | None = None  # of new zeros: counts them as whole
 
     @cached_property
     def values(self) -> list[int]:
@@ -140,6 +142,7 @@ class Operations(Values):
         """Glue operation number `index`; `written`: in place, into its first operand."""
         self.names.append(name)
         tracked = tensor_args(args, kwargs)
+        self.meet(tracked, written)
         op = Operation(index, name, args, kwargs, self.n, written, tracked, [self.sym(t) for t in tracked])
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
@@ -149,17 +152,28 @@ class Operations(Values):
                 self.same.add(index)
             elif out is not NotImplemented:  # x == "a" is False, says Python then
                 self.glue(op, out)
+        elif name in FILLED and isinstance(out, Tensor):
+            out._dsp_fresh = op  # type: ignore[attr-defined]
         elif name in SOURCES and tracked and isinstance(out, Tensor):
-            self.source(op, out)
+            self.source(op, out, {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
 
-    def source(self, op: Operation, out: Tensor) -> None:
-        """A whole tensor is stretched: each rank may make its part alone."""
-        cuts = {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))}
+    def meet(self, tensors: Sequence[Tensor], written: bool = False) -> None:
+        """The first thing that is done with new zeros: what is sharded is written into them, or they are whole."""
+        for i, t in enumerate(tensors):
+            if (made := t.__dict__.pop("_dsp_fresh", None)) is None:
+                continue
+            if i == 0 and written and any(self.sym(other) is not None for other in tensors):
+                self.source(made, t, self.filled(t))
+            elif made.alone is not None:
+                made.alone()
+
+    def source(self, op: Operation, out: Tensor, cuts: dict[str, Cut]) -> None:
+        """A whole tensor is stretched, or one filled with a number: each rank may make its part alone."""
         if not cuts:
             return
         sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
-        choices = [Choice((), (k,)) for k in cuts] + [Choice((), (None,))]
+        choices = [Choice((), (k,), rank=int(is_batch(k))) for k in cuts] + [Choice((), (None,))]
         event = Event("source", op.index, op.name, source=[*cuts.values(), None])
         self.add(Op(op.name, (), (value,), tuple(choices)), event)
 
@@ -219,7 +233,9 @@ class Operations(Values):
         if not found.choices:
             if op.written and op.syms[0] is not None:
                 assert found.refusal is not None
-                raise found.refusal
+                if not self.whole[op.first.value]:
+                    raise found.refusal
+                self.values[op.first.value] = replace(self.values[op.first.value], fixed=True)
             self.run_whole(op, found, [] if op.written else op.outputs)
         elif op.outputs and not (op.written or found.cuts or sharded) and self.long(op.outputs):
             # its operands are whole anyway: what it makes is split for nothing, if it is long
@@ -228,7 +244,12 @@ class Operations(Values):
         parts = [c for c in found.choices if any(c.needs)]
         whole = len(parts) < len(found.choices)
         read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
-        if whole and any(c.rank == 0 for c in parts) and self.long((*read, *op.outputs)):
+        known = [memory(t) for t in op.tracked]  # a short tensor that is stretched stays short
+        if (
+            whole
+            and any(c.rank == 0 for c in parts)
+            and self.long((*read, *(t for t in op.outputs if memory(t) not in known)))
+        ):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = parts
         return found
@@ -384,10 +405,3 @@ class Operations(Values):
                 continue
             name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
             found.cuts[name], found.sizes[name] = Cut(d), size
-
-
-def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
-    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
-    before = math.prod(old[:d])
-    into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
-    return into if 1 < into < old[d] else 0

@@ -51,6 +51,7 @@ class Recorder(Operations):
     # --- stages ---
 
     def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+        self.meet(tensors_in((args, kwargs)))
         _, bound = stage.signature.bind(args, kwargs)
         sizes = stage.sizes(bound, self.root_sizes)
         self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
@@ -207,7 +208,7 @@ class Recorder(Operations):
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
             resident, saves=self.saves, copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
-            sizes=self.root_sizes,
+            sizes=self.root_sizes, stretched=self.stretched,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
-from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, cast_to, known, refuse_unrunnable
+from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, known, refuse_unrunnable, without_kind
+from dsp.rules.sources import FILLED
 from dsp.sharded import laid_out
 from dsp.stages import Stage
 from dsp.tensors import edge, tensors_in
@@ -62,7 +64,7 @@ class Tracer(Recorder, TorchFunctionMode):
             if name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
                 return laid_out(args[0].shape, name, *args[1:], **kwargs)
             return func(*args, **kwargs)
-        args = cast_to(args) if what.casts else args
+        args = args if what.kind is None else without_kind(args, what.kind)
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
             return out
         if name in BY_NUMBER and not self.real:
@@ -82,10 +84,11 @@ class Tracer(Recorder, TorchFunctionMode):
         if len(self.ops) == before and (flops or touched):
             grad = any(t.requires_grad for t in tensors_in(out))
             event = Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1])
-            self.add_whole(event, tensors_in(out))
-            self.events[-1].flops += flops
-            self.events[-1].touched = (self.events[-1].touched[0] + touched, 0)
-            self.events[-1].largest = max(self.events[-1].largest, largest)
+            event.flops, event.touched, event.largest = flops, (touched, 0), largest
+            if name in FILLED:  # perhaps, if nothing sharded is written into them
+                out._dsp_fresh.alone = partial(self.add_whole, event, [out])
+            else:
+                self.add_whole(event, tensors_in(out))
         elif len(self.ops) > before:
             event, op = self.events[-1], self.ops[-1]
             event.flops, event.touched, event.module = flops, (touched, 0), self.inside[-1]
@@ -106,6 +109,8 @@ class Tracer(Recorder, TorchFunctionMode):
             self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event, outputs)
             return
         self.made[-1] += [{edge(t)} for t in outputs]
+        last.flops, last.largest = last.flops + event.flops, max(last.largest, event.largest)
+        last.touched = (last.touched[0] + event.touched[0], 0)
         work, saved = max(last.memory[0], event.memory[0]), last.memory[1] + event.memory[1]
         if event.memory[0] > last.memory[0]:
             last.name = event.name

@@ -39,6 +39,7 @@ class Values:
         self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
         self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
         self.viewed: set[int] = set()  # values of which there are views
+        self.stretched: set[int] = set()  # values that are shorter ones, expanded
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
@@ -60,6 +61,8 @@ class Values:
         self.letters.append(letters)
         self.whole.append(whole)
         index = len(self.values) - 1
+        if expanded(t):
+            self.stretched.add(index)
         self.sharing.setdefault(memory(t), set()).add(index)
         named = {c.dim for c in cuts.values()}
         fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
@@ -76,6 +79,14 @@ class Values:
         if self.n * nbytes > self.longest:
             self.held = min(self.held, nbytes)
         return self.n * nbytes > self.longest
+
+    def filled(self, t: Tensor) -> dict[str, Cut]:
+        """The dims that new zeros may be sharded along."""
+        cuts = {f"dim{d}": Cut(d) for d, size in enumerate(t.shape) if size > 1}
+        if self.batch > 1 and "dim0" in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
+            cuts.pop("dim0")
+            cuts |= {self.batch_name: Cut(0)} if t.shape[0] == self.batch else {"dim0": Cut(0, self.batch)}
+        return cuts
 
     def track(self, t: Tensor, sym: Sym) -> None:
         self.syms.append(sym)
@@ -168,3 +179,16 @@ def apart_from(known: Iterable[str], key: str) -> str:
     while key in known:
         key += "'"
     return key
+
+
+def expanded(t: Tensor) -> bool:
+    """Whether the same numbers stand in it more than once."""
+    with NO():
+        return any(size > 1 and not step for size, step in zip(t.shape, t.stride()))
+
+
+def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
+    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
+    before = math.prod(old[:d])
+    into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
+    return into if 1 < into < old[d] else 0

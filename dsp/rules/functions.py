@@ -23,7 +23,7 @@ METADATA = frozenset(
     """
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
-promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_zeros new_ones new_full new_empty new_tensor
+promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_tensor
 data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
 has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
 """.split()
@@ -115,14 +115,15 @@ bfloat16 conj positive dropout
 )
 
 
-CASTS = frozenset({"to", "type_as"})
+# which argument only gives a type and a device: how it lies is no matter
+KINDS = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
 
 
-def cast_to(args: Any) -> Any:
-    """The arguments of a cast. Of the tensor whose type is taken nothing else is read: how it lies is no matter."""
-    if len(args) < 2 or not isinstance(args[1], Tensor):
+def without_kind(args: Any, at: int) -> Any:
+    """The arguments, with an empty tensor in the place of one that gives its type and device alone."""
+    if len(args) <= at or not isinstance(args[at], Tensor):
         return args
-    return args[0], torch.empty(0, dtype=args[1].dtype, device=args[1].device), *args[2:]
+    return *args[:at], torch.empty(0, dtype=args[at].dtype, device=args[at].device), *args[at + 1 :]
 
 
 class Function(NamedTuple):
@@ -131,7 +132,7 @@ class Function(NamedTuple):
     name: str
     metadata: bool
     changing: bool  # it writes into its first argument
-    casts: bool  # it may be given a tensor for the type to cast to
+    kind: int | None  # which argument may be a tensor that gives its type alone
     parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
 
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
@@ -148,6 +149,6 @@ def known(func: Any) -> Function:
         name,
         (attribute and name not in ATTRIBUTE_OPS) or name in METADATA,
         in_place(func),
-        name in CASTS,
+        KINDS.get(name),
         WRITTEN_OUT.get(func),
     )

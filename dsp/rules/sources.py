@@ -1,8 +1,9 @@
-"""Whole tensors stretched in glue: each rank produces its part alone."""
+"""Tensors that each rank makes its part of alone: whole ones stretched, and those filled with one number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from dsp.layout import Cut
 from dsp.rules.call import Frame, Operand
 
-SOURCES = ("repeat_interleave", "expand", "broadcast_to", "repeat", "tile")
+FILLED = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
+SOURCES = FILLED | frozenset("repeat_interleave expand broadcast_to repeat tile".split())
 
 
 def source_cuts(f: Frame) -> list[Cut]:
@@ -24,9 +26,7 @@ def source_cuts(f: Frame) -> list[Cut]:
             return []
         dim = f.normal(0 if dim is None else dim, x.ndim)
         return [Cut(dim, x.shape[dim])]
-    sizes = f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:]))
-    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
-        sizes = sizes[0]
+    sizes = sizes_of(f, f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
     lead = len(sizes) - x.ndim
     cuts = []
     for d, s in enumerate(sizes):
@@ -36,19 +36,35 @@ def source_cuts(f: Frame) -> list[Cut]:
     return cuts
 
 
+def sizes_of(f: Frame, given: Any) -> list[Any]:
+    """Given one by one, or as one sequence."""
+    return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+
+
 def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """The same stretch for one rank: (function, its arguments, global size of the cut dim)."""
+    """The same for one rank: (function, its arguments, global size of the cut dim)."""
+    if f.name in FILLED:
+        return localize_filled(f, cut)
     x = f.args[0]
     if f.name == "repeat_interleave":
         times = f.get(1, "repeats")
         size = x.shape[cut.dim] * times
         own = f.local_size(times, 1)
         return torch.repeat_interleave, (x, own, cut.dim), size
-    sizes = f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:]))
-    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
-        sizes = sizes[0]
-    sizes = list(sizes)
+    sizes = sizes_of(f, f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
     size = sizes[cut.dim]
     sizes[cut.dim] = f.local_size(size, 1)
     stretch = torch.Tensor.repeat if f.name in ("repeat", "tile") else torch.Tensor.expand
     return stretch, (x, *sizes), size
+
+
+def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
+    """Of `new_*` the first argument gives a type and a device; after the sizes of `full` comes the number."""
+    assert f.func is not None
+    like, rest = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
+    value = rest[1:] if f.name.endswith("full") else ()
+    sizes = sizes_of(f, f.kwargs.get("size", rest[:1] if value else rest))
+    size = sizes[cut.dim]
+    sizes[cut.dim] = f.local_size(size, cut.outer)
+    options = {k: v for k, v in f.kwargs.items() if k != "size"}
+    return partial(f.func, **options), (*like, tuple(sizes), *value), size

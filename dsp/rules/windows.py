@@ -123,6 +123,8 @@ def conv(f: Frame) -> Outcome:
     if out < 1:
         raise f.refuse("it is shorter than the window")
     step, lead, span = stride[at], padding[at], reach[at] + 1
+    if (step, lead, span) == (1, 0, 1):  # each row by itself, also of a fold
+        return Outcome(cut, out, func=f.on_a_row(cut, out))
     padding[at] = 0
     rest = {"bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": f.get(6, "groups", 1)}
     return windowed(

@@ -66,7 +66,13 @@ def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def expand_as(x: Tensor, other: Tensor) -> Tensor:
+    """Nothing but a shape is read of the other."""
+    return x.expand(other.shape)
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    Tensor.expand_as: expand_as,
     F.multi_head_attention_forward: multi_head_attention,
     **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

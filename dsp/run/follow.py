@@ -135,7 +135,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
 
 
 def source(op: Operation, cut: Cut) -> Any:
-    """A whole tensor stretched: each rank makes its part alone."""
+    """A whole tensor stretched, or zeros: each rank makes its part alone."""
     frame = op.frame([None] * len(op.tensors))
     stretch, args, size = localize_source(frame, cut)
     out = stretch(*without_operands(args, {id(o): t for o, t in zip(frame.operands(), op.tensors)}))

@@ -26,7 +26,7 @@ from dsp.private import (
     saving_hooks,
 )
 from dsp.rules import GlueError, tensor_args
-from dsp.rules.functions import UNRUNNABLE, Function, cast_to, known, refuse_unrunnable
+from dsp.rules.functions import UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
 from dsp.run.follow import follow, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import RECIPES, Odd, Operation, Recipe, derive, key_of
@@ -85,7 +85,7 @@ class Glue(TorchFunctionMode):
             refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
-        args = cast_to(args) if what.casts else args
+        args = args if what.kind is None else without_kind(args, what.kind)
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
             return out
         if run.aside:

@@ -143,10 +143,11 @@ def derive(op: Operation) -> Recipe:
             if run.script is not None and not (run.script.recorded or run.strayed):
                 raise
             # nobody planned this: would another dim do, or else the whole tensors?
-            found = detour(op)
+            into_whole = changing and op.shells[0] is None  # what it writes there has to be whole, too
+            found = None if into_whole else detour(op)
             if found is not None:
                 wanted, frame, outcome = found
-            elif changing:
+            elif changing and not into_whole:
                 raise
             else:
                 log.info("gathered: %s", refusal)
