@@ -226,10 +226,10 @@ def told_by_its_record(mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> list[str
 def test_a_forward_that_reads_its_data_is_told_after_its_first_call(ranks) -> None:
     inputs = CASES["graph"][1]
     first, second = ranks(told_by_its_record, 2, inputs)
-    assert first == ["every rank runs whole what is between stages: index_add() (720 B)"]
+    assert first == ["every rank runs whole what is between stages: index_reduce() (720 B)"]
     assert second == []
     plan = dsp.plan(Graph(Graph.Reading), inputs, size=2, gather_output=False)
-    assert "every rank runs whole what is between stages: index_add() in conv (" in str(plan)
+    assert "every rank runs whole what is between stages: index_reduce() in conv (" in str(plan)
 
 
 class Deep(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from prover import Call, Proof, functions, prove, prove_source
-from prover_forms import AUTOMATIC, FORMS, Form, flags, form, x
+from prover_forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
 from slow import slow
 from torch import Tensor
 

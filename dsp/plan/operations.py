@@ -16,7 +16,7 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Sym
 from dsp.plan.names import letters_of
-from dsp.plan.values import Values, apart_from, first_part, is_batch
+from dsp.plan.values import Values, apart_from, expanded, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
 from dsp.rules import (
     RULES,
@@ -244,12 +244,8 @@ class Operations(Values):
         parts = [c for c in found.choices if any(c.needs)]
         whole = len(parts) < len(found.choices)
         read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
-        known = [memory(t) for t in op.tracked]  # a short tensor that is stretched stays short
-        if (
-            whole
-            and any(c.rank == 0 for c in parts)
-            and self.long((*read, *(t for t in op.outputs if memory(t) not in known)))
-        ):
+        made = [t for t in op.outputs if not expanded(t)]
+        if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = parts
         return found
