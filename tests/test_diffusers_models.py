@@ -11,6 +11,7 @@ import pytest
 import torch
 from slow import slow, slow_but
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import dsp
 
@@ -40,6 +41,19 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
         return diffusers_models.held(mesh, diffusers_models.CASES[name])
 
 
+def test_the_page_has_every_row() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import diffusers_models
+
+    rows = diffusers_models.rows()
+    assert list(rows) == [(name, n) for name in diffusers_models.CASES for n in (2, 3, 4)]
+    for (name, n), line in rows.items():
+        output, gradients, share, ratio = line.split(" | ")[3:7]
+        assert (float(output) < 1e-6, float(gradients) < 1e-5) == (True, True), line
+        assert float(share) <= (1.1 / n if "Transformer" in name else 1 / n + 0.03), line
+        assert ("Transformer" not in name) == (ratio == "-"), line
+
+
 @pytest.mark.parametrize("name", slow_but(MODELS, "FluxTransformer2DModel"))
 def test_one_line_is_enough(ranks: Any, name: str) -> None:
     found = ranks(held, 3, name)[0]
@@ -48,6 +62,28 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
     assert found["share"] <= (0.37 if MODELS[name] else 0.5)
     if MODELS[name]:
         assert found["planned"] <= MODELS[name] * found["ulysses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("heads", [48, 30])
+def test_a_joint_attention_sends_what_ulysses_does(heads: int, n: int) -> None:
+    """CogVideoX's, as it is, over 226 tokens of text and 17,550 of video, its join and split included."""
+    from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
+
+    width, (text, video) = 64 * heads, (226, 17550)
+    with torch.device("meta"):
+        attention = Attention(width, dim_head=64, heads=heads, bias=True, processor=CogVideoXAttnProcessor2_0())
+        places = torch.randn(video, 64), torch.randn(video, 64)
+        given = {"hidden_states": torch.randn(1, video, width), "encoder_hidden_states": torch.randn(1, text, width)}
+    line = "hidden_states=b n c, encoder_hidden_states=b m c"
+    plan = dsp.plan(
+        attention, kwargs=given | {"image_rotary_emb": places}, size=n, stages={"": line}, gather_output=False,
+        given={"hidden_states": Shard(1)},
+    )  # fmt: skip
+    assert plan.exact
+    assert plan.share <= 1.1 / n
+    assert plan.bytes["forward"] <= 1.05 * 4 * (text + video) * width * 4 * (n - 1) / n**2
 
 
 TEXT, VIDEO = torch.randn(1, 256, 4096, device="meta"), torch.randn(1, 16, 21, 90, 160, device="meta")

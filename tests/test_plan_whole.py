@@ -78,7 +78,7 @@ class Graph(nn.Module):
     class Largest(Conv):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             sent = self.lin(x)[edges[0]]
-            return x.new_zeros(x.shape).index_reduce_(0, edges[1], sent, "amax")
+            return x.new_zeros(x.shape).scatter_reduce_(0, edges[1][:, None].expand(sent.shape), sent, "amax")
 
     class Reading(Largest):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_cells_of_pixels_need_a_line() -> None:
 def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "index_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
+    said = "scatter_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
 
 
@@ -226,10 +226,10 @@ def told_by_its_record(mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> list[str
 def test_a_forward_that_reads_its_data_is_told_after_its_first_call(ranks) -> None:
     inputs = CASES["graph"][1]
     first, second = ranks(told_by_its_record, 2, inputs)
-    assert first == ["every rank runs whole what is between stages: index_reduce() (720 B)"]
+    assert first == ["every rank runs whole what is between stages: scatter_reduce() (720 B)"]
     assert second == []
     plan = dsp.plan(Graph(Graph.Reading), inputs, size=2, gather_output=False)
-    assert "every rank runs whole what is between stages: index_reduce() in conv (" in str(plan)
+    assert "every rank runs whole what is between stages: scatter_reduce() in conv (" in str(plan)
 
 
 class Deep(nn.Module):
