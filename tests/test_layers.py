@@ -17,7 +17,7 @@ rules plan run check discover embedded
 ROOMS = {
     "planner": "problem facts elimination sweep",
     "rules": "call elementwise statistics along joins products sequences shape windows sources written_out functions",
-    "plan": """script events skeleton watch names values operations recorder twins tracer tracing reads
+    "plan": """script events skeleton watch operation names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
     "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",
     "check": "report compare modes independence check",

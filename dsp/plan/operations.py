@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from operator import add
 from typing import Any
 
@@ -16,115 +15,24 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Sym
 from dsp.plan.names import letters_of
-from dsp.plan.values import Values, apart_from, expanded, first_part, is_batch
+from dsp.plan.operation import Combo, Operation, Ways
+from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
 from dsp.rules import (
-    RULES,
     SOURCES,
-    Frame,
     GlueError,
-    Operand,
     Outcome,
-    no_rule,
     source_cuts,
     tensor_args,
-    with_operands,
 )
 from dsp.rules.functions import DENSE, PRODUCTS
-from dsp.rules.sources import FILLED, EXPANDED
+from dsp.rules.sources import EXPANDED, FILLED
 from dsp.tensors import memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
 SAME = frozenset("contiguous flatten ravel to type type_as float double half bfloat16 real conj resolve_conj".split())
 
-Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
 COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
-
-
-@dataclass
-class Operation:
-    """One operation of glue as it ran on `n` ranks' behalf: its tensor arguments, what is known of each, its results.
-
-    written: it wrote in place, into its first operand.
-    """
-
-    index: int
-    name: str
-    args: Any
-    kwargs: Any
-    n: int
-    written: bool
-    tracked: list[Tensor]
-    syms: list[Sym | None]
-    outputs: list[Tensor] = field(default_factory=list)
-    brought: dict[tuple[int, str], Cut | None] = field(default_factory=dict)
-    alone: Callable[[], None] | None = None  # of new zeros: counts them as whole
-
-    @cached_property
-    def values(self) -> list[int]:
-        """Each value among its operands once."""
-        return list(dict.fromkeys(s.value for s in self.syms if s is not None))
-
-    @property
-    def first(self) -> Sym:
-        return next(s for s in self.syms if s is not None)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor that it makes, or writes; of a view none."""
-        made = self.tracked[:1] if self.written else self.outputs
-        known = () if self.written else [memory(t) for t in self.tracked]
-        return max((t.numel() * t.element_size() for t in made if memory(t) not in known), default=0)
-
-    def frame(self, cuts: Mapping[int, Cut | None]) -> Frame:
-        """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
-        operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
-        converted = tuple(with_operands(a, operands) for a in self.args)
-        return Frame(self.name, converted, {k: with_operands(v, operands) for k, v in self.kwargs.items()}, self.n)
-
-    def outcome(self, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
-        try:
-            return RULES.get(self.name, no_rule)(self.frame(cuts))
-        except GlueError as error:
-            return error
-
-    def cuts(self, layout: Mapping[int, Layout]) -> dict[int, Cut]:
-        """Where its tensors are cut, by position, if values are laid out so."""
-        syms = [(i, s, layout.get(s.value)) for i, s in enumerate(self.syms) if s is not None]
-        return {i: s.cuts[key] for i, s, key in syms if key is not None}
-
-    def brings(self, v: int, key: str) -> Cut | None:
-        """Where the outputs are cut if of all operands only this value is: which of them brings the dim."""
-        if (v, key) not in self.brought:
-            outcome = self.outcome(self.cuts({v: key}))
-            self.brought[v, key] = None if isinstance(outcome, GlueError) else outcome.cut
-        return self.brought[v, key]
-
-
-@dataclass
-class Ways:
-    """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
-
-    choices: list[Choice] = field(default_factory=list)
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
-    passing: dict[Combo, Passing] = field(default_factory=dict)  # by what a choice needs
-    copied: set[Combo] = field(default_factory=set)  # likewise: where what would be a view is a copy
-    view: bool = True  # the same data in every layout
-    viewed: bool = False  # in some layout
-    refusal: GlueError | None = None
-
-    def sizes_of(self, t: Tensor) -> dict[str, int]:
-        own = {key: t.shape[cut.dim] // cut.outer for key, cut in self.cuts.items() if key in self.resized}
-        return self.sizes | own
-
-    @property
-    def narrow(self) -> bool:
-        """Whether nothing but batch, or what is whole already, gets through as it is."""
-        return bool(self.refusal or self.passing or self.copied) and all(
-            c.rank or c.bytes or c.needs in self.copied or not any(c.needs) for c in self.choices
-        )
 
 
 class Operations(Values):
@@ -173,6 +81,8 @@ class Operations(Values):
             return
         sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
+        if op.name in EXPANDED:
+            self.stretched.add(value)
         choices = [Choice((), (k,), rank=int(is_batch(k))) for k in cuts] + [Choice((), (None,))]
         event = Event("source", op.index, op.name, source=[*cuts.values(), None])
         self.add(Op(op.name, (), (value,), tuple(choices)), event)
@@ -244,7 +154,7 @@ class Operations(Values):
         parts = [c for c in found.choices if any(c.needs)]
         whole = len(parts) < len(found.choices)
         read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
-        made = [t for t in op.outputs if not expanded(t)]
+        made = () if op.stretches else op.outputs
         if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):
             # nothing longer than a share of the longest tensor runs whole where it need not
             found.choices = parts
@@ -293,6 +203,8 @@ class Operations(Values):
             for t in op.outputs:
                 name = f"{op.name} {list(t.shape)}"
                 produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
+                if op.stretches:
+                    self.stretched.add(produced[-1])
         else:
             for t in op.outputs:
                 if hasattr(t, "_dsp_sym"):

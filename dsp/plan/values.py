@@ -61,8 +61,6 @@ class Values:
         self.letters.append(letters)
         self.whole.append(whole)
         index = len(self.values) - 1
-        if expanded(t):
-            self.stretched.add(index)
         self.sharing.setdefault(memory(t), set()).add(index)
         named = {c.dim for c in cuts.values()}
         fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
@@ -179,12 +177,6 @@ def apart_from(known: Iterable[str], key: str) -> str:
     while key in known:
         key += "'"
     return key
-
-
-def expanded(t: Tensor) -> bool:
-    """Whether the same numbers stand in it more than once."""
-    with NO():
-        return any(size > 1 and not step for size, step in zip(t.shape, t.stride()))
 
 
 def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:

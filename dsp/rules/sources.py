@@ -12,7 +12,8 @@ from dsp.layout import Cut
 from dsp.rules.call import Frame, Operand
 
 FILLED = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
-SOURCES = FILLED | frozenset("repeat_interleave expand broadcast_to repeat tile".split())
+EXPANDED = frozenset({"expand", "broadcast_to"})
+SOURCES = FILLED | EXPANDED | {"repeat_interleave", "repeat", "tile"}
 
 
 def source_cuts(f: Frame) -> list[Cut]:
