@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "a whole tensor that is written in place counts as nothing",
-        "dsp/plan/operations.py",
+        "dsp/plan/operation.py",
         "made = self.tracked[:1] if self.written else self.outputs",
         "made = () if self.written else self.outputs",
         "test_plan_whole::test_what_no_line_helps_is_said_too",
@@ -198,7 +198,7 @@ FAULTS = [
     Fault(
         "what is long may run whole where it need not",
         "dsp/plan/operations.py",
-        "if whole and any(c.rank == 0 for c in parts) and self.long((*read, *op.outputs)):",
+        "if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):",
         "if whole and not parts:",
         "test_plan_least",
     ),

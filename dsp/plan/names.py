@@ -20,7 +20,7 @@ from torch import Tensor
 from dsp.planner import Layout
 
 if TYPE_CHECKING:
-    from dsp.plan.operations import Operation
+    from dsp.plan.operation import Operation
     from dsp.plan.values import Values
 
 STAND_IN = re.compile(r"dim\d+'*|.+'")
