@@ -188,11 +188,8 @@ def test_numbers_and_entries_that_cannot_be(tmp_path):
     ):
         with pytest.raises(LatentError, match=said):
             LatentFolder(changed(name, **fields))
-    folder = LatentFolder(changed("infinite", lambda x: x / 0))
     with pytest.raises(LatentError, match=r"shard-.*: 0.latent holds NaN or infinite numbers"):
-        folder.latents.verify()
-    with pytest.raises(LatentError, match="other holds NaN or infinite numbers"):
-        folder.latent(next(e for e in folder.clips[0] if e.name == "other"))
+        LatentFolder(changed("infinite", lambda x: x / 0))
 
     sound = latent_folder(tmp_path / "sound", {(2, 2, 2): 2})
     LatentFolder(sound).latents.verify()

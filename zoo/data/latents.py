@@ -133,12 +133,16 @@ def encoded(folder: Path) -> list[Entry]:
 
 
 class Latents:
-    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded."""
+    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded.
+
+    One whose header does not say that its numbers are finite is read whole: a LatentError names what is not.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self.manifest, self.entries = read_manifest(self.folder), encoded(self.folder)
         self._open: dict[str, Any] = {}
+        self._read([p for p in self.folder.glob("shard-*.safetensors") if read_header(p).get("finite") != "True"])
 
     def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
         """The latent [c, frames asked for, h, w], float32; no other frames are read."""
@@ -172,8 +176,10 @@ class Latents:
 
         Shards of before there were checksums are only searched for what is not finite.
         """
-        paths = sorted(self.folder.glob("shard-*.safetensors"))
-        for path in counted(paths, len(paths), "verifying shards", logging.getLogger(__name__)):
+        self._read([*self.folder.glob("shard-*.safetensors")])
+
+    def _read(self, paths: list[Path]) -> None:
+        for path in counted(sorted(paths), len(paths), "verifying shards", logging.getLogger(__name__)):
             known = read_header(path)
             found, strange = hashlib.sha256(), []
             for name, tensor in read_tensors(path):
@@ -233,6 +239,7 @@ class Writer:
             digest.update(_raw(self._tensors[key]))
         header |= {
             "sha256": digest.hexdigest(),
+            "finite": str(all(bool(x.isfinite().all()) for x in self._tensors.values())),
             "vae_hash": self.manifest.vae_hash,
             "text_hash": self.manifest.text_hash,
         }
