@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.embedded import blocks, ring_attention, ulysses_attention
+from dsp.embedded.ulysses import Ulysses
 from dsp.layout import Axis
 from dsp.planner import chunk_sizes
 from zoo.attention import attend
@@ -435,3 +436,11 @@ def test_training_gives_the_losses_of_one_process(run, whole_world, method: str)
     one = run("name=one", *few)
     whole_world(_run_here, 2, run.arguments("name=two", f"parallel.method={method}", *few, *again))
     alike(one, run.directory / "runs/two", 1e-4, [("loss", "grad_norm")])
+
+
+def test_a_core_that_is_given_a_mask_is_refused() -> None:
+    core = object.__new__(Ulysses)
+    core.name = "blocks.0.core"
+    x = torch.zeros(1, 4, 2, 3)
+    with pytest.raises(ValueError, match=r"takes queries, keys and values alone, and got mask.*use method='dsp'"):
+        core.bind((x, x, x), {"mask": x})

@@ -305,7 +305,7 @@ def forward(self, x: (b, t, s, c)):
     return x8
 """,
     "a stage that returns what it was given, written": """
-b, t, s, c = 1, 5, 3, 4
+b, t, s, c = 1, 5, 4, 4
 stages = {"": "x=b t s c", "s0": "b t [s] [c]", "s1": "b t s [c]"}
 s0 = Attend(2)
 s1 = Scribble()
@@ -333,6 +333,24 @@ b, c, t = 1, 3, 2
 stages = {"": "x=b c t"}
 def forward(self, x: (b, c, t)):
     return x.split(1, 1)[1]
+""",
+    "a checkpoint of what saves nothing": """
+b, s, c = 1, 1, 2
+stages = {"": "x=b s c", "s0": "b [c] [s]"}
+s0 = Table(1)
+def forward(self, x: (b, s, c, float)):
+    def f7(x4):
+        return self.s0(F.relu(x4))
+    return checkpoint(f7, x, use_reentrant=False)
+""",
+    "a stage that writes a gradient into what had none": """
+b, t, s, c = 1, 2, 3, 1
+stages = {"": "x=b t s c", "s0": "t c s [b]"}
+s0 = Scribble()
+def forward(self, x: (b, t, s, c, float)):
+    x2 = x - x.var(2, keepdim=True, unbiased=False)
+    x4 = x2.view(s, t, c)
+    return self.s0(x2)
 """,
     "a sum over ranks that the plan splits at once": """
 b, s, r, c = 1, 5, 3, 4

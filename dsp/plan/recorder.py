@@ -46,7 +46,7 @@ class Recorder(Operations):
         self.inputs: dict[str, int] = {}
         self.stage_calls = 0
         self.random_glue = False
-        self.saves: dict[int, float] = {}
+        self.saves: dict[int, float] | None = None  # not known of a run
 
     # --- stages ---
 
@@ -54,6 +54,7 @@ class Recorder(Operations):
         self.meet(tensors_in((args, kwargs)))
         _, bound = stage.signature.bind(args, kwargs)
         sizes = stage.sizes(bound, self.root_sizes)
+        self.used((b.tensor for b in bound), [self.sym(b.tensor) for b in bound])  # before it writes into one
         self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
 
     def leave_stage(self, output: Any, measured: Measured = Measured(), keeps_inputs: bool = False) -> None:
@@ -94,7 +95,6 @@ class Recorder(Operations):
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=constants_in(output),
             sends=inside, passing=passing if any(passing) else [],
         )  # fmt: skip
-        self.used((b.tensor for b in bound), syms)
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, tensors)
 
     def sizes_of_result(self, stage: Stage, t: Tensor, p: TensorPattern, sizes: Mapping[str, int]) -> dict[str, int]:

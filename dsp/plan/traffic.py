@@ -83,9 +83,10 @@ class Traffic:
         region = t.events[at].region if at >= 0 else None
         if region is None or region not in self.recomputing:
             return False
-        if region in t.saves:
-            return t.saves[region] > at or (t.saves[region] == at and not after)
-        return any(e.region == region and e.kind == "stage" for e in t.events[at + after :])
+        if t.saves is None:
+            return any(e.region == region and e.kind == "stage" for e in t.events[at + after :])
+        last = t.saves.get(region, -1)
+        return last > at or (last == at and not after)
 
     def recomputed(self, m: Move) -> bool:
         if self.program.pushed(m):
