@@ -334,6 +334,14 @@ stages = {"": "x=b c t"}
 def forward(self, x: (b, c, t)):
     return x.split(1, 1)[1]
 """,
+    "a view of a whole input that was made without gradient": """
+b, t, s, c = 1, 3, 5, 8
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    with torch.no_grad():
+        x7 = x.transpose(1, -4)
+    return [x, torch.einsum("abcd,abCd->abdC", x7, x7)]
+""",
     "a checkpoint of what saves nothing": """
 b, s, c = 1, 1, 2
 stages = {"": "x=b s c", "s0": "b [c] [s]"}

@@ -120,7 +120,7 @@ class Glue(TorchFunctionMode):
             and not any(isinstance(t, DTensor) for t in tensor_args(args, kwargs))
         ):
             run.where = ("glue", index, what.name)
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if what.changing else plainly(func(*args, **kwargs))
         script = run.script
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
