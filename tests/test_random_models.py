@@ -342,6 +342,13 @@ def forward(self, x: (b, t, s, c)):
         x7 = x.transpose(1, -4)
     return [x, torch.einsum("abcd,abCd->abdC", x7, x7)]
 """,
+    "a whole tensor that is stretched, and split then": """
+b, c, l = 1, 6, 3
+stages = {"": "text=b l c"}
+def forward(self, text: (b, l, c)):
+    x3 = torch.einsum("abc,aBc->Bab", text, text)
+    return x3.repeat(1, 1, c, 1).roll(1, 2)
+""",
     "a checkpoint of what saves nothing": """
 b, s, c = 1, 1, 2
 stages = {"": "x=b s c", "s0": "b [c] [s]"}

@@ -36,7 +36,7 @@ class Program:
 
         One that no use needs as its producer gave it is switched there: the earliest place, and in the producer's own
         dtype; all other moves happen at the use. So do those of what was written in place, which is read by way of the
-        tensor that was written.
+        tensor that was written, and of a whole tensor that was stretched.
         """
         made = {v: (step, key) for step in self.found.steps for v, key in zip(step.op.outputs, step.choice.gives)}
         found: dict[int, Layout] = {}
@@ -44,7 +44,8 @@ class Program:
             if v not in made or first.kind == "gather" or first.dst not in self.trace.cuts[v]:
                 continue
             step, home = made[v]
-            if not step.event.written and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
+            apart = step.event.written or step.event.kind == "source"
+            if not apart and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
                 found[v] = first.dst
         return found
 
