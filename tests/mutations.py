@@ -233,8 +233,8 @@ FAULTS = [
     Fault(
         "what was written in place is switched where it was written",
         "dsp/plan/program.py",
-        "if not step.event.written and home",
-        "if home",
+        "apart = step.event.written or step.event.kind == \"source\"",
+        "apart = step.event.kind == \"source\"",
         "test_random_models::test_mended",
     ),
     Fault(
