@@ -27,7 +27,7 @@ def source_cuts(f: Frame) -> list[Cut]:
             return []
         dim = f.normal(0 if dim is None else dim, x.ndim)
         return [Cut(dim, x.shape[dim])]
-    sizes = sizes_of(f, f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
+    sizes = sizes_of(f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
     lead = len(sizes) - x.ndim
     cuts = []
     for d, s in enumerate(sizes):
@@ -37,7 +37,7 @@ def source_cuts(f: Frame) -> list[Cut]:
     return cuts
 
 
-def sizes_of(f: Frame, given: Any) -> list[Any]:
+def sizes_of(given: Any) -> list[Any]:
     """Given one by one, or as one sequence."""
     return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
 
@@ -52,7 +52,7 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
         size = x.shape[cut.dim] * times
         own = f.local_size(times, 1)
         return torch.repeat_interleave, (x, own, cut.dim), size
-    sizes = sizes_of(f, f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
+    sizes = sizes_of(f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
     size = sizes[cut.dim]
     sizes[cut.dim] = f.local_size(size, 1)
     stretch = torch.Tensor.repeat if f.name in ("repeat", "tile") else torch.Tensor.expand
@@ -64,7 +64,7 @@ def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
     assert f.func is not None
     like, rest = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
     value = rest[1:] if f.name.endswith("full") else ()
-    sizes = sizes_of(f, f.kwargs.get("size", rest[:1] if value else rest))
+    sizes = sizes_of(f.kwargs.get("size", rest[:1] if value else rest))
     size = sizes[cut.dim]
     sizes[cut.dim] = f.local_size(size, cut.outer)
     options = {k: v for k, v in f.kwargs.items() if k != "size"}

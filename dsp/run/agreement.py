@@ -30,10 +30,7 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
     facts = {name: repr(v) if isinstance(v, PLAIN) else type(v).__qualname__ for name, v in flat(options).items()}
     facts.update(torch=torch.__version__, **{"the source of dsp": source()})
     facts.update({f"model.{k}".rstrip("."): type(module).__qualname__ for k, module in model.named_modules()})
-    mine = torch.tensor([number(sorted(facts.items()))], device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
-    everyone = mine.new_empty(axis.size)
-    all_gather(everyone, mine, group=axis.mesh.get_group())
-    if alike(everyone):
+    if same(axis, sorted(facts.items())):
         return
     held: list[Any] = [None] * axis.size
     dist.all_gather_object(held, facts, group=axis.mesh.get_group())
@@ -75,10 +72,10 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
     )
 
 
-def same_plan(axis: Axis, key: str) -> bool:
-    """Whether all ranks have made the same plan: 8 bytes a rank."""
+def same(axis: Axis, key: Any) -> bool:
+    """Whether what has this repr is the same on all ranks: 8 bytes a rank."""
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
-    mine = torch.tensor([number(key)], dtype=torch.int64, device=device)
+    mine = torch.tensor([number(key)], device=device)
     everyone = mine.new_empty(axis.size)
     all_gather(everyone, mine, group=axis.mesh.get_group())
     return alike(everyone)

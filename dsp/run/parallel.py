@@ -29,7 +29,7 @@ from dsp.plan.tracing import trace
 from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
-from dsp.run.agreement import Agreement, agree, same_plan, same_weights
+from dsp.run.agreement import Agreement, agree, same, same_weights
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
@@ -163,7 +163,7 @@ class Runtime:
         self.agreement.start(leaves, spec, (key, plan is None), wait=fresh or plan is None)
         if fresh:
             same_weights(self.axis, self.model)
-            if not same_plan(self.axis, plan.script.key() if plan is not None else ""):
+            if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
         if self.signature is not None:
             args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
@@ -213,7 +213,7 @@ class Runtime:
             plan.script.recorded = True
             if plan.advice and self.axis.rank == 0 and len(self.plans) == 1:
                 log.warning(plan.advice)
-        return plan if same_plan(self.axis, plan.script.key() if plan is not None else "") else None
+        return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
     def keep_word(self, plan: Plan, key: Any, ledger: Ledger) -> None:
         """A run that sends other than its plan says so, once."""

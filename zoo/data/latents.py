@@ -103,15 +103,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encoded(folder: Path) -> list[Entry]:
-    """Every clip in the whole shards of a folder, by name. Reads headers alone.
+    """Every clip in the whole shards of a folder, by name. Reads headers, and shards whose header does not call them
+    finite.
 
-    Raises a LatentError that names a shard which is truncated, of other encoders than the manifest, or repeats a clip.
+    Raises a LatentError that names a shard which is truncated, of other encoders than the manifest, repeats a clip, or
+    holds what is not finite.
     """
     from safetensors import SafetensorError, safe_open
 
     manifest = read_manifest(folder)
     entries: dict[str, Entry] = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in _shards(folder, "opening shards"):
         try:
             with safe_open(path, "pt") as shard:
                 header, names = shard.metadata() or {}, set(shard.keys())
@@ -129,20 +131,18 @@ def encoded(folder: Path) -> list[Entry]:
             if clip.name in entries:
                 raise LatentError(f"{clip.name} is in {entries[clip.name].shard} and in {path.name}; delete one")
             entries[clip.name] = clip
+        if header.get("finite") != "True":
+            _verify(path)
     return [entries[name] for name in sorted(entries)]
 
 
 class Latents:
-    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded.
-
-    One whose header does not say that its numbers are finite is read whole: a LatentError names what is not.
-    """
+    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self.manifest, self.entries = read_manifest(self.folder), encoded(self.folder)
         self._open: dict[str, Any] = {}
-        self._read([p for p in self.folder.glob("shard-*.safetensors") if read_header(p).get("finite") != "True"])
 
     def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
         """The latent [c, frames asked for, h, w], float32; no other frames are read."""
@@ -176,19 +176,8 @@ class Latents:
 
         Shards of before there were checksums are only searched for what is not finite.
         """
-        self._read([*self.folder.glob("shard-*.safetensors")])
-
-    def _read(self, paths: list[Path]) -> None:
-        for path in counted(sorted(paths), len(paths), "verifying shards", logging.getLogger(__name__)):
-            known = read_header(path)
-            found, strange = hashlib.sha256(), []
-            for name, tensor in read_tensors(path):
-                found.update(_raw(tensor))
-                strange += [] if torch.isfinite(tensor).all() else [name]
-            if known.get("sha256", found.hexdigest()) != found.hexdigest():
-                raise LatentError(f"{path}: differs from the checksum in its header; delete it and encode again")
-            if strange:
-                raise LatentError(f"{path}: {strange[0]} holds NaN or infinite numbers; delete it and encode again")
+        for path in _shards(self.folder, "verifying shards"):
+            _verify(path)
 
     def _shard(self, entry: Entry) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -284,20 +273,26 @@ def _compare(clip: Entry, shard: Any) -> None:
         raise ValueError(f"{clip.name!r} is said to be {list(clip.shape)} with {clip.tokens} tokens: {latent}, {text}")
 
 
-def read_header(path: Path) -> dict[str, str]:
+def _shards(folder: Path, what: str) -> Iterator[Path]:
+    paths = sorted(folder.glob("shard-*.safetensors"))
+    return counted(paths, len(paths), what, logging.getLogger(__name__))
+
+
+def _verify(path: Path) -> None:
+    """A LatentError if the tensors of a shard are not those that were written, or not finite."""
     from safetensors import safe_open
 
+    found, strange = hashlib.sha256(), []
     with safe_open(path, "pt") as shard:
-        return shard.metadata() or {}
-
-
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a shard by name, one at a time."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as shard:
-        for name in sorted(shard.keys()):
-            yield name, shard.get_tensor(name)
+        header = shard.metadata() or {}
+        for name in sorted(shard.keys()):  # one at a time
+            tensor = shard.get_tensor(name)
+            found.update(_raw(tensor))
+            strange += [] if torch.isfinite(tensor).all() else [name]
+    if header.get("sha256", found.hexdigest()) != found.hexdigest():
+        raise LatentError(f"{path}: differs from the checksum in its header; delete it and encode again")
+    if strange:
+        raise LatentError(f"{path}: {strange[0]} holds NaN or infinite numbers; delete it and encode again")
 
 
 def _raw(tensor: Tensor) -> bytes:
