@@ -12,7 +12,6 @@ from golden.rule import digest, draw
 from torch import nn
 from zoo_oracles import randomise
 
-import dsp
 import zoo
 from zoo.image.autoregressive import BitsPerDim, sample
 
@@ -106,49 +105,6 @@ def test_it_is_the_authors_model(case):
 # PyTorch's own attention
 
 
-def torch_block(block, x, along, causal):
-    """A block by nn.MultiheadAttention, with a mask, on the rows or columns of (n h w d)."""
-    attention, dim = block.attention, x.shape[-1]
-    module = nn.MultiheadAttention(dim, attention.heads, batch_first=True, dtype=x.dtype)
-    module.load_state_dict(
-        {
-            "in_proj_weight": attention.qkv.weight,
-            "in_proj_bias": attention.qkv.bias,
-            "out_proj.weight": attention.out.weight,
-            "out_proj.bias": attention.out.bias,
-        }
-    )
-    fold = {"row": "n h w d -> (n h) w d", "column": "n h w d -> (n w) h d"}[along]
-    unfold = {"row": "(n h) w d -> n h w d", "column": "(n w) h d -> n h w d"}[along]
-    y = rearrange(block.norm_attention(x), fold)
-    hidden = torch.ones(y.shape[1], y.shape[1]).triu(1).bool() if causal else None
-    y, _ = module(y, y, y, attn_mask=hidden, need_weights=False)
-    x = x + rearrange(y, unfold, n=len(x))
-    y = block.mlp.up(block.norm_mlp(x))
-    return x + block.mlp.down(y * torch.sigmoid(1.702 * y)), module
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("which", ["outer.0.row", "outer.0.column", "inner.0"])
-def test_blocks_agree_with_multihead_attention(which, dtype, tolerance):
-    block = make(dtype).get_submodule(which)
-    x = torch.randn(2, 5, 7, 16, dtype=dtype, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
-    along, causal = "column" if "column" in which else "row", which != "outer.0.row"
-    out, (wanted, module) = block(x), torch_block(block, y, along, causal)
-    assert wanted.std() > 0.1
-    weight = torch.randn_like(wanted)
-    (out * weight).sum().backward()
-    grads = {name: param.grad for name, param in block.attention.named_parameters()}
-    for param in block.parameters():
-        param.grad = None
-    (wanted * weight).sum().backward()
-    pairs = [(out, wanted), (x.grad, y.grad)]
-    pairs += [(grads["qkv.weight"], module.in_proj_weight.grad), (grads["out.weight"], module.out_proj.weight.grad)]
-    for got, expected in pairs:
-        assert (got - expected).abs().max() < tolerance * expected.abs().max()
-
-
 # What makes it autoregressive
 
 
@@ -205,29 +161,6 @@ def test_bits_are_those_of_cross_entropy():
 
 
 # What every model owes
-
-
-def test_plan_has_one_switch_between_rows_and_columns():
-    for channels, switches in ((1, 4), (3, 7)):  # two pairs outside; then exterior, and its half convolution
-        with torch.device("meta"):
-            model = zoo.create("axial_image", "test", channels=channels)
-            plan = dsp.plan(model, kwargs=model.example_inputs(), size=4, gather_output=False)
-        assert len(plan.switches) == switches
-        assert {row.layout for row in plan.stages} == {"h", "w"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"heads": 3}, "hidden=16 does not divide into heads=3"),
-        ({"outer": 3}, "outer=3: blocks along rows and columns come in pairs"),
-        ({"channels": 0}, "channels=0: take at least 1"),
-        ({"dropout": 1.0}, r"dropout=1.0 is not a share in \[0, 1\)"),
-    ],
-)
-def test_wrong_configs_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        zoo.create("axial_image", "test", **overrides)
 
 
 def test_wrong_inputs_are_refused():

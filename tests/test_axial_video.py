@@ -8,10 +8,8 @@ from test_latte_variants import LAYERS, Parts, attention, number_frames
 from torch import nn
 from zoo_oracles import agree, copy_weights, randomise, to_frames
 
-import dsp
 import zoo
-from zoo.attention import SelfAttention
-from zoo.video.axial import AXES, AxialAttention
+from zoo.video.axial import AXES
 
 TURNED = {"t": "(b h w) t c", "h": "(b t w) h c", "w": "(b t h) w c"}
 FRAMES = "(b t) (h w) c"
@@ -94,54 +92,3 @@ def test_models_agree_with_blocks_of_diffusers(order, batch, frames, size, dtype
 
     x = torch.randn(batch, 3, frames, size, size, dtype=dtype)
     agree(model, oracle, names, lambda model, x: model(x, timestep.float(), label), run_oracle, x, tolerance)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("dims", [2, 3])
-def test_summed_attention_agrees_with_the_package(dims, dtype, tolerance):
-    axial = pytest.importorskip("axial_attention")
-    torch.manual_seed(0)
-    theirs = axial.AxialAttention(dim=12, num_dimensions=dims, heads=3, dim_index=-1).to(dtype)
-    randomise(theirs)
-    # rows and columns of an image are what a video model calls time and space
-    ours = (
-        [SelfAttention(12, 3, over) for over in "ts"] if dims == 2 else [AxialAttention(12, 3, axis) for axis in AXES]
-    )
-    parts = [wrapped.fn for wrapped in theirs.axial_attentions]
-    with torch.no_grad():
-        for one, part in zip(ours, parts):
-            one.to(dtype).qkv.weight.copy_(torch.cat([part.to_q.weight, part.to_kv.weight]))
-            one.qkv.bias.zero_()  # the package has none
-            one.out.load_state_dict(part.to_out.state_dict())
-    x = torch.randn(2, *(5, 7, 6)[:dims], 12, dtype=dtype, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
-    out, wanted = sum(one(x) for one in ours), theirs(y)
-    assert wanted.std() > 0.1
-    weight = torch.randn_like(wanted)
-    (out * weight).sum().backward()
-    (wanted * weight).sum().backward()
-    pairs = [(out, wanted), (x.grad, y.grad)]
-    for one, part in zip(ours, parts):
-        pairs.append((one.qkv.weight.grad, torch.cat([part.to_q.weight.grad, part.to_kv.weight.grad])))
-        pairs += [(a.grad, b.grad) for a, b in zip(one.out.parameters(), part.to_out.parameters())]
-    for got, expected in pairs:
-        assert (got - expected).abs().max() < tolerance * expected.abs().max()
-
-
-def test_switches():
-    """Two axes in a row share a layout: one switch in two blocks, never more than two in a cycle of three."""
-    for depth, switches in ((1, 2), (2, 3), (4, 6)):
-        with torch.device("meta"):
-            model = zoo.create("axial_video", "test", depth=depth)
-            inputs = model.example_inputs(frames=8, height=16, width=16)
-        plan = dsp.plan(model, kwargs=inputs, size=4, gather_output=False)
-        assert len(plan.switches) == switches <= 2 * depth
-        with torch.device("meta"):
-            model = zoo.create("axial_video", "test", depth=depth, order="summed")
-        plan = dsp.plan(model, kwargs=inputs, size=4, gather_output=False)
-        assert len(plan.switches) == 2 * depth
-
-
-def test_wrong_orders_are_refused():
-    with pytest.raises(ValueError, match="order='parallel': there are 'sequential' and 'summed'"):
-        zoo.create("axial_video", "test", order="parallel")

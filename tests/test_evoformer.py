@@ -1,10 +1,9 @@
-"""Evoformer and Pairformer against OpenFold3 and the triangle updates of ESMFold: every operation, block and stack."""
+"""Evoformer and Pairformer against OpenFold3: every kind of block, and stacks with their weights."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,12 +24,8 @@ with warnings.catch_warnings():
     from openfold3.core.model.latent.evoformer import EvoformerBlock, EvoformerStack
     from openfold3.core.model.latent.msa_module import MSAModuleBlock, MSAModuleStack
     from openfold3.core.model.latent.pairformer import PairFormerBlock, PairFormerStack
-    from openfold3.core.model.layers import msa, outer_product_mean, transition
-    from openfold3.core.model.layers import triangular_attention as tri_att
-    from openfold3.core.model.layers import triangular_multiplicative_update as tri_mul
-    from openfold3.core.model.layers.attention_pair_bias import AttentionPairBias
+    from openfold3.core.model.layers import msa
     from openfold3.core.utils.relpos import relpos_complex
-    from transformers.models.esm import modeling_esmfold as esm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # the oracles ask for CUDA's autocast
 
@@ -55,7 +50,6 @@ def with_biases(config: ConfigDict) -> ConfigDict:
 
 
 AF2 = with_biases(lin_init.evo_block_init)
-LINEARS = {2: AF2, 3: lin_init.msa_block_init}
 
 
 def masks(dtype: torch.dtype, *, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,139 +109,11 @@ def compare(
             assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 
-def nest(parts: dict[str, nn.Module]) -> nn.Module:
-    """Modules under their paths in a stack."""
-    root = nn.Module()
-    for path, module in parts.items():
-        *parents, last = f"blocks.0.{path}".split(".")
-        at = root
-        for name in parents:
-            if name not in at._modules:
-                at.add_module(name, nn.Module())
-            at = at._modules[name]
-        at.add_module(last, module)
-    return root
-
-
 def stack(*blocks: nn.Module) -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
 
 
-# Operations
-
-C = 40  # logits at once: less than one row has
-
-
-def row_attention(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, row = layers.PairBias(C_Z, 3, version), layers.RowAttention(C_M, 3, 4, version, C)
-    oracle = msa.MSARowAttentionWithPairBias(C_M, C_Z, 4, 3, INF, LINEARS[version].msa_row_att)
-    mask = masks(dtype)[1]
-    return (
-        {"row_bias": bias, "row": row}, {"msa_att_row": oracle},
-        lambda m, z: row(m, bias(z), mask), lambda m, z: m + oracle(m, z, mask), [MSA, PAIR],
-    )  # fmt: skip
-
-
-def column_attention(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    column = layers.ColumnAttention(C_M, 3, 4, version, C)
-    oracle = msa.MSAColumnAttention(C_M, 4, 3, INF, LINEARS[version].msa_row_att)
-    mask = masks(dtype)[1]
-    return (
-        {"column": column}, {"msa_att_col": oracle},
-        lambda m: column(m, mask), lambda m: m + oracle(m, mask), [MSA],
-    )  # fmt: skip
-
-
-def relu_or_swiglu(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    ours = layers.Transition(C_M, 3, version)
-    oracle = (transition.ReLUTransition if version == 2 else transition.SwiGLUTransition)(C_M, 3)
-    return {"transition": ours}, {"msa_transition": oracle}, ours, lambda m: m + oracle(m), [MSA]
-
-
-def outer_product(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    ours = layers.OuterProductMean(C_M, C_Z, 3, version, 200)
-    oracle = outer_product_mean.OuterProductMean(C_M, C_Z, 3, linear_init_params=LINEARS[version].opm)
-    mask = masks(dtype)[1]
-    return (
-        {"outer": ours}, {"outer_product_mean": oracle},
-        lambda z, m: ours(z, m, mask), lambda z, m: z + oracle(m, mask), [PAIR, MSA],
-    )  # fmt: skip
-
-
-def triangle_multiplication(edges: str, version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    ours = layers.TriangleMultiplication(C_Z, 5, edges, version)
-    make = {"outgoing": tri_mul.TriangleMultiplicationOutgoing, "incoming": tri_mul.TriangleMultiplicationIncoming}
-    oracle = make[edges](C_Z, 5, linear_init_params=LINEARS[version].pair_block.tri_mul)
-    mask = masks(dtype)[2]
-    return (
-        {f"pair.{edges}": ours}, {f"pair_stack.tri_mul_{edges.removesuffix('going').removesuffix('coming')}": oracle},
-        lambda z: ours(z, mask), lambda z: z + oracle(z, mask), [PAIR],
-    )  # fmt: skip
-
-
-def triangle_attention(node: str, version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    ours = layers.TriangleAttention(C_Z, 3, 4, node, version, C)
-    make = tri_att.TriangleAttentionEndingNode if node == "end" and version == 2 else tri_att.TriangleAttention
-    oracle = make(C_Z, 4, 3, inf=INF, linear_init_params=LINEARS[version].pair_block.tri_att)
-    mask = masks(dtype)[2]
-
-    def run(z: Tensor) -> Tensor:
-        if node == "start" or version == 2:
-            return z + oracle(z, mask)
-        return z + oracle(z.transpose(1, 2), mask.transpose(1, 2), transpose_bias=True).transpose(1, 2)  # as its block
-
-    return {f"pair.{node}": ours}, {f"pair_stack.tri_att_{node}": oracle}, lambda z: ours(z, mask), run, [PAIR]
-
-
-def pair_weighted_averaging(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, average = layers.PairBias(C_Z, 3, 3), layers.PairWeightedAveraging(C_M, 3, 4)
-    oracle = msa.MSAPairWeightedAveraging(C_M, 4, C_Z, 3, INF)
-    mask = masks(dtype)[2]
-    return (
-        {"row_bias": bias, "average": average}, {"msa_att_row": oracle},
-        lambda m, z: average(m, bias(z, mask)), lambda m, z: m + oracle(m, z, mask), [MSA, PAIR],
-    )  # fmt: skip
-
-
-def single_attention(version: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    bias, single = layers.PairBias(C_Z, 3, 3), layers.SingleAttention(C_S, 3, 4, C)
-    oracle = AttentionPairBias(C_S, C_S, C_S, C_S, C_Z, 4, 3, inf=INF)
-    mask = masks(dtype)[0]
-    return (
-        {"single_bias": bias, "single": single}, {"attn_pair_bias": oracle},
-        lambda s, z: single(s, s, bias(z), mask), lambda s, z: s + oracle(s, z, mask), [(2, R, C_S), PAIR],
-    )  # fmt: skip
-
-
 MSA, PAIR = (2, S, R, C_M), (2, R, R, C_Z)
-OPERATIONS: list[tuple[Callable[..., Any], int]] = [
-    *[(f, v) for f in (row_attention, column_attention, relu_or_swiglu, outer_product) for v in (2, 3)],
-    *[(partial(triangle_multiplication, edges), v) for edges in ("outgoing", "incoming") for v in (2, 3)],
-    *[(partial(triangle_attention, node), v) for node in ("start", "end") for v in (2, 3)],
-    (pair_weighted_averaging, 3),
-    (single_attention, 3),
-]
-
-
-def label(value: Any) -> str:
-    return " ".join([*getattr(value, "args", ()), getattr(value, "func", value).__name__]) if callable(value) else ""
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize(("make", "version"), OPERATIONS, ids=label)
-def test_operations_agree_with_openfold(make: Callable[..., Any], version: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours, theirs, run, run_oracle, shapes = make(version, dtype)
-    compare(nest(ours), nest(theirs), version, run, run_oracle, shapes, dtype)
-
-
-@EVERY_DTYPE
-def test_global_column_attention_agrees_with_openfold(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours = layers.GlobalColumnAttention(C_M, 3, 4, 2, C)
-    oracle = msa.MSAColumnGlobalAttention(C_M, 4, 3, INF, linear_init_params=AF2.msa_row_att)
-    mask = masks(dtype)[1]
-    compare(ours, oracle, 2, lambda m: ours(m, mask), lambda m: m + oracle(m, mask), [MSA], dtype, global_names)
 
 
 def global_names(name: str) -> list[str]:
@@ -256,39 +122,6 @@ def global_names(name: str) -> list[str]:
     theirs |= {"q": ["global_attention.linear_q"], "gate": ["global_attention.linear_g"]}
     theirs |= {"out": ["global_attention.linear_o"]}
     return [f"{n}.{suffix}" for n in theirs[layer]]
-
-
-# The triangles of ESMFold, which are AlphaFold 2's
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("node", ["start", "end"])
-def test_triangle_attention_agrees_with_esmfold(node: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours = layers.TriangleAttention(C_Z, 3, 4, node, 2, C)
-    oracle = esm.EsmFoldTriangleAttention(C_Z, 4, 3, starting=node == "start", inf=INF)
-    mask = masks(dtype)[2]
-
-    def names(name: str) -> list[str]:
-        found = openfold_names(2)(f"blocks.0.pair.{node}.{name}")
-        return [n.split(".", 4)[-1].replace("linear_z", "linear") for n in found]
-
-    compare(ours, oracle, 2, lambda z: ours(z, mask), lambda z: z + oracle(z, mask), [PAIR], dtype, names)
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("edges", ["outgoing", "incoming"])
-def test_triangle_multiplication_agrees_with_esmfold(edges: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours = layers.TriangleMultiplication(C_Z, C_Z, edges, 2)
-    config = type("Config", (), {"pairwise_state_dim": C_Z})
-    oracle = esm.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=edges == "outgoing")
-    mask = masks(dtype)[2]
-
-    def names(name: str) -> list[str]:
-        return [n.split(".", 4)[-1] for n in openfold_names(2)(f"blocks.0.pair.{edges}.{name}")]
-
-    compare(ours, oracle, 2, lambda z: ours(z, mask), lambda z: z + oracle(z, mask), [PAIR], dtype, names)
 
 
 # Blocks and stacks
@@ -326,20 +159,6 @@ def evoformer_oracle(make: Any, opm_first: bool, **more: Any) -> nn.Module:
     )  # fmt: skip
 
 
-@EVERY_DTYPE
-@pytest.mark.parametrize("opm_first", [False, True])
-def test_evoformer_block_agrees_with_openfold(opm_first: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours = evoformer.Block(evoformer.Config(**OURS, opm_first=opm_first)).eval()
-    oracle = evoformer_oracle(EvoformerBlock, opm_first, eps=1e-8)
-    _, msa_mask, pair_mask = masks(dtype)
-    compare(
-        stack(ours), stack(oracle), 2,
-        lambda m, z: ours(m, z, msa_mask, pair_mask), lambda m, z: oracle(m, z, msa_mask, pair_mask, _mask_trans=False),
-        [MSA, PAIR], dtype,
-    )  # fmt: skip
-
-
 class GlobalColumns(msa.MSAColumnGlobalAttention):
     """As its block calls it: OpenFold3 keeps the layer, and no block that has it."""
 
@@ -347,38 +166,43 @@ class GlobalColumns(msa.MSAColumnGlobalAttention):
         return super().forward(m, mask)
 
 
-@EVERY_DTYPE
-@pytest.mark.parametrize("opm_first", [False, True])
-def test_extra_block_agrees_with_openfold(opm_first: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    config = evoformer.Config(**OURS, c_e=C_M, extra_heads=3, extra_head_dim=4, opm_first=opm_first)
-    ours = evoformer.Block(config, extra=True).eval()
-    oracle = evoformer_oracle(EvoformerBlock, opm_first, eps=1e-8)
-    oracle.msa_att_col = GlobalColumns(C_M, 4, 3, INF, linear_init_params=AF2.msa_row_att)
+def of_alignments(
+    ours: nn.Module,
+    oracle: nn.Module,
+    version: int,
+    dtype: torch.dtype,
+    names: Callable[[str], list[str]] | None = None,
+) -> None:
     _, msa_mask, pair_mask = masks(dtype)
-
-    def names(name: str) -> list[str]:
-        before, column, layer = name.partition("column.")
-        return [f"{before}msa_att_col.{n}" for n in global_names(layer)] if column else openfold_names(2)(name)
-
     compare(
-        stack(ours), stack(oracle), 2,
+        stack(ours.eval()), stack(oracle.eval()), version,
         lambda m, z: ours(m, z, msa_mask, pair_mask), lambda m, z: oracle(m, z, msa_mask, pair_mask, _mask_trans=False),
         [MSA, PAIR], dtype, names,
     )  # fmt: skip
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("opm_first", [False, True])
+def test_evoformer_blocks_agree_with_openfold(opm_first: bool, extra: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = evoformer.Config(**OURS, c_e=C_M, extra_heads=3, extra_head_dim=4, opm_first=opm_first)
+    oracle = evoformer_oracle(EvoformerBlock, opm_first, eps=1e-8)
+    if extra:
+        oracle.msa_att_col = GlobalColumns(C_M, 4, 3, INF, linear_init_params=AF2.msa_row_att)
+
+    def names(name: str) -> list[str]:
+        before, column, layer = name.partition("column.") if extra else (name, "", "")
+        return [f"{before}msa_att_col.{n}" for n in global_names(layer)] if column else openfold_names(2)(name)
+
+    of_alignments(evoformer.Block(config, extra=extra), oracle, 2, dtype, names)
+
+
+@EVERY_DTYPE
 def test_msa_block_agrees_with_openfold(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours = pairformer.MSABlock(pairformer.Config(**OURS)).eval()
-    oracle = MSAModuleBlock(**SMALL, eps=1e-8, transition_type="swiglu", opm_first=True).eval()
-    _, msa_mask, pair_mask = masks(dtype)
-    compare(
-        stack(ours), stack(oracle), 3,
-        lambda m, z: ours(m, z, msa_mask, pair_mask), lambda m, z: oracle(m, z, msa_mask, pair_mask, _mask_trans=False),
-        [MSA, PAIR], dtype,
-    )  # fmt: skip
+    oracle = MSAModuleBlock(**SMALL, eps=1e-8, transition_type="swiglu", opm_first=True)
+    of_alignments(pairformer.MSABlock(pairformer.Config(**OURS)), oracle, 3, dtype)
 
 
 def pairformer_oracle(make: Any, **more: Any) -> nn.Module:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
-from held import shares
 from slow import slow, slow_but
 from test_parallel import beside
 from torch import Tensor, nn
@@ -64,18 +62,6 @@ def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
 
 
-def checked(mesh: DeviceMesh, case: str) -> str:
-    model = build(case)
-    report = dsp.check(model, kwargs=inputs(model, 1, 5, 7), mesh=mesh, thorough=False)
-    return str(report)
-
-
-@pytest.mark.parametrize("case", [slow("evoformer"), "opm first", slow("pairformer")])
-def test_check(ranks: Any, case: str) -> None:
-    for report in ranks(checked, 2, case):
-        assert "float64: ok" in report, report
-
-
 def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int], int]:
     """By the defaults of both, which gather the outputs."""
     model = build(case, chunk=layers.CHUNK)
@@ -97,21 +83,6 @@ def test_sends_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
     for phase, planned in results[0][0].items():
         assert max(sent[phase] for _, sent, _ in results) == planned, phase
     assert all(gathered > 0 for *_, gathered in results)
-
-
-def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
-    def made() -> nn.Module:
-        return build(case, chunk=layers.CHUNK)
-
-    return shares(made, inputs(made(), 1, 24, 24), lambda m: dsp.parallelize(m, mesh, gather_output=False), 24 * 24 * 4)
-
-
-@pytest.mark.slow
-@every_case
-def test_no_rank_holds_more_than_its_share(ranks: Any, case: str) -> None:
-    for largest, total in ranks(held, 4, case):
-        assert largest <= 1.1 / 4
-        assert total <= 1.1 / 4
 
 
 def dropped(mesh: DeviceMesh) -> Tensor:
@@ -178,14 +149,6 @@ def test_distograms_switch_half_of_what_they_add() -> None:
 
 
 # On one process
-
-
-@pytest.mark.parametrize(("name", "count"), [("evoformer", 90_785_111), ("pairformer", 150_634_711)])
-def test_parameter_counts(name: str, count: int) -> None:
-    with torch.device("meta"):
-        model = zoo.create(name)
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert f"{count:,}" in sys.modules[type(model).__module__].__doc__
 
 
 @every_case
@@ -313,21 +276,6 @@ def test_fresh_models_start_as_published_and_learn_with_every_parameter(name: st
     still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert losses[-1] < losses[0]
     assert not still
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        ("evoformer", {"depth": -1}, "depth=-1: 0 is a model without blocks"),
-        ("evoformer", {"extra_depth": -1}, "0 is a model without an extra alignment"),
-        ("evoformer", {"chunk": 0}, "chunk=0: it has to be at least 1"),
-        ("pairformer", {"msa_depth": 0}, "msa_depth=0: it has to be at least 1"),
-        ("pairformer", {"c_z": "8"}, "takes c_z: int"),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(name: str, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zoo.create(name, "test", **overrides)
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

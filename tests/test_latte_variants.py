@@ -9,7 +9,6 @@ from test_latte import DTYPES, dit_names, dit_oracle, text_oracle, turn
 from torch import nn
 from zoo_oracles import Attention, agree, copy_weights, frame_table, randomise, to_frames
 
-import dsp
 import zoo
 from zoo.video.latte import diffusers_names
 
@@ -229,18 +228,6 @@ def test_models_agree_with_blocks_of_diffusers(conditioning, variant, batch, fra
         return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=frames)
 
     agree(model, oracle, theirs, run, run_oracle, x, tolerance)
-
-
-@pytest.mark.parametrize(("variant", "switches"), [(1, 3), (2, 1), (3, 7), (4, 8)])
-def test_switches(variant, switches):
-    """Of four blocks: one between two blocks of variant 1, one in all of variant 2, two a block of the others."""
-    with torch.device("meta"):
-        model = zoo.create("latte", "test", variant=variant)
-        inputs = model.example_inputs(frames=8, height=8, width=8)
-    plan = dsp.plan(model, kwargs=inputs, size=4, gather_output=False)
-    assert len(plan.switches) == switches
-    assert plan.calls == {"forward": switches, "backward": switches, "recompute": 0}
-    assert {row.layout for row in plan.stages} == {"t", "s"}
 
 
 def test_parameters():

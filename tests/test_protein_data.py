@@ -109,18 +109,6 @@ def test_an_alignment_of_another_protein_is_refused(tmp_path):
         join(mine, [alignment(tmp_path, ("q", "WWYYWFFPPHH"))])
 
 
-@pytest.mark.skipif(not (SHARED / "1k1a.cif").exists(), reason="DSP_PROTEIN_DATA names no folder with 1k1a.cif")
-def test_real_structures_have_their_alignments():
-    proteins = {}
-    for name, rows in {"102m": 869, "1k1a": 8061, "5zyh": 1004}.items():
-        alignments = [read_alignment(SHARED / f"{name}.a3m")]
-        proteins[name] = join(read_structure(SHARED / f"{name}.cif"), alignments)
-        assert len(proteins[name].msa) == len(set(map(bytes, alignments[0].msa))) <= rows
-        assert len(proteins[name].msa) > 0.9 * rows
-    with pytest.raises(ValueError, match=r"1k1a.a3m is of another protein than 102m, chain A: 241 and 154 residues"):
-        join(proteins["102m"], [read_alignment(SHARED / "1k1a.a3m")])
-
-
 # ------------------------------------------------------------------------------------------------------------- examples
 
 

@@ -23,7 +23,6 @@ from zoo.data.protein.structure import read_structure
 HERE = Path(__file__).parent
 STRUCTURES = HERE / "structures"
 SHARED = Path(os.environ.get("DSP_PROTEIN_DATA", HERE.parents[1] / "shared" / "data" / "protein"))
-THREE = {"102m": (154, 869), "1k1a": (241, 8061), "5zyh": (237, 1004)}  # residues, rows
 shared = pytest.mark.skipif(not (SHARED / "1k1a.cif").exists(), reason="DSP_PROTEIN_DATA names no folder with 1k1a.cif")
 
 
@@ -110,43 +109,6 @@ def check_mmcif(path, altlocs=None):
 @pytest.mark.parametrize("entry", ["1A8O", "1GBT", "3JQH"])
 def test_mmcif(entry):
     check_mmcif(STRUCTURES / f"{entry}.cif.gz")
-
-
-def test_selenomethionine_stays_in_the_chain():
-    protein = read_structure(STRUCTURES / "1A8O.cif.gz")
-    names = [row["mon_id"] for row in table(STRUCTURES / "1A8O.cif.gz", "pdbx_poly_seq_scheme")]
-    places = [i for i, name in enumerate(names) if name == "MSE"]
-    assert len(places) == 4
-    assert {protein.sequence[i] for i in places} == {"M"}
-    assert protein.resolved[places].all()
-
-
-def test_insertion_codes():
-    """Trypsin is numbered as chymotrypsin: 184 and 184A are neighbours, and numbers jump."""
-    protein = read_structure(STRUCTURES / "1GBT.cif.gz")
-    for number in ("184", "188", "221"):
-        coded, plain = protein.residue_ids.index(f"{number}A"), protein.residue_ids.index(number)
-        assert abs(coded - plain) == 1
-        assert protein.residue_index[coded] == coded
-    assert len(set(protein.residue_ids)) == len(protein) == 223
-
-
-def test_alternatives_and_several_residues_in_one_place():
-    protein = read_structure(STRUCTURES / "3JQH.cif.gz")
-    rows = [r for r in table(STRUCTURES / "3JQH.cif.gz", "atom_site") if r["label_alt_id"] != "."]
-    four = [r for r in rows if (r["label_seq_id"], r["label_atom_id"]) == ("4", "CA")]
-    assert [(r["label_comp_id"], r["occupancy"]) for r in four] == [("PRO", "0.83"), ("SER", "0.17")]
-    assert protein.sequence[3] == "P"
-    assert protein.positions[3, 1, 0] == np.float32(four[0]["Cartn_x"])
-    ties = {}
-    for row in rows:
-        if row["occupancy"] == "0.50" and row["label_atom_id"] in ATOMS:
-            ties.setdefault((row["label_seq_id"], row["label_comp_id"], row["label_atom_id"]), []).append(row)
-    ties = {key: both for key, both in ties.items() if len(both) == 2}
-    assert ties
-    for (number, _, atom), (first, second) in ties.items():
-        assert (first["label_alt_id"], second["label_alt_id"]) == ("A", "B")
-        assert protein.positions[int(number) - 1, ATOMS.index(atom), 0] == np.float32(first["Cartn_x"])
 
 
 def test_pdb_says_what_mmcif_says():
@@ -390,25 +352,6 @@ def test_limits(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- real entries
-
-
-@shared
-@pytest.mark.parametrize("entry", THREE)
-def test_shared_entries(entry):
-    residues, rows = THREE[entry]
-    protein = check_mmcif(SHARED / f"{entry}.cif")
-    begun = time.perf_counter()
-    alignment = read_alignment(SHARED / f"{entry}.a3m")
-    assert time.perf_counter() - begun < 10
-    assert alignment.msa.shape == alignment.deletions.shape == (rows, residues)
-    assert alignment.query == protein.sequence
-    lines = (SHARED / f"{entry}.a3m").read_text().split(">")[1:]
-    for i in range(0, rows, 37):
-        name, *body = lines[i].split("\n")
-        assert alignment.names[i] == name
-        row, counts = by_hand("".join(body))
-        assert "".join(LETTERS[a] for a in alignment.msa[i]) == row
-        assert alignment.deletions[i].tolist() == counts
 
 
 ENTRIES = ["1ubq", "1kd8", "2q2k", "3u8v", "4zey", "7l39", "1psm", "1pzp"]

@@ -101,20 +101,6 @@ def test_distance_lddt_against_loops():
     assert distance_lddt(true, position, seen & False) is None
 
 
-def test_distance_lddt_against_biotite():
-    structure = pytest.importorskip("biotite.structure")
-    position, seen, *_ = real("1ubq")
-    position = position[seen].double()
-    atoms = structure.AtomArray(len(position))
-    atoms.coord, atoms.res_id = position.numpy(), np.arange(len(position))
-    moved = atoms.copy()
-    moved.coord = (position + torch.randn(position.shape, generator=torch.Generator().manual_seed(0))).numpy()
-    x = torch.from_numpy(moved.coord).double()
-    theirs = structure.lddt(atoms, moved, aggregation="residue", exclude_same_residue=True).mean()
-    ours = distance_lddt(distances(x, x), position, torch.ones(len(x), dtype=torch.bool))
-    assert ours == pytest.approx(theirs, abs=1e-4)
-
-
 def test_lddt_of_calpha_atoms_against_biotite():
     """Of a prediction that has all distances of contact atoms right: how far it can get is the geometry's."""
     structure = pytest.importorskip("biotite.structure")

@@ -58,16 +58,6 @@ def test_decays_that_leave_nothing(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_decay_is_a_sum(kind):
-    q, k, v, decay, bonus = arguments(kind, 50, 0, groups=4)
-    seen = torch.ones(50, 50, dtype=q.dtype).tril(0 if bonus is None else -1)
-    y = torch.einsum("bihk,bjhk,bjhe,ij->bihe", q, k, v, seen)
-    if bonus is not None:
-        y = y + (q * k * bonus).sum(-1, keepdim=True) * v
-    torch.testing.assert_close(scan(q, k, v, decay, bonus), y)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_computed_in_float32(kind):
     args = arguments(kind, 20, 3, torch.float32)
     half = [x if x is None else x.bfloat16() for x in args]

@@ -96,6 +96,8 @@ def make(name, overrides, dtype=torch.float64):
         ("st_rwkv", "L/2", {}, 982_848_528),
         ("wan", "1.3B", {}, 1_418_996_800),
         ("wan", "14B", {}, 14_288_491_584),
+        ("evoformer", None, {}, 90_785_111),
+        ("pairformer", None, {}, 150_634_711),
     ],
 )
 def test_parameter_counts(name, size, overrides, count):
@@ -146,6 +148,15 @@ def test_first_size_is_the_default(monkeypatch):
         (("st_mamba", "test"), {"mixer": "s4"}, "there are 'mamba1' and 'mamba2'"),
         (("st_mamba", "test"), {"mixer": "mamba2", "head_dim": 36}, "96 inner channels .* must divide into heads"),
         (("st_rwkv", "test"), {"head_dim": 9}, "hidden=48 does not divide into heads of head_dim=9"),
+        (("axial_video", "test"), {"order": "parallel"}, "there are 'sequential' and 'summed'"),
+        (("axial_image", "test"), {"heads": 3}, "hidden=16 does not divide into heads=3"),
+        (("axial_image", "test"), {"outer": 3}, "outer=3: blocks along rows and columns come in pairs"),
+        (("axial_image", "test"), {"channels": 0}, "channels=0: take at least 1"),
+        (("axial_image", "test"), {"dropout": 1.0}, r"dropout=1.0 is not a share in \[0, 1\)"),
+        (("evoformer", "test"), {"depth": -1}, "depth=-1: 0 is a model without blocks"),
+        (("evoformer", "test"), {"extra_depth": -1}, "0 is a model without an extra alignment"),
+        (("evoformer", "test"), {"chunk": 0}, "chunk=0: it has to be at least 1"),
+        (("pairformer", "test"), {"msa_depth": 0}, "msa_depth=0: it has to be at least 1"),
     ],
 )
 def test_what_does_not_exist_is_refused(args, kwargs, message):

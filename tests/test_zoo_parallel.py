@@ -46,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "axial-image-colour": ("axial_image", {"channels": 3, "num_classes": 5}),
     "wan": ("wan", {}),
 }
+PROTEINS: dict[str, tuple[str, dict[str, Any]]] = {  # beside one process in test_evoformer_parallel.py
+    "evoformer": ("evoformer", {}),
+    "evoformer-opm-first": ("evoformer", {"opm_first": True, "extra_depth": 0, "couplings": 2}),
+    "pairformer": ("pairformer", {}),
+}
 
 
 def example(model: nn.Module, batch: int, **lengths: int) -> dict[str, Tensor]:
@@ -55,7 +60,7 @@ def example(model: nn.Module, batch: int, **lengths: int) -> dict[str, Tensor]:
 
 
 def build(case: str, **more: Any) -> nn.Module:
-    name, overrides = CASES[case]
+    name, overrides = (CASES | PROTEINS)[case]
     torch.manual_seed(0)
     model = zoo.create(name, "test", **overrides, **more).double()
     for p in model.parameters():  # zero-initialised gates would hide everything
@@ -118,25 +123,30 @@ NEW += ["stdit-v1", "stdit-v2", "stdit-v3", "st_mamba", "st_mamba-2-sst", "st_rw
 
 def checked(mesh: DeviceMesh, case: str) -> None:
     model = build(case)
-    inputs = doubled(example(model, 2, frames=5, height=6, width=10))
+    inputs = doubled(example(model, 2, frames=5, height=6, width=10, rows=5, residues=7))
     # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
     inputs = {k: v.round().long() if v.ndim == 1 and v.is_floating_point() else v for k, v in inputs.items()}
     report = dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "axial-image-colour", "latte-4-text", "stdit-v3"))
+@pytest.mark.parametrize(
+    "case", slow_but([*CASES, *PROTEINS], "axial-image-colour", "latte-4-text", "stdit-v3", "evoformer-opm-first")
+)
 def test_stages_are_what_they_say(ranks, case: str) -> None:
     ranks(checked, 3, case)
 
 
 def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     side = 12 if case.startswith("axial-image") else 16  # of 12 pixels, or of 8 patches
-    inputs = doubled(example(build(case), 4, frames=8, height=side, width=side))
-    return shares(lambda: build(case), inputs, lambda model: dsp.parallelize(model, mesh, gather_output=False))
+    batch, floor = (1, 24 * 24 * 4) if case in PROTEINS else (4, 0)  # biases of attention are whole: a number a head
+    inputs = doubled(example(build(case), batch, frames=8, height=side, width=side, rows=24, residues=24))
+    return shares(lambda: build(case), inputs, lambda model: dsp.parallelize(model, mesh, gather_output=False), floor)
 
 
-@pytest.mark.parametrize("case", slow_but(NEW, "axial-video", "latte-4-text", "stdit-v3", "st_mamba-2-sst"))
+@pytest.mark.parametrize(
+    "case", slow_but([*NEW, *PROTEINS], "axial-video", "latte-4-text", "stdit-v3", "st_mamba-2-sst")
+)
 @pytest.mark.parametrize("n", [2, slow(4)])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
@@ -170,3 +180,24 @@ def test_two_switches_a_cycle_of_scans(name: str, order: str) -> None:
         assert [switch.kind for switch in plan.switches] == ["switch"] * switches
         sent = switches * m * (n - 1) // n**2
         assert plan.bytes == {"forward": sent, "backward": sent, "recompute": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "switches"),
+    [
+        # of four blocks: one between two blocks of variant 1, one in all of variant 2, two a block of the others
+        *(("latte", {"variant": variant}, switches) for variant, switches in ((1, 3), (2, 1), (3, 7), (4, 8))),
+        # two axes in a row share a layout: one switch in two blocks, never more than two in a cycle of three
+        *(("axial_video", {"depth": depth}, switches) for depth, switches in ((1, 2), (2, 3), (4, 6))),
+        *(("axial_video", {"depth": depth, "order": "summed"}, 2 * depth) for depth in (1, 2, 4)),
+        # two pairs outside; then exterior, and its half convolution
+        *(("axial_image", {"channels": channels}, switches) for channels, switches in ((1, 4), (3, 7))),
+    ],
+)
+def test_switches(name: str, overrides: dict[str, Any], switches: int) -> None:
+    with torch.device("meta"):
+        model = zoo.create(name, "test", **overrides)
+        side = 12 if name == "axial_image" else 16
+        plan = dsp.plan(model, kwargs=example(model, 1, frames=8, height=side, width=side), size=4, gather_output=False)
+    assert len(plan.switches) == switches
+    assert {row.layout for row in plan.stages} <= {"t", "s", "h", "w"}
