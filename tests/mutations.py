@@ -268,8 +268,8 @@ FAULTS = [
     Fault(
         "ranks may be told different things",
         "dsp/run/agreement.py",
-        "    if alike(everyone):\n        return\n    held",
-        "    if True:\n        return\n    held",
+        "    if same(axis, sorted(facts.items())):",
+        "    if True:",
         "test_host",
     ),
     Fault(
