@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -172,6 +173,28 @@ class Pool:
                 self.stop()  # somebody may still wait in a collective
             pytest.fail("\n".join(f"rank {rank}:\n{errors[rank]}" for rank in sorted(errors)), pytrace=False)
         return [results[rank] for rank in sorted(results)]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A script of benchmarks/ as a module, by its name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Iterator[Any]:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    yield importlib.import_module("train")
+    sys.path.pop(0)
+
+
+@pytest.fixture
+def run(trainer: Any, tmp_path: Path) -> Any:
+    """Starts runs of the tiny configuration: `run("train.steps=2")` is the directory of one."""
+    from runs import Runs
+
+    return Runs(trainer, tmp_path)
 
 
 @pytest.fixture(scope="session")

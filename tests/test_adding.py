@@ -5,9 +5,9 @@ import types
 from pathlib import Path
 
 import pytest
+from runs import metrics
 from slow import slow
 from test_docs import blocks
-from test_train import metrics, trainer  # noqa: F401 (a fixture)
 
 import zoo.registry
 from zoo.training import config as cfg
@@ -28,7 +28,7 @@ def module(monkeypatch, name, text, **names):
 
 
 @pytest.mark.parametrize("what", ["model", slow("data"), slow("task")])
-def test_it_trains(trainer, tmp_path, monkeypatch, what):  # noqa: F811
+def test_it_trains(trainer, tmp_path, monkeypatch, what):
     config = tmp_path / f"{what}.yaml"
     config.write_text(CONFIGS[["model", "data", "task"].index(what)])
     if what == "model":

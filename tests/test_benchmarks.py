@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,17 +21,6 @@ import dsp
 
 HOME = Path(__file__).parents[1]
 SCRIPTS = HOME / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A script of benchmarks/ as a module, by its name."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
 
 
 @pytest.fixture
@@ -284,104 +271,3 @@ def test_the_page_is_what_was_measured(script) -> None:
     page = tables.PAGE.read_text()
     assert tables.fill(page, tables.TABLES) == page
     assert set(re.findall("<!-- table: (.*) -->", page)) == set(tables.TABLES)
-
-
-def predicted(script) -> dict[str, Any]:
-    """As benchmarks/cost_model.py writes it, of a few numbers: the others are half as fast as DSP."""
-    cost, methods = script("cost_model"), list(script("rivals").METHODS)
-    found = steps_of(script, dict.fromkeys(cost.PARAMETERS, 1e-9))
-    made = cost.calibration(cost.Measured.read(found))
-    for row in made["points"]:
-        if (row["kind"], row["mode"], row["ranks"]) == ("strong", "train", 2):
-            row["error"] = {"ulysses": -0.1, "ring": 1.0}.get(row["method"], 0.0)
-    rate = {m: 1000.0 if m == "dsp" else 500.0 for m in methods}
-    five = [
-        {"size": size, "frames": frames, "method": m, "sp": 2, "rate": rate[m], "useful": 128 / frames}
-        for size in ("720m", "3b") for frames in (128, 256) for m in methods
-    ]  # fmt: skip
-    scaling = [
-        {"size": size, "frames": frames, "ranks": n, "method": m, "rate": rate[m] * (n if n == sizes[0] else 0.75 * n)}
-        | ({"forward": 1 / rate[m]} if n == sizes[-1] else {})
-        for size, parts in cost.STRONG.items() for frames, sizes in parts for n in sizes for m in methods
-    ]  # fmt: skip
-    for row in scaling:  # 1, 0.94 and 0.75 of linear
-        row["rate"] *= 0.9375 / 0.75 if row["frames"] in (16, 64) and row["ranks"] > 1 else 1
-    one = {"dp": 4, "sp": 2, "seconds": 3.0, "tokens_per_s": 1000.0, "held": 2**32, "fits": True, "method": "dsp"}
-    ranks = [
-        one | {"kind": kind, "ranks": n, "method": m, "fits": n > 8}
-        for kind in ("one sample", "best") for n in (8, 16) for m in methods
-    ]  # fmt: skip
-    best = {"size": "720m", "frames": 64, "ranks": 8, "device": "h100", "best": one}
-    return {
-        "command": "c", "date": "d", "aim": cost.AIM, "patches": cost.PATCHES, "measured": found, "calibration": made,
-        "figure_5": five, "figure_6": scaling, "figure_7": scaling, "ranks": ranks,
-        "table_9": [{"ranks": 8, "method": m, "seconds": 1 / rate[m]} for m in methods],
-        "best": [best | {"rival": one | {"method": "ulysses", "tokens_per_s": 500.0}}],
-    }  # fmt: skip
-
-
-def test_the_page_takes_every_measurement(script, monkeypatch, tmp_path: Path) -> None:
-    """With made-up measurements of all kinds, as one quiet run will leave them."""
-    tables, rivals = script("rival_tables"), script("rivals")
-    spread = {"median": 2.0, "least": 1.0, "most": 3.0}
-    row = {"seconds": spread, "ratio": spread, "parts": {"forward": 1.0, "backward": 2.0, "average": 0.5}}
-    shares = {"share_of_link": 0.25, "share_measured": 0.5}
-    base = {"command": "c", "date": "d", "cores": 2, "processor": "p", "load": 0.1, "torch": "2", "methods": []}
-    base |= {"shape": vars(rivals.Shape())}
-    slow = {mode: dict.fromkeys(rivals.METHODS, row | shares) for mode in ("train", "infer")}
-    quick = row | {"parts": {"forward": 0.5, "backward": 1.0, "average": 0.1}}
-    fast = {"train": dict.fromkeys(rivals.METHODS, quick)}
-    rates = [{"rate": 100, "measured": {"all_to_all": 90.0}, "modes": slow}]
-    rates.append({"rate": 0, "measured": {"all_to_all": 9000.0}, "modes": fast | {"infer": slow["infer"]}})
-    scaling = [
-        row | {"kind": kind, "mode": mode, "ranks": n, "method": m, "tokens_per_s": 1e4}
-        for kind in ("weak", "strong") for mode in ("train", "infer") for n in (1, 4) for m in rivals.METHODS
-        if n > 1 or m == "dsp"
-    ]  # fmt: skip
-    fits = [
-        {"method": m, "ranks": n, "peak": 2**24, "recomputed": 2**23, "longest": 8 * n, "batch": 2 * n}
-        for n in (1, 4) for m in rivals.METHODS if n > 1 or m == "dsp"
-    ]  # fmt: skip
-    long = [
-        {"ranks": n, "low_rank": k, "peak": 2**26 // n, "seconds": 1.5} | ({"longest": 1000 * n} if k else {})
-        for n in (1, 4) for k in (0, 32)
-    ]  # fmt: skip
-    made = {
-        "wire": json.loads((HOME / "docs/images/wire.json").read_text()),
-        "cluster": base | {
-            "methods": list(rivals.METHODS), "scaling_rate": 1000, "sweep": {"ranks": 4, "rates": rates},
-            "scaling": scaling,
-        },
-        "memory": base | {
-            "budget": 2**27, "rows": fits, "methods": list(rivals.METHODS),
-            "long": {"shape": vars(rivals.Shape(frames=1, side=448, wide=256)), "budget": 2**25, "rows": long},
-        },
-        "cost-model": predicted(script),
-    }  # fmt: skip
-    for name, found in made.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    monkeypatch.setattr(tables, "IMAGES", tmp_path)
-    page = tables.fill(tables.PAGE.read_text(), tables.TABLES)
-    assert "Not measured" not in page.replace("Not run on a GPU yet", "")
-    assert "Not made yet" not in page
-    assert "| 100 Mbit/s, strong | 2 | +0% / +0% | -10% / +0% | **+100%** / +0% |" in page.replace("-0%", "+0%")
-    assert "| figure 5, tokens/s of DSP / Ulysses | 1.32 to 1.75 | 2.00 |" in page
-    assert "| figure 5, of the others, to their longest | 40% at least | Ulysses 50%, ring attention 50%" in page
-    assert "| figure 6, lost by DSP a GPU from 8 to 64 | 15% | 25.0% (3B) |" in page
-    assert "| figure 7, strong scaling: DSP on 8 (720M) and 4 (3B) GPUs / one | 8, 4 (linear) | 7.50, 3.75 |" in page
-    assert "| table 9, communication of Ulysses / DSP at 8M tokens | 6.4 | 2.0 on 8 |" in page
-    assert "| 4M tokens on all, s | DSP | 3.0* | 3.0 |" in page
-    assert "| 720M | 0.25M | 8 H100 | dp 4 × sp 2, DSP | 3.0 s | 1,000 | 4 | dp 4 × sp 2, Ulysses: -50.0% |" in page
-    assert "| 100 Mbit/s | 90 | 2.000 | 2.00 (1.00–3.00) |" in page
-    assert "| 100 Mbit/s | 25% / 50% |" in page
-    assert "| DSP | 2 all-to-all | 914 | 1.0 | 1.0 | 1.0 |" in page
-    assert "| longest | 3.0 | 1.0 |" in page
-    assert "| 114,688 tokens, attention to | ranks |" in page
-    assert "| all keys | 1 | 64 (1.00) | no | 1.5 |  |" in page
-    assert "| 32 sums (Linformer) | 4 | 16 (1.00) | yes | 1.5 | 4,000 (4.00×) |" in page
-    for line in page.splitlines():
-        if line.startswith("|"):
-            assert "nan" not in line
-    ElementTree.fromstring(script("cluster").picture(made["cluster"] | {"methods": list(rivals.METHODS)}))
-    ElementTree.fromstring(script("memory").picture(made["memory"]))
-    ElementTree.fromstring(script("cost_model").picture(made["cost-model"]))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from runs import Runs, alike, metrics, run_here, stop_at
 from slow import slow_but
-from test_train import Runs, _run_here, alike, metrics, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
 
 import zoo
 from zoo.training import config as cfg
@@ -34,7 +34,7 @@ SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on two rank
 
 
 class Demo(Runs):
-    def __init__(self, trainer, directory, path):  # noqa: F811
+    def __init__(self, trainer, directory, path):
         self.trainer, self.directory, self.file = trainer, directory, path
         self.data = cfg.load([str(path)]).data.name
 
@@ -43,7 +43,7 @@ class Demo(Runs):
 
 
 @pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo"))
-def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
+def test_a_demo(trainer, tmp_path, request, monkeypatch, name):
     run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
     plain = run("name=plain")
     assert list(metrics(plain, "loss")) == [1, 2, 3]
@@ -54,7 +54,7 @@ def test_a_demo(trainer, tmp_path, request, monkeypatch, name):  # noqa: F811
     alike(plain, again, tolerance=0)  # bitwise
     if name in SHARED:
         whole_world = request.getfixturevalue("whole_world")
-        whole_world(_run_here, 2, run.arguments("name=shared", "parallel.sp=2"))
+        whole_world(run_here, 2, run.arguments("name=shared", "parallel.sp=2"))
         alike(plain, tmp_path / "runs/shared", tolerance=1e-4)
 
 

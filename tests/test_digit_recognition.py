@@ -1,12 +1,11 @@
 """The classifier that judges sampled digits, and its benchmark on a run that has learnt nothing yet."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from test_train import Runs, trainer  # noqa: F401 (a fixture)
+from runs import Runs
 
 from zoo.data.digits import MovingDigits
 
@@ -15,9 +14,8 @@ SHAPE = {"frames": 5, "size": (12, 12), "digit": 9.0, "speed": (0.3, 1.0)}
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("digit_recognition")
+def benchmark(script):
+    return script("digit_recognition")
 
 
 def test_real_digits_are_recognised_and_noise_is_not(benchmark):
@@ -43,7 +41,7 @@ def test_scores_by_hand(benchmark):
     assert score.classes[3:6] == pytest.approx([1, 2 / 3, 1 / 3])
 
 
-def test_a_run_is_judged(benchmark, trainer, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_run_is_judged(benchmark, trainer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "FIT_CLIPS", 300)
     run = Runs(trainer, tmp_path)("sample.every=0", "eval.every=0", "train.steps=1")
     arguments = [str(run), "--clips", "20", "--steps", "2", "--guidance", "1.5", "--out", str(tmp_path / "found.json")]

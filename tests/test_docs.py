@@ -7,11 +7,9 @@ A ``text`` block that follows a ``python`` block is what that block prints. Afte
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,13 +215,8 @@ def test_the_tree_is_the_tree() -> None:
             at.append(folder.rstrip("/"))
 
 
-def test_the_picture_of_the_switch_is_drawn_by_its_script() -> None:
-    sys.path.insert(0, str(HOME / "benchmarks"))
-    try:
-        import plot_switch
-    finally:
-        sys.path.pop(0)
-    assert (HOME / "docs/images/switch.svg").read_text() == plot_switch.picture()
+def test_the_picture_of_the_switch_is_drawn_by_its_script(script) -> None:
+    assert (HOME / "docs/images/switch.svg").read_text() == script("plot_switch").picture()
 
 
 def test_the_sample_is_small_and_moves() -> None:
@@ -236,10 +229,9 @@ def test_the_sample_is_small_and_moves() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_zoo_are_those_of_its_script(monkeypatch) -> None:
+def test_the_tables_of_the_zoo_are_those_of_its_script(script) -> None:
     """All stages, and of the planned tables what takes seconds; benchmarks/zoo_tables.py --write makes them anew."""
-    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
-    script = importlib.import_module("zoo_tables")
+    script = script("zoo_tables")
     page = (HOME / "docs/zoo.md").read_text().splitlines()
     quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
     for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):

@@ -9,11 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from einops import rearrange
+from runs import alike, run_here
 from slow import slow
 from test_loopback import measured
-from test_parallel import averaged, beside, same
-from test_train import _run_here, alike, run, trainer  # noqa: F401 (fixtures)
+from test_parallel import beside
 from test_zoo_parallel import build, doubled, example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -117,16 +116,6 @@ def test_blocks(monkeypatch, dtype: torch.dtype, tolerance: float, causal: bool)
     two_blocks("cpu", dtype, tolerance, causal)
     monkeypatch.setattr(blocks, "_kernel", lambda q: "math")
     two_blocks("cpu", dtype, tolerance, causal)
-
-
-@pytest.mark.parametrize("kind", ["flash", "efficient"])
-def test_kernels_of_cuda_are_called_as_they_ask_to_be(monkeypatch, kind: str) -> None:
-    """Shapes and signatures alone, without a GPU; tests/test_cuda_kernels.py has the numbers."""
-    monkeypatch.setattr(blocks, "_kernel", lambda q: kind)
-    q, k = (torch.empty(2, places, h, 16, dtype=torch.bfloat16, device="meta") for places, h in ((40, 4), (24, 2)))
-    out, lse = blocks.block(q, k, k, False)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 40), torch.float32)
-    assert [x.shape for x in blocks.block_backward(q, q, k, k, q, lse, False)] == [q.shape, k.shape, k.shape]
 
 
 # -------------------------------------------------------------------------------------------------------- whole models
@@ -250,23 +239,6 @@ def test_bytes_are_those_that_the_kernel_counts(ranks, method: str) -> None:
         assert kernel == pytest.approx(counted, rel=0.03)
 
 
-def test_the_plan_of_the_papers_model() -> None:
-    with torch.device("meta"):
-        model = zoo.create("transformer2d", "720m", depth=2)
-        inputs = model.example_inputs(1, frames=64, height=128, width=128)
-    n, volume = 8, 64 * 4096 * 1152 * 2
-    found = {}
-    for method in ("dsp", *METHODS):
-        plan = dsp.embedded.plan(model, kwargs=inputs, size=n, method=method, dtype=torch.bfloat16, gather_output=False)
-        found[method] = plan.bytes["forward"]
-        if method != "dsp":
-            rows = [r for r in plan.stages if r.name.endswith("spatial")]
-            assert all(r.layout == "s" and method in r.switch for r in rows)
-            assert rows[1].bytes == {"ulysses": 4 * volume // n, "ring": 2 * volume}[method] * (n - 1) // n
-            assert method in str(plan)
-    assert found["dsp"] < found["ulysses"] < found["ring"]
-
-
 @pytest.mark.parametrize(("kv_heads", "share"), [(16, 4), (8, 3), (4, 2.5), (2, 2.5), (1, 2.5)])
 def test_fewer_heads_of_keys_send_less(kv_heads: int, share: float) -> None:
     """(2 + 2·kv/h) M/N down to one head a rank: for 4 ranks (2 + 2·4/16) M/N."""
@@ -316,23 +288,14 @@ def test_cores_that_do_not_fit_are_errors() -> None:
 
 
 def compiled(mesh: DeviceMesh, method: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        compile_and_compare(mesh, method)
-
-
-def compile_and_compare(mesh: DeviceMesh, method: str) -> None:
     single, model = build("transformer2d"), build("transformer2d")
-    inputs = doubled(example(single, 2, frames=2, height=4, width=6))
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     stage = model.blocks[0].spatial
     stage.forward = torch.compile(stage.forward, backend="eager")
     stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
-    expect, got = single(**inputs), model(**inputs)
-    torch.testing.assert_close(dsp.gather(got), expect)
-    expect.square().mean().backward()
-    dsp.mean(got * got).backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        beside(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
 
 
 @pytest.mark.parametrize("method", ["ulysses", slow("ring")])
@@ -358,83 +321,15 @@ def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
     ranks(reentrant, 2)
 
 
-# ------------------------------------------------------------------------------------ heads as one more dim of DSP
-
-
-class Heads(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv = heads, nn.Linear(24, 3 * heads * 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return rearrange(self.qkv(x), "b l (k h e) -> k b l h e", k=3, h=self.heads).unbind()
-
-
-class Core(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v)
-
-
-class Out(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.out = nn.Linear(heads * 4, 24)
-
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return x + self.out(y.flatten(2))
-
-
-class Full(nn.Module):
-    """Attention among all places (t h w) of a video at once; the heads are a dim that its core may be sharded along."""
-
-    stages = {
-        "": "x=b t h w c -> b t h w c",
-        "heads.*": "b l [c] -> b l n [e], b l n [e], b l n [e]",
-        "core.*": "b [l] n [e], b [l] n [e], b [l] n [e]",
-        "out.*": "b l [n e], b l [c] -> b l [c]",
-    }
-
-    def __init__(self, heads: int, depth: int) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(Heads(heads) for _ in range(depth))
-        self.core = nn.ModuleList(Core() for _ in range(depth))
-        self.out = nn.ModuleList(Out(heads) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.flatten(1, 3)
-        for heads, core, out in zip(self.heads, self.core, self.out):
-            y = out(core(*heads(y)), y)
-        return y.view(x.shape)
-
-
-def full(mesh: DeviceMesh, shape: tuple[int, ...], heads: int, depth: int) -> None:
-    torch.manual_seed(0)
-    single, model = Full(heads, depth).double(), Full(heads, depth).double()
-    model.load_state_dict(single.state_dict())
-    x = torch.randn(shape, dtype=torch.float64)
-    plan = dsp.plan(model, (x,), size=mesh.size(), gather_output=False)
-    (comm,) = beside(single, dsp.parallelize(model, mesh), mesh, (x,), count=True)
-    layouts = {r.name.split(".")[0]: r.layout for r in plan.stages if r.pattern}
-    assert layouts == {"heads": "l", "core": "n", "out": "l"}
-    if mesh.size() == 2:  # even: Ulysses, by the planner alone
-        assert sum(s.bytes for s in plan.switches) == depth * 4 * x.nbytes // 24 * 16 // 2 // 2
-        assert comm.forward.bytes["switch"] == sum(s.bytes for s in plan.switches)
-
-
-@pytest.mark.parametrize("n", [2, slow(3)])
-def test_heads_are_one_more_dim_to_switch(ranks, n: int) -> None:
-    ranks(full, n, (1, 4, 3, 2, 24), 4, 2)
-
-
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
 @pytest.mark.parametrize("method", ["ulysses", slow("ring")])
-def test_training_gives_the_losses_of_one_process(run, whole_world, method: str) -> None:  # noqa: F811
+def test_training_gives_the_losses_of_one_process(run, whole_world, method: str) -> None:
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     again = ("train.checkpoint_activations=stages", "parallel.save_exchanges=true") if method == "ulysses" else ()
     one = run("name=one", *few)
-    whole_world(_run_here, 2, run.arguments("name=two", f"parallel.method={method}", *few, *again))
+    whole_world(run_here, 2, run.arguments("name=two", f"parallel.method={method}", *few, *again))
     alike(one, run.directory / "runs/two", 1e-4, [("loss", "grad_norm")])
 
 

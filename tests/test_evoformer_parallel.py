@@ -243,7 +243,7 @@ def test_dropout_shares_its_mask() -> None:
 
 
 @pytest.mark.parametrize("name", ["evoformer", "pairformer"])
-def test_fresh_models_start_as_published_and_learn_with_every_parameter(name: str) -> None:
+def test_fresh_models_learn_with_every_parameter(name: str) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = zoo.create(name, "test")
@@ -251,15 +251,6 @@ def test_fresh_models_start_as_published_and_learn_with_every_parameter(name: st
     for p in model.parameters():
         nn.init.constant_(p, torch.nan)
     model.init_weights()
-    assert not list(model.buffers())
-    for module in model.modules():
-        if isinstance(module, layers.Linear):
-            std = {"gate": 0, "zero": 0, "lecun": module.in_features**-0.5, "he": (2 / module.in_features) ** 0.5}
-            out = module.out_features / module.parts
-            std |= {"normal": std["lecun"], "glorot": (2 / (module.in_features + out)) ** 0.5}
-            torch.testing.assert_close(module.weight.std().item(), float(std[module.start]), rtol=0.35, atol=1e-7)
-            if module.bias is not None:
-                assert (module.bias == float(module.start == "gate")).all()
     given = inputs(model, 2, 4, 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     target = torch.randint(23, given["msa"].shape)

@@ -1,6 +1,5 @@
 """The faults of benchmarks/faults.py, in little."""
 
-import importlib
 import json
 import random
 from pathlib import Path
@@ -12,9 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def inputs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("fault_inputs")
+def inputs(script):
+    return script("fault_inputs")
 
 
 class Found:

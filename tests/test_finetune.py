@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from latent_folders import latent_folder
+from runs import ROOT, metrics
 from test_docs import blocks
 from test_encode import gif
-from test_train import ROOT, metrics, run, trainer  # noqa: F401 (fixtures)
 
 import zoo
 from zoo.data.latent_folder import LatentFolder, video_of
@@ -47,7 +47,7 @@ def test_no_video_is_on_both_sides(tmp_path):
     assert train.clips == held_out.clips
 
 
-def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):  # noqa: F811
+def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     first = run("name=first", *SHORT, "train.ema=0.5")
     assert export.main([str(first)]) == 0
     out = first / "export"
@@ -158,7 +158,7 @@ def test_a_folder_of_clips_to_a_tuned_latte_of_diffusers(tmp_path, monkeypatch):
         torch.testing.assert_close(ours(x, t, context=text), theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_without_the_package(run, monkeypatch, capsys):  # noqa: F811
+def test_adapters_without_the_package(run, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     run(*SHORT, "lora.rank=2", expect=2)
     assert "lora.rank needs a package: pip install peft" in capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_adapters_without_the_package(run, monkeypatch, capsys):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_adapters_are_all_that_is_trained(run, capsys):  # noqa: F811
+def test_adapters_are_all_that_is_trained(run, capsys):
     pytest.importorskip("peft")
     run("name=odd", *SHORT, "lora.rank=2", "lora.targets=[nothing]", expect=2)
     assert "no linear layer is called 'nothing'; there are " in capsys.readouterr().err

@@ -1,16 +1,11 @@
 """The benchmark of memory on a long protein measures one and the same step, however many ranks take it."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_in_float64(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])
-    benchmark = importlib.import_module("fold_memory")
+def test_loss_and_gradients_in_float64(script):
+    benchmark = script("fold_memory")
     one, four = (benchmark.measure("dsp", ranks, 46, 6, "float64") for ranks in (1, 4))  # 12, 12, 12 and 10 residues
     assert len(four["ranks"]) == 4
     for rank in four["ranks"]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,6 @@ import pytest
 
 HOME = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
-    return importlib.import_module
 
 
 def fails() -> dict[str, Any]:

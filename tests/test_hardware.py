@@ -116,17 +116,6 @@ def sizing(height: int, memory: float, frames: int = 16, **options: object) -> d
     return dsp.choose(model, kwargs=kwargs, hardware=hardware, dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
 
 
-def test_long_inputs_are_worth_it_and_short_ones_are_not() -> None:
-    long, short = sizing(128, 80e9), sizing(4, 80e9, frames=4)
-    assert long.fastest == 8
-    assert long.estimate(8).speedup > 6
-    assert short.fastest == 1
-    assert "not worth it for speed: sp=2, 4, 8; at sp=2 a step takes" in str(short)
-    assert "the latency of 6 calls alone is 120 µs" in str(short)
-    assert "not worth it" not in str(long)
-    assert "fastest: sp=8" in str(long)
-
-
 def test_the_smallest_that_fits() -> None:
     peaks = {n: plan.peak for n, plan in sizing(64, 80e9).plans.items()}
     assert sorted(peaks.values(), reverse=True) == list(peaks.values())

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from PIL import Image
+from runs import Runs, metrics
 from test_infer import infer, infer_here
-from test_train import Runs, metrics, trainer  # noqa: F401 (a fixture)
 
 import zoo
 from zoo.data.digits import DigitImages, MovingDigits
@@ -69,14 +69,8 @@ def test_a_grid_of_images(tmp_path):
         save_png(tmp_path / "grid.png", images.expand(-1, 2, -1, -1))
 
 
-class ImageRuns(Runs):
-    def __init__(self, trainer, directory):  # noqa: F811
-        self.trainer, self.directory, self.file = trainer, directory, directory / "image.yaml"
-        self.file.write_text(CONFIG)
-
-
-def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):  # noqa: F811
-    run = ImageRuns(trainer, tmp_path)("name=image", "wandb.mode=disabled")
+def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
+    run = Runs(trainer, tmp_path, CONFIG, "image.yaml")("name=image", "wandb.mode=disabled")
     assert metrics(run, "loss")[1] == pytest.approx((math.log2(17),), rel=1e-3)  # all levels alike at first
     assert all(2 < floor < math.log2(17) for key in FLOORS for floor in metrics(run, key)[4])
     assert (run / "samples" / "step-00000004.png").is_file()
@@ -109,7 +103,7 @@ def test_what_does_not_fit_the_data_is_refused(tmp_path, overrides, message):
         task.open()
 
 
-def test_a_dry_run(trainer, tmp_path, capsys):  # noqa: F811
+def test_a_dry_run(trainer, tmp_path, capsys):
     (tmp_path / "image.yaml").write_text(CONFIG)
     assert trainer.main([str(tmp_path / "image.yaml"), "dry_run=true", "parallel.sp=2"]) == 0
     assert "in model.outer.*.row" in capsys.readouterr().out

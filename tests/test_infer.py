@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops
+from runs import Runs
 from slow import slow
-from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 from zoo.training import UserError
 from zoo.training.show.options import checked
@@ -27,7 +27,7 @@ def infer_here(mesh, arguments):
 
 
 @pytest.fixture(scope="module")
-def run(trainer, tmp_path_factory):  # noqa: F811
+def run(trainer, tmp_path_factory):
     return Runs(trainer, tmp_path_factory.mktemp("infer"))("sample.every=0")
 
 
@@ -104,7 +104,7 @@ def test_the_first_rank_speaks_of_the_command_line_and_all_end_alike(run, monkey
         assert (out + err).startswith(said) if rank == 0 else out + err == ""
 
 
-def test_clips_of_pixels_go_on_from_a_frame_and_are_written_as_mp4(trainer, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_clips_of_pixels_go_on_from_a_frame_and_are_written_as_mp4(trainer, tmp_path, monkeypatch, capsys):
     """Digits on grey pixels: a colour picture is made grey, and the frame held is the one that comes out."""
     runs = Runs(trainer, tmp_path)
     stdit = "model: {name: stdit, size: test, overrides: {version: v3, in_channels: 1, caption_channels: 26}}"

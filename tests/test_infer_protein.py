@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runs import Runs
 from test_infer import infer, infer_here
-from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 from zoo.data.protein.record import LETTERS
 from zoo.data.protein.synthetic import PottsFamilies
@@ -26,10 +26,8 @@ wandb: {mode: disabled}
 
 
 @pytest.fixture(scope="module")
-def run(trainer, tmp_path_factory):  # noqa: F811
-    runs = Runs(trainer, tmp_path_factory.mktemp("proteins"))
-    runs.file.write_text(TINY)
-    return runs()
+def run(trainer, tmp_path_factory):
+    return Runs(trainer, tmp_path_factory.mktemp("proteins"), TINY)()
 
 
 def alignment(path, *rows):
@@ -221,9 +219,8 @@ def test_direct_couplings_that_cannot_be(tmp_path, capsys, rows, options, said):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(trainer, tmp_path, capsys):  # noqa: F811
-    runs = Runs(trainer, tmp_path)
-    runs.file.write_text(TINY)
+def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(trainer, tmp_path, capsys):
+    runs = Runs(trainer, tmp_path, TINY)
     data = ["data.extra_rows=0", "data.couplings=true", "data.kinds=true"]
     run = runs(*data, "model.overrides.couplings=1", "model.overrides.extra_depth=0")
     msa = PottsFamilies(families=1, residues=12, rows=9).protein(0).msa

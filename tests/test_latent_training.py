@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from latent_folders import SHAPES, TEXT, latent_folder
-from test_train import Runs, _run_here, alike, metrics, one_of, stop_at, trainer  # noqa: F401 (`trainer` is a fixture)
+from runs import Runs, alike, metrics, one_of, run_here, stop_at
 from torch.distributed.tensor import DTensor
 
 from zoo.data.sampling import hash_seed
@@ -29,7 +29,7 @@ wandb: {mode: disabled}
 
 
 class Folder(Runs):
-    def __init__(self, trainer, directory, shapes=SHAPES, **changes):  # noqa: F811
+    def __init__(self, trainer, directory, shapes=SHAPES, **changes):
         self.trainer, self.directory, self.file = trainer, directory, directory / "tiny.yaml"
         self.path = latent_folder(directory / "clips", shapes, fps=(24.0, 8.0), **changes)
         self.file.write_text(TINY.replace("path: null", f"path: {self.path}"))
@@ -42,12 +42,12 @@ class Folder(Runs):
 
 
 @pytest.fixture
-def run(trainer, tmp_path):  # noqa: F811
+def run(trainer, tmp_path):
     return Folder(trainer, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def reference(trainer, tmp_path_factory):  # noqa: F811
+def reference(trainer, tmp_path_factory):
     """A run of one process."""
     return Folder(trainer, tmp_path_factory.mktemp("reference"))("name=reference")
 
@@ -60,15 +60,8 @@ def local(value):
 
 
 @pytest.mark.slow
-def test_ranks_that_share_a_clip(run, whole_world, reference):
-    """Three: of three frames or a single one too. Two ranks are below."""
-    whole_world(_run_here, 3, run.arguments("name=three", "train.checkpoint_activations=stages"))
-    alike(reference, run.directory / "runs/three")
-
-
-@pytest.mark.slow
 def test_a_mesh_trains_alike(run, whole_world, reference):
-    sent = whole_world(_run_here, 4, run.arguments("name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+    sent = whole_world(run_here, 4, run.arguments("name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
     mesh = run.directory / "runs/mesh"
     alike(reference, mesh)
 
@@ -120,7 +113,7 @@ def test_gradients_are_those_of_one_process(run, whole_world):
 
 
 @pytest.mark.slow
-def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, capsys):  # noqa: F811
+def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 6)
         half = run("name=half", expect=trainer.STOPPED)
@@ -129,16 +122,6 @@ def test_a_stop_then_resume_is_bitwise(run, trainer, reference, monkeypatch, cap
     assert "resumed from step 6" in capsys.readouterr().out
     alike(reference, half, tolerance=0)
     assert all(speed > 0 for (speed,) in metrics(half, "tokens_per_s").values())
-
-
-@pytest.mark.slow
-def test_one_rank_begins_and_two_go_on(run, trainer, whole_world, reference, monkeypatch):  # noqa: F811
-    with monkeypatch.context() as patch:
-        stop_at(trainer, patch, 6)
-        half = run("name=half", expect=trainer.STOPPED)
-    whole_world(_run_here, 2, run.arguments("name=half", "resume=true", "parallel.sp=2"))
-    alike(reference, half)
-    assert len(metrics(half, "loss")) == 8
 
 
 @pytest.mark.slow
@@ -307,11 +290,3 @@ def test_a_dry_run_needs_no_folder(run, capsys):
     run("dry_run=true")
     assert "batch 4 x 5 frames of 4 x 6 latent cells, the largest of 3 shapes" in capsys.readouterr().out
     assert not (run.directory / "runs").exists()
-
-
-def test_the_configuration_for_users(trainer, tmp_path, capsys):  # noqa: F811
-    path = str(ROOT / "configs/video.yaml")
-    assert trainer.main([path, "dry_run=true", "data.buckets=[16x32x32]", f"runs_dir={tmp_path}"]) == 0
-    out = capsys.readouterr().out
-    assert "model stdit, 1.21G parameters" in out
-    assert "averaged weights" in out

@@ -1,7 +1,6 @@
 """The long run of benchmarks/long_run.py, in little, and its configuration."""
 
 import copy
-import importlib
 import json
 from pathlib import Path
 
@@ -14,9 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("long_run")
+def benchmark(script):
+    return script("long_run")
 
 
 @pytest.mark.slow

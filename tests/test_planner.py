@@ -260,80 +260,6 @@ def test_two_switches_a_layer(sizes, n, joins):
     assert all(problem.ops[move.after].name in ("s", "t", "join") for move in solution.moves[1:])
 
 
-def test_all_spatial_then_all_temporal():
-    solution = solve(chain(UNEVEN, ["s"] * 5 + ["t"] * 5, 3, joins=True))
-    assert [move.kind for move in solution.moves] == ["split", "switch"]
-    assert solution.bytes == switched(UNEVEN, "t", "s", 3)
-
-
-def test_three_dims_in_turn():
-    sizes = (("b", 1), ("t", 6), ("h", 6), ("w", 6), ("c", 2))
-    cycles = 4
-    turns = solve(chain(sizes, ["t", "h", "w"] * cycles, 3, joins=True))
-    assert turns.calls == 3 * cycles // 2 - 1  # t and h with w sharded, w and t with h, h and w with t
-    pairs = solve(chain(sizes, ["t h", "h w", "w t"] * cycles, 3, joins=True))
-    assert pairs.calls == 3 * cycles - 1  # each leaves one dim
-    planes = solve(chain(sizes, ["t", "h w"] * cycles, 3, joins=True))
-    assert planes.calls == 2 * cycles - 1
-
-
-def test_the_batch_is_a_last_resort_among_equals():
-    sizes = (("b", 4), *EVEN[1:])
-    least = solve(chain(sizes, ["s", "t"] * 3, 4))  # along the batch nothing is sent
-    assert (least.bytes, {move.dst for move in least.moves}) == (0, {"b"})
-    assert {move.dst for move in solve(chain(sizes, ["s"] * 3, 4)).moves} == {"t"}  # and here along t neither
-    problem = chain(sizes, ["s", "s t", "s"], 4)
-    full = replace(problem.ops[1], choices=(Choice((None,), (None,), rank=2), Choice(("b",), ("b",), rank=1)))
-    alone = replace(problem, ops=(problem.ops[0], full, problem.ops[2]))
-    assert [(move.src, move.dst) for move in solve(alone).moves] == [(None, "b")]  # to avoid it would cost two switches
-    others = [replace(problem.ops[k], choices=problem.ops[k].choices[1:2]) for k in (0, 2)]
-    forced = solve(replace(problem, ops=(others[0], full, others[1])))
-    assert [(move.src, move.dst) for move in forced.moves] == [(None, "t"), ("t", "b"), ("b", "t")]
-
-
-def test_no_dim_left():
-    problem = chain(UNEVEN, ["s", "s t", "t"], 3)
-    solution = solve(problem)
-    assert [move.kind for move in solution.moves] == ["split", "gather", "split"]
-    assert solution.bytes == 2 * 3 * 5 * 4 * 2  # to two ranks, 3 of the 7 frames
-    assert solution.calls == 1
-    assert solution.largest == problem.values[0].nbytes
-
-
-def test_two_branches_of_one_input():
-    """The branches read x in t and in s; the one further copy serves every later use in that layout."""
-    x, y, z = Value("x", EVEN, 2, ("t",)), Value("y", EVEN, 2), Value("z", EVEN, 2)
-
-    def problem(*uses):
-        branches = tuple(Op(f"{dim}{k}", (0,), (), (Choice((dim,), ()),)) for k, dim in enumerate(uses))
-        return Problem((x, y, z), branches, 4)
-
-    assert solve(problem("t", "t")).calls == 0
-    for uses in ("ts", "tst", "tststs"):
-        solution = solve(problem(*uses))
-        assert [(move.src, move.dst, move.before, move.after) for move in solution.moves] == [("t", "s", 1, -1)]
-    tight = solve(replace(problem(*"tsts"), capacity=x.nbytes // 4))  # no room for two copies: back and forth
-    assert [(move.src, move.dst) for move in tight.moves] == [("t", "s"), ("s", "t"), ("t", "s")]
-    assert tight.exact
-    # the parts meet again in one layout, whichever is cheaper: y is half of z
-    y = replace(y, sizes=(*EVEN[:3], ("c", 2)))
-    make = [Op("y", (0,), (1,), (Choice(("t",), ("t",)),)), Op("z", (0,), (2,), (Choice(("s",), ("s",)),))]
-    meet = Op("meet", (1, 2), (), (Choice(("t", "t"), ()), Choice(("s", "s"), ())))
-    solution = solve(Problem((x, y, z), (*make, meet), 4))
-    assert solution.choices == (0, 0, 1)
-    assert [(move.value, move.before, move.after) for move in solution.moves] == [(0, 1, -1), (1, 2, 0)]
-
-
-def test_gathers_once_for_many():
-    """Over two ranks a gather is as many bytes as two switches, in one call; over four it is more."""
-    sizes = (("t", 8), ("h", 8), ("w", 8), ("d", 8))
-    ops = tuple(Op(dim, (0,), (), (Choice((dim,), ()),)) for dim in "thw")
-    assert [m.kind for m in solve(Problem((Value("x", sizes, 2, ("d",)),), ops, 2)).moves] == ["gather"] + ["split"] * 3
-    assert [m.kind for m in solve(Problem((Value("x", sizes, 2, ("d",)),), ops, 4)).moves] == ["switch"] * 3
-    whole = (*ops, Op("all", (0,), (), (Choice((None,), ()),)))  # it must be whole in the end: so gather it at once
-    assert solve(Problem((Value("x", sizes, 2, ("d",)),), whole, 4)).calls == 1
-
-
 def triangle(n, r=8, c=4, capacity=None) -> Problem:
     """b i [k] c, b j [k] c -> b i j c: along i the second operand must be whole, along c nothing is."""
     a, b = Value("a", (("i", r), ("k", r), ("c", c)), 2, ("i",)), Value("b", (("j", r), ("k", r), ("c", c)), 2, ("j",))
@@ -341,18 +267,6 @@ def triangle(n, r=8, c=4, capacity=None) -> Problem:
     choices = (Choice(("i", None), ("i",)), Choice((None, "j"), ("j",)), Choice(("c", "c"), ("c",)))
     ops = (Op("triangle", (0, 1), (2,), choices), Op("row", (2,), (), (Choice(("i",), ()),)))
     return Problem((a, b, out), ops, n, capacity)
-
-
-def test_triangle_gathers_an_operand_when_it_fits():
-    m = 8 * 8 * 4 * 2
-    two = solve(triangle(2))
-    assert (two.choices[0], two.bytes, two.calls) == (0, m // 2, 1)  # half of b, against three switches of a quarter
-    assert two.peak == m // 2 + m + m // 2
-    tight = solve(triangle(2, capacity=two.peak - 1))
-    assert (tight.choices[0], tight.bytes, tight.calls) == (2, 3 * m // 4, 3)
-    assert tight.peak == 3 * m // 2
-    eight = replace(triangle(4), size=4)
-    assert solve(eight).choices[0] == 2  # 9/16 of a tensor, against 3/4
 
 
 def test_infeasible_says_what_would_help():
@@ -364,14 +278,6 @@ def test_infeasible_says_what_would_help():
         "more than 2 ranks, activation checkpointing or a larger memory would help"
     )
     assert solve(replace(problem, capacity=4 << 30)).peak == 4 << 30
-
-
-def test_memory_forces_a_choice_of_worse_rank():
-    x = Value("x", (("b", 2), ("t", 8)), 1, (None,))
-    op = Op("stage", (0,), (), (Choice(("t",), (), saved=100), Choice(("b",), (), saved=10, rank=1)))
-    assert solve(Problem((x,), (op, op), 2)).choices == (0, 0)
-    assert solve(Problem((x,), (op, op), 2, capacity=150)).choices in ((0, 1), (1, 0))
-    assert solve(Problem((x,), (op, op), 2, capacity=100)).choices == (1, 1)
 
 
 def test_chunks():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_train import metrics, run, trainer  # noqa: F401 (fixtures)
+from runs import metrics
 
 from zoo.training import UserError
 from zoo.training.profile import KINDS, covered, kind_of, shares, wanted
@@ -39,7 +39,7 @@ def test_ranges_of_steps():
             wanted(wrong)
 
 
-def test_a_trace_of_some_steps(run, capsys):  # noqa: F811
+def test_a_trace_of_some_steps(run, capsys):
     plain = run("name=plain", "sample.every=0")
     directory = run("name=traced", "sample.every=0", "profile.every=1", "profile.steps=2:3", "profile.memory=true")
     out = capsys.readouterr().out

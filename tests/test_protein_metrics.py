@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from slow import slow
-from test_parallel import averaged, same
+from test_parallel import averaged, beside
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
+from dsp.tensors import tensors_in
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
 from zoo.data.protein.synthetic import PottsFamilies
@@ -74,12 +75,6 @@ def test_contact_precision_against_loops(name):
     assert ("inter P@L" in found) == (name == "2q2k")
     true = contact_precision(-distances(position, position), position, seen, index, chain)
     assert true["inter P@L/5" if name == "2q2k" else "long P@L/5"] == 1
-
-
-def test_ranges_do_not_overlap():
-    _, _, index, chain = real("2q2k")
-    ranges = range_of_pairs(index, chain)
-    assert torch.stack(list(ranges.values())).sum(0).max() == 1
 
 
 def test_distance_lddt_against_loops():
@@ -223,14 +218,19 @@ def test_objective_against_loops():
     assert terms["distogram"][1][:, -1].sum() == 0  # padding
 
 
-def mean_of(terms):
-    return sum(dsp.mean(*term) for term in terms.values())
+def mean_of(*terms):
+    """Of the loss and the weight of each term in turn."""
+    return sum(dsp.mean(loss, weight) for loss, weight in zip(terms[::2], terms[1::2]))
+
+
+def whole_gradients(model, mesh):
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return {n: g.full_tensor() for n, g in grads.items()}
 
 
 def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], fsdp: bool = False) -> None:
     overrides = {"depth": 1} | ({"extra_depth": int(extra > 0)} if model == "evoformer" else {})
     single, parallel = build(model, **overrides), build(model, **overrides)
-    inputs = batch(residues=11, rows=7, extra=extra)
     dsp.parallelize(parallel, mesh, gather_output=False)
     if fsdp:  # as train.py does it
         for stage in repeated_stages(parallel.model):
@@ -239,18 +239,10 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
         fully_shard(parallel.model, mesh=mesh)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # as in train.py
     for passes in recycles:
-        single.zero_grad(), parallel.zero_grad()
-        expect = mean_of(single(**inputs, recycles=passes))
-        expect.backward()
-        got = mean_of(parallel(**inputs, recycles=passes))
-        got.backward()
-        torch.testing.assert_close(got, expect)
-        grads = {name: p.grad for name, p in single.named_parameters()}
-        if fsdp:
-            wholes = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parallel.named_parameters()}
-            same({name: whole.full_tensor() for name, whole in wholes.items()}, grads)
-        else:
-            same(averaged(parallel, mesh), grads)
+        single.zero_grad()
+        inputs = batch(residues=11, rows=7, extra=extra) | {"recycles": passes}
+        gradients = whole_gradients if fsdp else averaged
+        beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients)
 
 
 @pytest.mark.parametrize("model", [slow("evoformer"), "pairformer"])
@@ -273,7 +265,7 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     plan = dsp.plan(objective, kwargs=inputs, size=mesh.size(), gather_output=False)
     dsp.parallelize(objective, mesh, gather_output=False)
     with dsp.count_comm() as comm:
-        mean_of(objective(**inputs)).backward()
+        mean_of(*tensors_in(objective(**inputs))).backward()
     phases = {"forward": comm.forward, "backward": comm.backward, "recompute": comm.recompute}
     sent = {k: sum(v for name, v in phase.bytes.items() if name != "all_reduce") for k, phase in phases.items()}
     return plan.bytes, sent

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runs import one_of
 from slow import slow
-from test_train import _run_here, one_of, trainer  # noqa: F401 (`trainer` is a fixture)
 from torch.distributed.tensor import DTensor
 
 from zoo.data.protein.embedded import EmbeddedProteins
@@ -35,7 +35,7 @@ wandb: {mode: disabled}
 
 
 @pytest.fixture
-def run(trainer, tmp_path):  # noqa: F811
+def run(trainer, tmp_path):
     def start(*overrides, expect=0, **sections):
         lines = [line for line in TINY.splitlines() if line.split(":")[0] not in sections]
         lines += [f"{name}: {text}" for name, text in sections.items()]
@@ -208,7 +208,7 @@ def test_a_run_that_is_told_couplings(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_told_couplings_beats_them(trainer, tmp_path):  # noqa: F811
+def test_a_model_that_is_told_couplings_beats_them(trainer, tmp_path):
     """configs/couplings_demo.yaml in little, on families of structures that it never saw."""
     little = ["data={residues: 64, families: 64, depth: 256}", "train={steps: 200}", "eval.every=200"]
     options = [*little, "sample={every: 200, drawn: 1}", "wandb.mode=disabled", f"runs_dir={tmp_path}"]
@@ -235,19 +235,6 @@ def test_validation_is_the_same_for_any_number_of_groups():
     assert loss_inputs(1) == loss_inputs(2)
     chosen = task().validation_examples(40)  # more than there are: other crops of the same
     assert len({example().protein.name for example in chosen}) == len(EmbeddedProteins("validation"))
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(run, tmp_path, whole_world):
-    options = ["objective.recycles=1", "eval.every=4"]
-    alone = run("name=alone", *options)
-    whole_world(_run_here, 2, [str(tmp_path / "tiny.yaml"), f"runs_dir={tmp_path / 'runs'}", "name=shared", *options])
-    shared = tracking.read_metrics(tmp_path / "runs" / "shared" / "metrics.jsonl")
-    assert len({record["comm_bytes"] for record in shared if "comm_bytes" in record}) > 1  # what a step has sent
-    for key in ("loss", "val_loss", "val_lddt_cb", "frequency_floor"):
-        one, two = ([record[key] for record in records if key in record] for records in (alone, shared))
-        assert two
-        assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_a_step_draws_its_recycled_passes():

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from held import Sizes
+from held import shares
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import dsp
 
@@ -125,14 +125,8 @@ def inputs(kind: str, s: int, r: int, config: dict[str, Any]) -> dict[str, Tenso
     return {"m": m, "z": z, "msa_mask": msa_mask, "pair_mask": pair_mask}
 
 
-def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "CUDA is not available")  # the models ask for CUDA's autocast
-        out = list(model(**kwargs))
-        parts = [dsp.mean(t.sin()) if isinstance(t, DTensor) else t.sin().mean() for t in out]
-        loss = parts[0] + 2 * parts[1] + 3 * parts[2]
-        loss.backward()
-    return out, loss
+def loss_of(*out: Tensor) -> Tensor:
+    return sum(((i + 1) * dsp.mean(y.sin()) for i, y in enumerate(out)), torch.zeros(()))
 
 
 def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: bool, ckpt: bool) -> None:
@@ -140,20 +134,10 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
     single, stages = make(kind, config)
     model, _ = make(kind, config)
     dsp.parallelize(model, mesh, stages, gather_output=gather)
-    for s, r in shapes:
-        kwargs = inputs(kind, s, r, config)
-        single.zero_grad(), model.zero_grad()
-        expect, expect_loss = step(single, kwargs)
-        got, loss = step(model, kwargs)
-        for a, b in zip(got, expect):
-            torch.testing.assert_close(dsp.gather(a) if isinstance(a, DTensor) else a, b)
-        torch.testing.assert_close(loss, expect_loss)
-        for (name, p), q in zip(model.named_parameters(), single.parameters()):
-            if q.grad is None:
-                continue
-            mine = torch.zeros_like(q) if p.grad is None else p.grad
-            mine = torch.ops.dsp.all_reduce(mine, mesh.get_group().group_name) / mesh.size()
-            torch.testing.assert_close(mine, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+    warnings.filterwarnings("ignore", "CUDA is not available")  # the models ask for CUDA's autocast
+    for shape in shapes:
+        single.zero_grad()
+        beside(single, model, mesh, inputs(kind, *shape, config), loss=loss_of)
 
 
 @pytest.mark.parametrize("kind", ["evoformer", "opm first", "trunk"])
@@ -173,8 +157,9 @@ def moved(mesh: DeviceMesh, kind: str, s: int, r: int) -> tuple[dict[str, int], 
     kwargs = inputs(kind, s, r, even)
     plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
     dsp.parallelize(model, mesh, stages, gather_output=False)
+    warnings.filterwarnings("ignore", "CUDA is not available")
     with dsp.count_comm() as comm:
-        step(model, kwargs)
+        loss_of(*model(**kwargs)).backward()
     counts = comm.by_collective()
     losses = 3 * 8 * 2 * (mesh.size() - 1) // mesh.size()  # dsp.mean of the three outputs
     sent = {phase: sum(c["bytes"] for c in counts[phase].values()) for phase in counts}
@@ -215,18 +200,14 @@ def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
 
 
 def held(mesh: DeviceMesh, kind: str) -> tuple[float, float]:
-    found = []
-    kwargs = inputs(kind, 8, 48, SMALL)
-    for parallel in (False, True):
-        model, stages = make(kind, {**SMALL, "no_blocks": 1})
-        if parallel:
-            dsp.parallelize(model, mesh, stages, gather_output=False)
-            step(model, kwargs)
-        with Sizes(48 * 48 * 2) as sizes:
-            step(model, kwargs)
-        found.append(sizes)
-    single, sharded = found
-    return sharded.largest / single.largest, sharded.total / single.total
+    def build() -> nn.Module:
+        return make(kind, {**SMALL, "no_blocks": 1})[0]
+
+    def parallelize(model: nn.Module) -> None:
+        dsp.parallelize(model, mesh, EVOFORMER, gather_output=False)
+
+    warnings.filterwarnings("ignore", "CUDA is not available")
+    return shares(build, inputs(kind, 8, 48, SMALL), parallelize, 48 * 48 * 2)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -234,19 +215,6 @@ def test_pair_activations_are_shared_out(ranks, n: int) -> None:
     for largest, total in ranks(held, n, "evoformer"):
         assert largest <= 1.3 / n
         assert total <= 1.3 / n
-
-
-def test_triangles_switch_channels_where_a_gather_sends_as_much() -> None:
-    from openfold3.core.model.layers.triangular_multiplicative_update import TriangleMultiplicationOutgoing
-
-    r, n = 384, 3  # as many bytes one way as the other, in one call that makes an operand whole or in three
-    with torch.device("meta"):
-        model = TriangleMultiplicationOutgoing(96, 96)
-        kwargs = {"z": torch.empty(1, r, r, 96), "mask": torch.empty(1, r, r)}
-    stages = {"": "z=b i j d, mask=b i j -> b i j d"}
-    with torch.no_grad():
-        plan = dsp.plan(model, kwargs=kwargs, size=n, stages=stages, dtype=torch.bfloat16, gather_output=False)
-    assert [s.kind for s in plan.switches] == ["switch"] * 3
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from PIL import Image
+from runs import Runs, metrics
 from test_infer import run  # noqa: F401 (a fixture: a tiny run)
-from test_train import Runs, metrics, trainer  # noqa: F401 (a fixture)
 
 import dsp
 import zoo
@@ -170,7 +170,7 @@ def test_a_browser_shows_the_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_same_numbers(trainer, tmp_path):  # noqa: F811
+def test_tensorboard_has_the_same_numbers(trainer, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dsp
 import zoo
 from dsp.plan.residual import residuals
-from dsp.planner import Choice, Op, Problem, Value, price, solve
+from dsp.planner import Problem, price, solve
 
 
 def kinds(problem: Problem) -> list[bool]:
@@ -38,35 +38,6 @@ def test_a_stream_is_cheaper_to_switch_where_stages_follow_in_one_layout() -> No
     # three branches out of the way; the first of all is split from the whole input
     assert found.kept == (5 * each, 5)
     assert found.along == "s"
-
-
-def narrow(layers: int) -> Problem:
-    """x + up(stage(down(x))), where down leaves a quarter: over s with the stream, then over t."""
-    wide, thin = EVEN, (*EVEN[:3], ("c", 1))
-    values, ops = [Value("x", wide, 2, (None,))], []
-
-    def add(name: str, inputs: tuple[int, ...], sizes, layouts) -> int:
-        values.append(Value(f"{name}{len(ops)}", sizes, 2))
-        taken = tuple(Choice((a,) * len(inputs), (a,)) for a in layouts)
-        ops.append(Op(name, inputs, (len(values) - 1,), taken))
-        return len(values) - 1
-
-    x = 0
-    for _ in range(layers):
-        for over in ("t", "s"):
-            y = add("stage", (add("down", (x,), thin, "ts"),), thin, over)
-            x = add("join", (x, add("up", (y,), wide, "ts")), wide, "ts")
-    return Problem(tuple(values), tuple(ops), 4)
-
-
-def test_narrow_branches_are_cheaper_to_switch() -> None:
-    problem = narrow(4)
-    plan = solve(problem)
-    wide, thin = (price(problem.values[v], "t", "s", 4)[0] for v in (0, 1))
-    assert wide == 4 * thin
-    (found,) = residuals(problem, kinds(problem), (plan.bytes, plan.calls))
-    assert found.plan == found.kept == (7 * thin, 7)  # the first is split from the whole input
-    assert found.switched == (7 * wide, 7)
 
 
 class Branch(nn.Module):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_train import ROOT, metrics, one_of, run, stop_at, trainer  # noqa: F401 (fixtures)
+from runs import ROOT, metrics, one_of, stop_at
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -31,6 +31,10 @@ def test_schedules():
     def rates(**options):
         return [learning_rate(Optim(lr=1.0, warmup=2, **options), step, 10) for step in range(1, 11)]
 
+    cosine = rates(final=0.1)
+    assert cosine[:2] == [0.5, 1.0]
+    assert cosine[2:] == pytest.approx([0.1 + 0.45 * (1 + math.cos(math.pi * i / 9)) for i in range(1, 9)])
+    assert learning_rate(Optim(lr=1.0, warmup=50), 20, 20) == 0.4  # shorter than its warmup
     assert rates(schedule="constant") == [0.5] + [1.0] * 9
     linear = rates(schedule="linear", final=0.1)
     assert linear[:2] == [0.5, 1.0]
@@ -59,11 +63,11 @@ def test_the_guard_judges_alike_after_a_resume():
     assert (whole.taken, whole.copies(12, 0.5), whole.copies(12, math.nan)) == (12, False, False)
 
 
-def poison(trainer, monkeypatch, *steps):  # noqa: F811
+def poison(trainer, monkeypatch, *steps):
     """At these steps the norm of the gradients is no number."""
     real, train_step, at = trainer.clip_gradients, trainer.train_step, []
 
-    def watched(run, step, *args):  # noqa: F811
+    def watched(run, step, *args):
         at[:] = [step]
         return train_step(run, step, *args)
 
@@ -71,7 +75,7 @@ def poison(trainer, monkeypatch, *steps):  # noqa: F811
     monkeypatch.setattr(trainer, "clip_gradients", lambda *a: math.nan if at[0] in steps else real(*a))
 
 
-def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, capsys):  # noqa: F811
+def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, capsys):
     short = ["sample.every=0", "train.steps=5"]
     poison(trainer, monkeypatch, 3)
     whole = run("name=whole", *short)
@@ -88,7 +92,7 @@ def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, ca
     assert metrics(half, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
 
 
-def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, trainer, monkeypatch, capsys):  # noqa: F811
+def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, trainer, monkeypatch, capsys):
     poison(trainer, monkeypatch, 2, 3)
     directory = run("sample.every=0", "eval.every=0", "checkpoint.every=0", "train.skip=1", expect=2)
     said = capsys.readouterr().err
@@ -98,20 +102,7 @@ def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, tr
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_last_sound_weights(run, trainer, monkeypatch, capsys):  # noqa: F811
-    options = ["sample.every=0", "eval.every=0", "checkpoint.every=0", "train.skip=1"]
-    whole = run("name=whole", *options)
-    with monkeypatch.context() as patch:
-        poison(trainer, patch, 3, 4)
-        directory = run("name=bad", *options, expect=2)
-    run("name=bad", *options, "resume=true")
-    assert "resumed from step 2" in (out := capsys.readouterr().out)
-    assert "damaged" not in out
-    assert metrics(directory, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
-
-
-@pytest.mark.slow
-def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, monkeypatch, capsys):  # noqa: F811
+def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, monkeypatch, capsys):
     """The copy that is kept is of the last step but one: an update of 10^30 is seen by the loss after it."""
     options = ["sample.every=0", "eval.every=0", "checkpoint.every=3", "train.skip=0"]
     whole = run("name=whole", *options)
@@ -128,7 +119,7 @@ def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, mon
 def _last_rank_is_bad(mesh, arguments):
     """A run whose third batch has noise that is no number, on the last rank alone."""
     sys.path.insert(0, str(ROOT))
-    trainer, steps = importlib.import_module("train"), []  # noqa: F811
+    trainer, steps = importlib.import_module("train"), []
 
     def placed(inputs, device):
         steps.append(1)
@@ -141,7 +132,7 @@ def _last_rank_is_bad(mesh, arguments):
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_bad_all_skip(run, whole_world):  # noqa: F811
+def test_what_one_rank_finds_bad_all_skip(run, whole_world):
     """And their weights stay one: the curve is that of one process, which skips the same step."""
     for n in (1, 2):
         options = [f"name=on-{n}", f"parallel.sp={n}", "train.steps=6", "sample.every=0", "eval.every=0"]
@@ -157,7 +148,7 @@ def test_what_one_rank_finds_bad_all_skip(run, whole_world):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_saved_in_the_background_read_in_processes_it_is_the_same_run(run, trainer, monkeypatch, capsys):  # noqa: F811
+def test_saved_in_the_background_read_in_processes_it_is_the_same_run(run, trainer, monkeypatch, capsys):
     options = ["checkpoint.every=1", "sample.every=0"]
     plain = run("name=plain", *options)
     quick = [*options, "name=quick", "checkpoint.asynchronous=true", "train.workers=2", "train.prefetch=2"]
@@ -205,7 +196,7 @@ def test_what_is_held_does_not_change_and_an_error_is_raised(tmp_path):
 # --------------------------------------------------------------------------------------------------- loader, optimizers
 
 
-def test_processes_make_what_a_thread_makes(run, trainer):  # noqa: F811
+def test_processes_make_what_a_thread_makes(run, trainer):
     config = cfg.load(run.arguments("train.accumulation=2"))
     task = cfg.create_task(config, one_of(3, 1))
     task.open()
@@ -298,7 +289,7 @@ def test_an_optimizer_on_shards_is_that_of_whole_weights(ranks, name):
 
 
 @pytest.mark.slow
-def test_a_run_with_another_optimizer_resumes_bitwise(run, trainer, monkeypatch):  # noqa: F811
+def test_a_run_with_another_optimizer_resumes_bitwise(run, trainer, monkeypatch):
     options = ["optim.name=muon", "optim.schedule=wsd", "optim.lr=1e-2", "sample.every=0", "eval.every=0"]
     whole = run("name=whole", *options)
     with monkeypatch.context() as patch:

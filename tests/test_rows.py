@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slow import slow
-from test_parallel import averaged
+from test_parallel import averaged, beside
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
@@ -77,39 +77,21 @@ class Windows(nn.Module):
         return torch.cat([tail, head.softmax(2)], 2) * x.std((2, 3), keepdim=True)
 
 
-def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = x.clone().requires_grad_()
-    out = model(leaf)
-    dsp.gather(out).square().mul(torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
-    return out.detach(), leaf.grad
-
-
-def parity(mesh: DeviceMesh, height: int, width: int) -> tuple[int, int, float]:
+def parity(mesh: DeviceMesh, build: Callable, *shape: int) -> tuple[dict, dsp.Plan]:
     torch.manual_seed(0)
-    single, model, x = Windows().double(), Windows().double(), torch.randn(1, 3, height, width).double()
-    model.load_state_dict(single.state_dict())
-    plan = dsp.plan(single, x, size=mesh.size(), gather_output=False)
-    dsp.parallelize(model, mesh)
-    expected = step(single, x)
-    for _ in range(2):
-        model.zero_grad()
-        with dsp.count_comm() as comm:
-            for mine, one in zip(step(model, x), expected):
-                torch.testing.assert_close(mine, one)
-    for name, grad in averaged(model, mesh).items():
-        one = dict(single.named_parameters())[name].grad
-        assert (grad is None) == (one is None)
-        if grad is not None:
-            torch.testing.assert_close(grad, one)
-    return comm.forward.bytes["rows"], sum(max(s.each) for s in plan.sendings if s.kind == "rows"), plan.share
+    single, x = build().double(), torch.randn(shape).double().requires_grad_()
+    model, plan = copy.deepcopy(single), dsp.plan(single, x, size=mesh.size(), gather_output=False)
+    *_, comm = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), rounds=2, count=True)
+    return comm.forward.bytes, plan
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize(("height", "width"), [(10, 12), (7, 9)])
 def test_windows_and_statistics_along_a_sharded_dim(ranks: Callable, n: int, height: int, width: int) -> None:
-    found = ranks(parity, n, height, width)
-    assert max(sent for sent, _, _ in found) <= found[0][1]
-    assert found[0][2] <= 1 / n + 0.2
+    found = ranks(parity, n, Windows, 1, 3, height, width)
+    plan = found[0][1]
+    assert max(sent["rows"] for sent, _ in found) <= sum(max(s.each) for s in plan.sendings if s.kind == "rows")
+    assert plan.share <= 1 / n + 0.2
 
 
 class Softmax(nn.Module):
@@ -245,25 +227,9 @@ class Mixers(nn.Module):
         return torch.fft.irfft2(wide, s=(h, w), dim=(2, 3))
 
 
-def mixed(mesh: DeviceMesh, frames: int) -> tuple[int, int, float]:
-    torch.manual_seed(0)
-    single = Mixers().double()
-    model, x = copy.deepcopy(single), torch.randn(1, frames, 6, 5, 4).double()
-    plan = dsp.plan(single, x, size=mesh.size())
-    dsp.parallelize(model, mesh)
-    expected = step(single, x)
-    for _ in range(2):
-        model.zero_grad()
-        with dsp.count_comm() as comm:
-            for mine, one in zip(step(model, x), expected):
-                torch.testing.assert_close(mine, one)
-    for name, grad in averaged(model, mesh).items():
-        torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
-    return sum(comm.forward.bytes.values()), plan.bytes["forward"], plan.share
-
-
 @pytest.mark.parametrize(("n", "frames"), [slow(2, 7), slow(3, 4), (4, 3)])
 def test_recurrences_and_fourier_transforms(ranks: Callable, n: int, frames: int) -> None:
-    found = ranks(mixed, n, frames)
-    assert max(sent for sent, _, _ in found) == found[0][1]
-    assert found[0][2] < 0.7
+    found = ranks(parity, n, Mixers, 1, frames, 6, 5, 4)
+    plan = found[0][1]
+    assert max(sum(sent.values()) - sent.get("all_reduce", 0) for sent, _ in found) == plan.bytes["forward"]
+    assert plan.share < 0.7

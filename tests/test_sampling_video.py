@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runs import Runs
 from slow import slow
 from test_infer import frames, infer, infer_here
 from test_movie import played
-from test_train import Runs, trainer  # noqa: F401 (a fixture)
 
 import dsp
 from zoo.data.latents import Entry, Manifest, Writer, write_manifest
@@ -78,15 +78,9 @@ wandb: {{mode: disabled}}
 """
 
 
-class LatentRuns(Runs):
-    def __init__(self, trainer, directory, data):  # noqa: F811
-        self.trainer, self.directory, self.file = trainer, directory, directory / "tiny.yaml"
-        self.file.write_text(CONFIG.format(data=data))
-
-
 @pytest.fixture(scope="module")
-def runs(trainer, data, tmp_path_factory):  # noqa: F811
-    return LatentRuns(trainer, tmp_path_factory.mktemp("runs"), data)
+def runs(trainer, data, tmp_path_factory):
+    return Runs(trainer, tmp_path_factory.mktemp("runs"), CONFIG.format(data=data))
 
 
 @pytest.fixture(scope="module")
@@ -371,11 +365,12 @@ def test_pixels_are_their_own_codec():
     assert Pixels(1).encode(torch.rand(3, 2, 4, 5)).shape == (1, 2, 4, 5)
 
 
-def test_an_autoencoder_of_video(trainer, tmp_path_factory, capsys):  # noqa: F811
+def test_an_autoencoder_of_video(trainer, tmp_path_factory, capsys):
     """Four frames a latent frame, the first its own; clips that do not fit are refused, clips begin with a frame."""
     home = tmp_path_factory.mktemp("wan")
     models = encoders(home, "AutoencoderKLWan")
-    run = LatentRuns(trainer, home, encoded_folder(home / "data", models))("train.steps=1", "sample.clips=2")
+    data = encoded_folder(home / "data", models)
+    run = Runs(trainer, home, CONFIG.format(data=data))("train.steps=1", "sample.clips=2")
     assert infer(run, "--prompt", "rain", "--frames", 9, "--steps", 1, "--format", "mp4", "--out", home / "out") == 0
     movie, *_ = played(home / "out/seed-0.mp4")
     assert len(movie) == 9

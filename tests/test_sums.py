@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from slow import slow
-from test_parallel import averaged, same
+from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -51,25 +51,11 @@ def pairs(rows: int, ckpt: bool) -> tuple[nn.Module, Tensor]:
     return Pairs(ckpt).double(), torch.randn(2, rows, rows, 3, dtype=torch.float64)
 
 
-def step(model: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
-    z = z.detach().clone().requires_grad_()
-    out = model(z)
-    (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
-    return out, z.grad
-
-
-def parity(mesh: DeviceMesh, rows: int, ckpt: bool) -> tuple[Any, str]:
-    single, z = pairs(rows, ckpt)
-    model, _ = pairs(rows, ckpt)
+def parity(mesh: DeviceMesh, rows: int, ckpt: bool) -> tuple[Any, dict[str, int]]:
+    (single, z), (model, _) = pairs(rows, ckpt), pairs(rows, ckpt)
     stages = STAGES | {"product": PRODUCT}
     plan = dsp.plan(model, z.requires_grad_(), stages=stages, size=mesh.size(), gather_output=True)
-    dsp.parallelize(model, mesh, stages)
-    with dsp.count_comm() as comm:
-        out, grad = step(model, z)
-    expect, expect_grad = step(single, z)
-    torch.testing.assert_close(out, expect)
-    torch.testing.assert_close(grad, expect_grad)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    (comm,) = beside(single, dsp.parallelize(model, mesh, stages), mesh, (z,), count=True)
     return (plan.bytes, str(plan)), {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
 
 

@@ -1,26 +1,21 @@
 """The trainer: in this process, and under torchrun where ranks matter."""
 
-import importlib
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401 (here, so that ranks are forked with it)
 import torch
 from PIL import Image
+from runs import ROOT, TINY, Runs, alike, metrics, one_of, run_here, stop_at
 from slow import slow
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from zoo.pictures import save_gif
@@ -29,110 +24,14 @@ from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.loader import ahead
 from zoo.training.model import recomputed_modules
-from zoo.training.schedule import due, learning_rate
+from zoo.training.schedule import due
 from zoo.training.task import share
-
-ROOT = Path(__file__).parents[1]
-TINY = """
-model: {name: transformer2d, size: test, overrides: {in_channels: 1, num_classes: 10}}
-data: {name: digits, frames: 5, height: 6, width: 6, digit: 5}
-optim: {lr: 1e-3, warmup: 2}
-train: {steps: 4, batch: 2}
-eval: {every: 2, clips: 4, levels: 2}
-sample: {every: 4, clips: 2, steps: 2, guidance: 2}
-log: {every: 1}
-checkpoint: {every: 2}
-profile: {every: 0}
-wandb: {mode: disabled}
-"""
-
-
-@pytest.fixture(scope="session")
-def trainer():
-    sys.path.insert(0, str(ROOT))
-    yield importlib.import_module("train")
-    sys.path.remove(str(ROOT))
-
-
-class Runs:
-    """Starts runs of the tiny configuration in one directory."""
-
-    def __init__(self, trainer, directory):
-        self.trainer, self.directory = trainer, directory
-        self.file = directory / "tiny.yaml"
-        self.file.write_text(TINY)
-
-    def arguments(self, *overrides):
-        return [str(self.file), f"runs_dir={self.directory / 'runs'}", *overrides]
-
-    def __call__(self, *overrides, expect=0):
-        assert self.trainer.main(self.arguments(*overrides)) == expect
-        name = next((o[5:] for o in overrides if o.startswith("name=")), "tiny")
-        return self.directory / "runs" / name
-
-    def start(self, command, overrides, **environment):
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", *command, str(ROOT / "train.py"), *self.arguments(*overrides)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        )  # fmt: skip
-
-    def torchrun(self, ranks, *overrides):
-        return self.start(["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)], overrides)
-
-    def bare(self, ranks, *overrides):
-        """The ranks alone, as a scheduler other than torchrun would start them."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-        return [
-            self.start([], overrides, **address, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks))
-            for r in range(ranks)
-        ]
-
-
-@pytest.fixture
-def run(trainer, tmp_path):
-    return Runs(trainer, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def reference(trainer, tmp_path_factory):
     """A run of one process, four samples a step."""
     return Runs(trainer, tmp_path_factory.mktemp("reference"))("train.batch=4")
-
-
-def one_of(size, rank):
-    """The mesh of so many ranks as one of them sees it, in a process alone."""
-    return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("sp",), _init_backend=False, _rank=rank)
-
-
-def metrics(directory, *keys):
-    """{step: values of keys} of the training records."""
-    records = tracking.read_metrics(directory / "metrics.jsonl")
-    return {r["step"]: tuple(r[k] for k in keys) for r in records if all(k in r for k in keys)}
-
-
-def alike(a, b, tolerance=1e-5, keys=(("loss", "grad_norm", "lr"), ("val_loss",))):
-    """The curves of two runs are one; with a tolerance of 0 to the bit."""
-    for some in keys:
-        expected, curve = metrics(a, *some), metrics(b, *some)
-        assert list(curve) == list(expected)
-        for step, values in expected.items():
-            assert curve[step] == pytest.approx(values, rel=tolerance, abs=0), (step, some)
-
-
-def stop_at(trainer, monkeypatch, when, where="train_step"):
-    """Send this process a SIGTERM just before step `when`, or before a later function is called then."""
-    original, begun = getattr(trainer, where), []
-
-    def watched(run, *args):
-        begun.append(1)
-        if (args and args[0] == when) or (not args and len(begun) == when):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, *args)
-
-    monkeypatch.setattr(trainer, where, watched)
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -346,36 +245,26 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
 
 
 @pytest.mark.slow
-def test_under_torchrun_an_error_is_printed_once(run):
-    run("train.steps=1", "eval.every=0", "sample.every=0")
-    process = run.torchrun(2)
-    _, err = process.communicate(timeout=180)
-    assert process.returncode != 0
-    assert err.count("error: ") == 1
-    assert "already holds a run (to step 1): continue it with resume=true" in err
-
-
-@pytest.mark.slow
-def test_the_launcher_adds_nothing(run, trainer, monkeypatch):
-    """The line of the rank that failed is the only one; the exit status is the rank's."""
+@pytest.mark.parametrize("how", ["torchrun", "launcher", "bare"])
+def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
+    """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run("train.steps=1", "eval.every=0", "sample.every=0")
-    process = run.start(["-m", "zoo.training.launch", "--nproc-per-node", "2"], [])
-    _, err = process.communicate(timeout=180)
-    assert (process.returncode, err.count("\n")) == (2, 1), err
-    assert re.match(r"error: .* already holds a run \(to step 1\)", err)
-
-
-@pytest.mark.slow
-def test_ranks_with_the_same_error_leave_together(run):
-    """Nobody's connections are cut, nobody has to be killed, and without torchrun too one rank speaks."""
-    run("train.steps=1", "eval.every=0", "sample.every=0")
-    processes = run.bare(2)
+    launch = ["-m", "zoo.training.launch", "--nproc-per-node", "2"]
+    started = {
+        "torchrun": lambda: [run.torchrun(2)],
+        "launcher": lambda: [run.start(launch, [])],
+        "bare": lambda: run.bare(2),
+    }
+    processes = started[how]()
     errors = [process.communicate(timeout=180)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
-    assert errors[0].startswith("error: ")
-    assert errors[0].count("\n") == 1
-    assert errors[1] == ""
+    assert "".join(errors).count("error: ") == 1
+    assert re.search(r"error: .* already holds a run \(to step 1\): continue it with resume=true", errors[0])
+    if how == "torchrun":
+        assert processes[0].returncode != 0
+    else:
+        assert [process.returncode for process in processes] == [2] * len(processes), errors
+        assert "".join(errors).count("\n") == 1
 
 
 EMA = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
@@ -425,7 +314,7 @@ def test_averaged_weights(run, trainer, monkeypatch):
 def test_averaged_weights_of_other_runs(run, whole_world):
     """They do not depend on the mesh, and an old checkpoint starts them."""
     whole = run(*EMA, "name=whole")
-    whole_world(_run_here, 4, run.arguments(*EMA, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
+    whole_world(run_here, 4, run.arguments(*EMA, "name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
     expected, got = metrics(whole, "val_loss"), metrics(run.directory / "runs/mesh", "val_loss")
     assert {k: pytest.approx(v, rel=1e-5) for k, v in expected.items()} == got
 
@@ -436,28 +325,6 @@ def test_averaged_weights_of_other_runs(run, whole_world):
 
 
 # --------------------------------------------------------------------------------------------------------- many ranks
-
-
-def _run_here(mesh, arguments):
-    """On every rank of the pool: a run, and what dsp sent in each of its steps (forward, backward, recompute)."""
-    import dsp
-
-    sys.path.insert(0, str(ROOT))
-    trainer = importlib.import_module("train")
-    sent, plain = [], trainer.train_step
-
-    def counted(run, *args):
-        with dsp.count_comm() as comm:
-            result = plain(run, *args)
-        sent.append([sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute)])
-        return result
-
-    trainer.train_step = counted
-    try:
-        assert trainer.main(arguments) == 0
-    finally:
-        trainer.train_step = plain
-    return sent
 
 
 @pytest.mark.parametrize(
@@ -475,7 +342,7 @@ def _run_here(mesh, arguments):
 def test_every_mesh_trains_alike(run, whole_world, reference, options):
     """Four samples a step on every mesh of four ranks: one curve, one validation loss, the same pictures."""
     alone = run("train.batch=4", "train.precision=bf16", "name=alone") if "bf16" in options[-1] else reference
-    sent = whole_world(_run_here, 4, run.arguments("name=mesh", *options))
+    sent = whole_world(run_here, 4, run.arguments("name=mesh", *options))
     mesh = run.directory / "runs/mesh"
     tolerance = 5e-3 if "train.precision=bf16" in options else 1e-5
     alike(alone, mesh, tolerance)
@@ -538,13 +405,6 @@ def test_errors_are_one_message(run, capsys, arguments, message):
     assert err.startswith("error: ")
     assert message in err
     assert "Traceback" not in err
-
-
-def test_divergence_writes_no_bad_checkpoint(run, capsys):
-    directory = run("optim.lr=1e30", "optim.warmup=0", "checkpoint.every=1", "eval.every=0", expect=2)
-    step = int(re.search(r"step (\d+): loss", capsys.readouterr().err)[1])
-    saved = [p.name for p in (directory / "checkpoints").iterdir()]
-    assert f"step-{step:08d}" not in saved
 
 
 def test_a_full_disk_is_named_at_the_start(run, monkeypatch, capsys):
@@ -719,16 +579,6 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------- small parts
-
-
-def test_learning_rate():
-    options = cfg.Optim(lr=1.0, warmup=4, final=0.1)
-    rates = [learning_rate(options, step, 20) for step in range(1, 21)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a > b for a, b in itertools.pairwise(rates[3:]))
-    assert 0.1 < rates[-1] < 0.12
-    assert learning_rate(cfg.Optim(lr=1.0, warmup=0), 1, 1) == pytest.approx(0.5)
-    assert learning_rate(cfg.Optim(lr=1.0, warmup=50), 20, 20) == 0.4
 
 
 def test_due():

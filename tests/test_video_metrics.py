@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_train import Runs, trainer  # noqa: F401 (a fixture)
+from runs import Runs
 
 from zoo.data.digits import MovingDigits
 from zoo.training import tracking
@@ -102,7 +102,7 @@ def test_a_probe_tells_classes():
 
 
 @pytest.mark.slow
-def test_a_run_reports_them(trainer, folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_run_reports_them(trainer, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 60)
     options = ["sample.metrics=true", "sample.every=1", "train.steps=1", "eval.every=0", "sample.clips=4"]
     runs = Runs(trainer, tmp_path)

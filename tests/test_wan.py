@@ -1,18 +1,12 @@
 """Wan against diffusers' WanTransformer3DModel; its training on several ranks against one process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from slow import slow
-from test_demos import Demo
-from test_train import _run_here, alike, trainer  # noqa: F401 (`trainer` is a fixture)
 from zoo_oracles import agree, copy_weights, diffusers, randomise
 
 import zoo
 from zoo.video.wan import diffusers_names
-
-DEMO = Path(__file__).parents[1] / "configs/wan_demo.yaml"
 
 
 def oracle(**overrides):
@@ -91,11 +85,3 @@ def test_parameters_are_those_of_diffusers(size):
     numbers = {name: param.numel() for name, param in theirs.named_parameters()}
     assert {n for name in ours for n in diffusers_names(name)} == set(numbers)
     assert all(sum(numbers[n] for n in diffusers_names(name)) == count for name, count in ours.items())
-
-
-@pytest.mark.parametrize("n", [slow(2), slow(3)])
-def test_training_gives_the_losses_of_one_process(trainer, tmp_path, whole_world, n):  # noqa: F811
-    run = Demo(trainer, tmp_path, DEMO)
-    plain = run("name=plain", "train.batch=2")
-    whole_world(_run_here, n, run.arguments("name=shared", "train.batch=2", f"parallel.sp={n}"))
-    alike(plain, tmp_path / "runs/shared", tolerance=1e-4)

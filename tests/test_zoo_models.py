@@ -1,7 +1,6 @@
 """What every video model of the zoo owes: counts, any lengths, stages that are what they say, weights that learn."""
 
 import inspect
-import re
 import sys
 from types import SimpleNamespace
 
@@ -40,22 +39,6 @@ VARIANTS = [
 ]
 
 
-def layers(model):
-    """The stages between the first and the last, in order, of a model that is two layers deep."""
-    variant, order = getattr(model.config, "variant", 1), getattr(model.config, "order", "st")
-    if variant == 2:
-        return ["spatial.0", "spatial.1", "temporal.0", "temporal.1"]
-    if variant > 2:
-        kinds = {3: ("spatial", "temporal", "mlp"), 4: ("norm", "spatial", "temporal", "fused")}[variant]
-        return [f"blocks.{i}.{kind}" for i in range(2) for kind in kinds]
-    names = {"s": "spatial", "t": "temporal"}
-    if hasattr(model, "blocks"):
-        return [f"blocks.{i}.{names[kind]}" for i in range(2) for kind in order]
-    order *= model.config.depth // len(order)
-    return [f"{names[kind]}.{order[:i].count(kind)}" for i, kind in enumerate(order)]
-
-
-SPACE_AND_TIME = [row for row in VARIANTS if row[0] not in ("axial_video", "wan")]
 every_variant = pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: str(x))
 
 
@@ -245,47 +228,6 @@ def test_conditioning_that_was_not_asked_for_is_refused(name, overrides):
     if "context" in taken and "context" not in inputs:
         with pytest.raises(ValueError, match="takes no context_mask"):
             model(**inputs, context_mask=torch.ones(1, 7, dtype=torch.bool))
-
-
-# Stages
-
-
-def calls(model, stages, inputs):
-    """Run the model; return (path, stage string, module, arguments by name, output) for every call of every stage."""
-    found, hooks = [], []
-    for pattern, text in stages.items():
-        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        modules = [(path, module) for path, module in model.named_modules() if pattern and regex.fullmatch(path)]
-        assert modules or not pattern, f"{pattern!r} matches no module"
-        for path, module in modules:
-
-            def record(module, args, kwargs, out, path=path, text=text):
-                bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-                found.append((path, text, module, bound, out))
-
-            hooks.append(module.register_forward_hook(record, with_kwargs=True))
-    model(**inputs)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [row for row in SPACE_AND_TIME if row[1].get("variant") != 4],  # which adds up two attentions between stages
-    ids=lambda x: str(x),
-)
-@torch.no_grad()
-def test_nothing_but_stages_touches_a_long_tensor(name, overrides):
-    """Between the stages the model's forward does nothing: each stage gets what the one before returned."""
-    model = make(name, overrides)
-    inputs = model.example_inputs()
-    previous = inputs["x"]
-    found = calls(model, model.stages, inputs)
-    for _, _, _, bound, out in found:
-        assert next(iter(bound.values())) is previous
-        previous = out
-    assert [path for path, *_ in found] == ["embed", *layers(model), "final"]
 
 
 # Weights
