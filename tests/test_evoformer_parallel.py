@@ -62,29 +62,6 @@ def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
 
 
-def moved(mesh: DeviceMesh, case: str) -> tuple[dict[str, int], dict[str, int], int]:
-    """By the defaults of both, which gather the outputs."""
-    model = build(case, chunk=layers.CHUNK)
-    given = inputs(model, 1, 8, 16)
-    plan = dsp.plan(model, kwargs=given, size=mesh.size())
-    dsp.parallelize(model, mesh)
-    with dsp.count_comm() as comm:
-        scalar(model(**given)).backward()
-    counts = comm.by_collective()
-    sent = {phase: sum(c["bytes"] for c in counts[phase].values()) for phase in counts}
-    return plan.bytes, sent, counts["forward"]["gather"]["bytes"]
-
-
-@pytest.mark.parametrize("case", slow_but(CASES, "evoformer"))
-@pytest.mark.parametrize("n", [slow(2), 3])
-def test_sends_what_the_plan_says(ranks: Any, case: str, n: int) -> None:
-    """16 residues on three ranks: the busiest sends it, neither more nor what no single rank does."""
-    results = ranks(moved, n, case)
-    for phase, planned in results[0][0].items():
-        assert max(sent[phase] for _, sent, _ in results) == planned, phase
-    assert all(gathered > 0 for *_, gathered in results)
-
-
 def dropped(mesh: DeviceMesh) -> Tensor:
     torch.manual_seed(7 + mesh.get_local_rank())
     block = layers.PairBlock(8, 6, 2, 4, 2, dropout=0.5, version=3, chunk=layers.CHUNK).double()

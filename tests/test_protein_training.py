@@ -71,15 +71,6 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
         assert image.width > 800
 
 
-@pytest.mark.slow
-def test_micro_batches_and_resuming(run):
-    losses = [record["loss"] for record in run() if "loss" in record]
-    again = run("name=again", "train.accumulation=2", "train.batch=1")  # micro-batches, each its own mean
-    assert [r["loss"] for r in again if "loss" in r] == pytest.approx(losses, rel=0.02)
-    resumed = run("name=again", "train.accumulation=2", "train.batch=1", "train.steps=5", "resume=true")
-    assert resumed[-1]["step"] == 5
-
-
 def test_real_structures(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
     values = {key: value for record in records for key, value in record.items()}
@@ -87,12 +78,6 @@ def test_real_structures(run, capsys):
     assert not any("apc_floor" in key or "dca_floor" in key or "accuracy" in key for key in values)
     assert values["frequency_floor_loss_msa"] == 0  # the sequence tells the letters that are hidden in it
     assert values["frequency_floor"] == values["frequency_floor_loss_distogram"] > 0.5
-
-
-@pytest.mark.slow
-def test_an_extra_alignment_and_the_other_model(run):
-    run("data.extra_rows=3", "model.overrides.extra_depth=1", "name=extra", "eval.floors=false")
-    run("name=af3", "eval.floors=false", model="{name: pairformer, size: test, overrides: {bins: 64}}")
 
 
 def test_a_folder(run, tmp_path, capsys):
@@ -253,20 +238,6 @@ def test_a_step_draws_its_recycled_passes():
     assert {part["recycles"] for *_, part in made.validation_batches(None, 0, 1)} == {3}
     assert made.example(None)["recycles"] == 3
     assert made.example(None, made.bucket(7, 2))["recycles"] == made.recycles(7)
-
-
-@pytest.mark.slow
-def test_recycled_passes_train_and_resume(run, capsys):
-    every = run("objective.recycles=2", "eval.floors=false", "name=all")
-    losses = [record["loss"] for record in every if "loss" in record]
-    plain = [record["loss"] for record in run("eval.floors=false", "name=none") if "loss" in record]
-    assert losses != plain
-    run("objective.recycles=2", "eval.floors=false", "train.steps=4", "name=again", "sample.every=0")
-    more = run("objective.recycles=1", "eval.floors=false", "train.steps=5", "name=again", "resume=true")
-    assert more[-1]["step"] == 5
-    assert "with another objective.recycles" in capsys.readouterr().out
-    run("objective.recycles=-1", expect=2)
-    assert "objective.recycles=-1: must be at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kept", [slow("none"), "both"])

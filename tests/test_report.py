@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -149,24 +147,6 @@ def test_a_run_in_two_lines(run, tmp_path):  # noqa: F811
     assert not torch.distributed.is_initialized()
     with pytest.raises(ValueError, match="holds no config"):
         zoo.load(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_browser_shows_the_page(tmp_path):
-    """Without a screen, a server or the network; where there is a browser."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no browser here")
-    one = directory(tmp_path / "one")
-    report.main([str(one)])
-    picture = tmp_path / "page.png"
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               f"--screenshot={picture}", "--window-size=1200,5000", (one / "report.html").as_uri()]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    with Image.open(picture) as image:
-        colours = image.convert("RGB").getcolors(1 << 24)
-    assert any(colour == (37, 99, 235) for _, colour in colours)  # the curves
-    assert any(colour == (59, 130, 246) for _, colour in colours)  # the plan
 
 
 @pytest.mark.slow

@@ -19,10 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slow import slow
-from test_zoo_parallel import build, doubled
+from test_zoo_parallel import build
 
-import dsp
 import zoo
 import zoo.layers
 from zoo.video.diffusion import IDDPM, RectifiedFlow
@@ -155,29 +153,3 @@ def test_the_first_version_knows_no_clean_frames():
     model = build("stdit-v1").float()
     with pytest.raises(ValueError, match="a model built with version='v1' takes no x_mask"):
         model(**model.example_inputs(), x_mask=torch.ones(1, 5, dtype=torch.bool))
-
-
-# In parallel
-
-
-def moved(mesh, version, sharded):
-    model = build(f"stdit-{version}")
-    inputs = doubled(model.example_inputs(2, frames=7, height=6, width=6))
-    if sharded:
-        inputs["x"] = dsp.split(inputs["x"], mesh, 2)
-        inputs["x_mask"] = dsp.split(inputs["x_mask"], mesh, 1)
-    dsp.parallelize(model, mesh, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = model(**inputs)
-        dsp.mean(out * out).backward()
-    return out.shape, comm.by_collective()["forward"]
-
-
-@pytest.mark.parametrize(("version", "sharded"), [("v1", False), slow("v2", False), slow("v3", False), ("v3", True)])
-def test_two_switches_a_layer(ranks, version, sharded):
-    for shape, forward in ranks(moved, 3, version, sharded):
-        assert shape == (2, 8, 7, 6, 6)
-        assert forward["switch"]["calls"] == 2 * 2 - 1  # two layers, and the last works on single tokens
-        # a mask that comes in parts is put together for each stage that is sharded along s: some bytes, B x T of them
-        assert set(forward) == {"switch", "all_reduce"} | ({"gather"} if sharded else set())
-        assert forward.get("gather", {"bytes": 0})["bytes"] <= 3 * 2 * 7
