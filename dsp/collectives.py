@@ -11,8 +11,7 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
 from dsp.private import _resolve_process_group
 
@@ -235,10 +235,6 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return (torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype)
 
 
-# told of every collective of this thread: its name and arguments
-LISTENER: ContextVar[Callable[[str, tuple[Any, ...]], None] | None] = ContextVar("dsp_listener", default=None)
-
-
 def _fresh(name: str, kernel: Any) -> Any:
     """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own.
 
@@ -253,8 +249,7 @@ def _fresh(name: str, kernel: Any) -> Any:
         return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
     def run(*args: Any) -> Any:
-        if (hear := LISTENER.get()) is not None:
-            hear(name, args)
+        tell(name, *args)
         out = kernel(*args)
         return list(map(own, out)) if isinstance(out, list) else own(out)
 
@@ -318,6 +313,7 @@ def _(x: Tensor, group: str) -> Tensor:
 
 def _keep(names: str) -> Any:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        remember(ctx)
         ctx.shape = inputs[0].shape
         for name, value in zip(names.split(), inputs[1:]):
             setattr(ctx, name, value)
@@ -327,15 +323,15 @@ def _keep(names: str) -> Any:
 
 torch.library.register_autograd(
     "dsp::switch",
-    lambda ctx, g: (torch.ops.dsp.switch(g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group), None, None, None, None),
+    lambda ctx, g: (back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group), *[None] * 4),
     setup_context=_keep("src dst src_size group"),
     lib=_lib,
 )
 
 
 def _switch_among_back(ctx: Any, g: Tensor) -> Any:
-    back = torch.ops.dsp.switch_among(g, ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group)
-    return back, None, None, None, None, None, None
+    where = ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group
+    return back(ctx, torch.ops.dsp.switch_among, g, *where), None, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -347,6 +343,7 @@ torch.library.register_autograd(
 
 
 def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    remember(ctx)
     ctx.set_materialize_grads(False)
     xs, ctx.src, ctx.dst, _, ctx.group = inputs
     ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
@@ -359,7 +356,7 @@ def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
     found: list[Tensor | None] = [None] * len(grads)
     if asks:
         where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-        moved = torch.ops.dsp.switch_many([grads[i] for i in asks], *where, ctx.group)
+        moved = back(ctx, torch.ops.dsp.switch_many, [grads[i] for i in asks], *where, ctx.group)
         for i, g in zip(asks, moved):
             found[i] = g
     return found, None, None, None, None
@@ -368,19 +365,19 @@ def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
 torch.library.register_autograd("dsp::switch_many", _switch_many_back, setup_context=_keep_many, lib=_lib)
 torch.library.register_autograd(
     "dsp::gather",
-    lambda ctx, g: (torch.ops.dsp.reduce_scatter(g, ctx.dim, ctx.group), None, None, None),
+    lambda ctx, g: (back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group), None, None, None),
     setup_context=_keep("dim size group"),
     lib=_lib,
 )
 torch.library.register_autograd(
     "dsp::reduce_scatter",
-    lambda ctx, g: (torch.ops.dsp.gather(g, ctx.dim, ctx.shape[ctx.dim], ctx.group), None, None),
+    lambda ctx, g: (back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group), None, None),
     setup_context=_keep("dim group"),
     lib=_lib,
 )
 torch.library.register_autograd(
     "dsp::all_reduce",
-    lambda ctx, g: (torch.ops.dsp.all_reduce(g, ctx.group), None),
+    lambda ctx, g: (back(ctx, torch.ops.dsp.all_reduce, g, ctx.group), None),
     setup_context=_keep("group"),
     lib=_lib,
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsp import collectives
 from dsp.layout import Axis, Cut, factor
+from dsp.listening import back, remember
 from dsp.planner import fuses
 
 # --- the same on local tensors, for the runtime -----------------------------------------------------------------------
@@ -87,12 +88,13 @@ class SplitInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
+        remember(ctx)
         ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
         return sp.narrow(x, cut).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
+        return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
 
 
 class WholeInput(torch.autograd.Function):
@@ -100,12 +102,13 @@ class WholeInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
+        remember(ctx)
         ctx.sp = sp
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return torch.ops.dsp.all_reduce(grad, ctx.sp.group) / ctx.sp.size, None
+        return back(ctx, torch.ops.dsp.all_reduce, grad, ctx.sp.group) / ctx.sp.size, None
 
 
 class ScaleGradient(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import switch_plan, wait
+from dsp.listening import back, remember, tell
 
 
 class PendingSwitch:
@@ -33,6 +34,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
+        tell("switch", x, *pending.args)
         plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
         pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
         return x.new_empty(0)
@@ -47,12 +49,15 @@ class _Await(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
+        remember(ctx)
         return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         pending = ctx.pending
         src, dst, _, group = pending.args
-        pending.back = switch_plan(grad, dst, src, pending.there.shape[dst], group)
+        size = pending.there.shape[dst]
+        back(ctx, tell, "switch", grad, dst, src, size, group)
+        pending.back = switch_plan(grad, dst, src, size, group)
         pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
         return grad.new_empty(0), None

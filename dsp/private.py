@@ -67,6 +67,11 @@ def backward_node() -> str:
     return "" if node is None else node.name()
 
 
+def after_backward(call: Any) -> None:
+    """Call this when the running backward pass is through, in whichever of its threads ends it."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that run now on what is saved for backward
 
 
@@ -111,6 +116,7 @@ __all__ = [
     "_pop_mode",
     "_push_mode",
     "_resolve_process_group",
+    "after_backward",
     "backward_node",
     "backward_pass",
     "checkpoint_frame",

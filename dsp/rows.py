@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import exchanged, implement, ranks, summed_in
+from dsp.listening import back, remember
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes
 
@@ -148,13 +149,14 @@ def _(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    remember(ctx)
     ctx.set_materialize_grads(False)
     xs, ctx.dims, ctx.sizes, ctx.spans, ctx.group = inputs
     ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
 
 
 def _adjoint(op: str) -> Any:
-    def back(ctx: Any, grads: list[Tensor | None]) -> Any:
+    def adjoint(ctx: Any, grads: list[Tensor | None]) -> Any:
         # what nobody used has no gradient, and all ranks agree on that
         asks = [i for i in ctx.asks if grads[i] is not None]
         found: list[Tensor | None] = [None] * len(grads)
@@ -162,11 +164,11 @@ def _adjoint(op: str) -> Any:
             n, _ = ranks(ctx.group)
             spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
             where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
-            for i, g in zip(asks, getattr(torch.ops.dsp, op)([grads[i] for i in asks], *where, ctx.group)):
+            for i, g in zip(asks, back(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)):
                 found[i] = g
         return found, None, None, None, None
 
-    return back
+    return adjoint
 
 
 torch.library.register_autograd("dsp::rows", _adjoint("rows_home"), setup_context=_keep, lib=_lib)

@@ -34,10 +34,24 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "who hears the forward does not hear its backward",
+        "dsp/listening.py",
+        "ctx.listener = None if listener is None else listener.way_back()",
+        "ctx.listener = None",
+        "test_plan_word",
+    ),
+    Fault(
+        "nobody hears what a checkpoint sends again",
+        "dsp/run/glue.py",
+        "listening(account.again(again) if account is not None else None)",
+        "listening(None)",
+        "test_plan_word",
+    ),
+    Fault(
         "the gradient of an input is not divided by N",
         "dsp/moves.py",
-        "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
-        "return gather_local(grad, ctx.cut, ctx.shape, ctx.sp), None, None",
+        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
+        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp), None, None",
         "test_ops",
     ),
     Fault(

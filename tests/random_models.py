@@ -131,6 +131,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         except Exception as error:
             refusal = error
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
+    told = model.forward.__self__.told
     for call in ("", "second call: "):
         found, sent, largest = parallel_step(model, inputs, mesh)
         problems += [f"{call}{p}" for p in differences(found, expect)]
@@ -145,6 +146,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         elif sent != verdict.sent:
             more = sum(map(sum, sent.values())) - sum(map(sum, verdict.sent.values()))
             problems.append(f"bytes: the second call sends {more} more than the first")
+    problems += [f"bytes: {said}" for said in told.values()]
     if "self.other" in text:
         problems += astray(model, single, inputs, mesh)
     with Count() as alone:

@@ -10,7 +10,7 @@ import pytest
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private notation planner hardware
-tensors collectives pending sent rows count gradients layout sharded moves ops randomness
+tensors listening collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded
 """.split()
@@ -19,7 +19,7 @@ ROOMS = {
     "rules": "call elementwise statistics along joins products sequences shape windows sources written_out functions",
     "plan": """script events skeleton watch operation names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
-    "run": "homes forward recipes follow glue ledger agreement calls hooks inputs parallel",
+    "run": "homes ledger forward recipes follow glue agreement calls hooks inputs parallel",
     "check": "report compare modes independence check",
     "discover": "dims nodes search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import toys
 from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dsp
 
@@ -56,7 +58,7 @@ def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None 
         for _ in range(2):
             with torch.no_grad(), dsp.count_comm() as comm:
                 model(x)
-    word = next(iter(model.forward.__self__.plans.values())).script.word
+    word = next(iter(model.forward.__self__.plans.values())).script.word.phases["forward"]
     own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
     return own, (word.bytes, word.calls), plan, heard.texts
 
@@ -236,3 +238,84 @@ def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
         "this forward sent 192 B in 1 calls where its plan says 0 B in 0: it came to gather() where the plan ends. "
         "What it computes is right"
     )
+
+
+class Two(nn.Module):
+    """Attention over space, then over time, once more in a checkpoint; both results."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.space(x)
+        return x, checkpoint(lambda x: self.space(self.time(x)).flip(1), x, use_reentrant=False).sin()
+
+
+def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and calls by phase, without the sums of `dsp.mean`: they are not of the model."""
+    own = {phase: getattr(comm, phase) for phase in ("forward", "backward", "recompute")}
+    kinds = {phase: [k for k in t.calls if k != "all_reduce"] for phase, t in own.items()}
+    return {p: (sum(own[p].bytes[k] for k in ks), sum(own[p].calls[k] for k in ks)) for p, ks in kinds.items()}
+
+
+def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = False, stop: bool = True) -> Any:
+    """What this rank sent by phase, what its plan says, and what was said of three steps."""
+    model = dsp.parallelize(Two(), mesh, gather_output=False)
+    x = torch.randn(1, 5, 7, toys.C, generator=torch.Generator().manual_seed(0))
+
+    def back(loss: Tensor, comm: Any) -> None:
+        with comm:
+            for left in reversed(range(passes)):
+                loss.backward(retain_graph=left > 0)
+
+    with Heard() as heard, set_checkpoint_early_stop(stop):
+        for _ in range(3):
+            comm = dsp.count_comm()
+            with comm:
+                made = model(x.requires_grad_())
+            loss = torch.stack([dsp.mean(out) for out in made[:used]]).sum()
+            if apart:  # as CUDA's is
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(back, loss, comm).result()
+            else:
+                back(loss, comm)
+    [plan] = model.forward.__self__.plans.values()
+    promised = {phase: (t.bytes, t.calls) for phase, t in plan.script.word.phases.items()}
+    return phases_of(comm), promised, heard.texts
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_backward_and_what_it_computes_again_are_counted_in_any_thread(ranks, apart: bool) -> None:
+    for sent, promised, told in ranks(way_back, 3, 2, 1, apart):
+        assert sent == promised
+        assert min(calls for _, calls in promised.values()) > 0
+        assert told == []
+
+
+def test_each_pass_of_backward_is_one(ranks) -> None:
+    for sent, promised, told in ranks(way_back, 2, 2, 2):
+        assert sent["backward"] == tuple(2 * k for k in promised["backward"])
+        assert told == []
+
+
+def test_a_backward_that_sends_other_than_planned_says_so_once(ranks) -> None:
+    """A loss of the first result alone: nothing comes back through what follows."""
+    first, second = ranks(way_back, 2, 1)
+    assert first[2] == [
+        "this backward sent 464 B in 2 calls where its plan says 736 B in 4: at stage 'time' nothing instead of a "
+        "switch of 144 B: no gradient came there. What it computes is right"
+    ]
+    assert second[2] == []
+
+
+def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
+    """Recomputation that does not stop where it has all, in a thread of its own."""
+    first, second = ranks(way_back, 2, 2, 1, True, False)
+    assert first[2] == [
+        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a switch "
+        "of 144 B instead of nothing. What it computes is right"
+    ]
+    assert second[2] == []

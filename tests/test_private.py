@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -88,6 +90,18 @@ def backward_pass() -> None:
     assert -1 not in passes
     assert passes[0] != passes[1]
     assert private.backward_pass() == -1
+
+
+def after_backward() -> None:
+    """Called once every gradient is there, in the thread that called backward, if there is no other."""
+    x, seen = torch.ones(3, requires_grad=True), list[Any]()
+    y = x * 2
+    y.register_hook(lambda grad: private.after_backward(lambda: seen.append((x.grad is not None, get_ident()))))
+    with ThreadPoolExecutor(1) as thread:
+        ident = thread.submit(lambda: (y.sum().backward(), get_ident())[1]).result()
+    assert seen == [(True, ident)]
+    with pytest.raises(RuntimeError, match="backward"):
+        private.after_backward(lambda: None)
 
 
 def backward_node() -> None:
@@ -250,8 +264,8 @@ def compilers() -> None:
 
 
 ALONE = [
-    checkpoint_frame, unknown_checkpoints, backward_pass, backward_node, leaf, passing, fake_tensors, dispatch_mode,
-    function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts, of_the_zoo,
+    checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
+    dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts, of_the_zoo,
     transforms, saving_hooks, compilers,
 ]  # fmt: skip
 

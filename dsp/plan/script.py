@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dsp.layout import Cut
-from dsp.planner import Layout, Value, sent_by
+from dsp.planner import Layout, Value, chunk_sizes, sent_by
 
 Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
 
@@ -55,12 +55,18 @@ class Script:
         return repr((stages, sorted(self.glue.items()), self.random_glue, self.names, apart))
 
 
-Where = tuple[str, int, str]  # "stage", "glue" or "output"; the how-many-th; its name
+Where = tuple[str, int, str]  # "stage", "glue", "output" or "input"; the how-many-th; its name
+INPUTS: Where = ("input", 0, "the inputs")
 
 
 class Sending(NamedTuple):
-    """A collective of a plan, or a tensor's share of one (calls 0): a move, or inside of glue so many bytes a rank."""
+    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or so many bytes a rank.
 
+    where: for a backward, where its forward is. A move from `src` to `dst`; its backward goes the other way, and that
+    of a gather is the reduce-scatter into `src`.
+    """
+
+    phase: str  # "forward", "backward", "recompute"
     where: Where
     kind: str
     calls: int
@@ -70,4 +76,9 @@ class Sending(NamedTuple):
     each: tuple[int, ...] = ()
 
     def sent(self, n: int, rank: int) -> int:
-        return self.each[rank] if self.value is None else sent_by(self.value, self.src, self.dst, n, rank)
+        if self.value is None:
+            return self.each[rank]
+        if self.kind == "reduce_scatter" and self.src is not None:  # all but this rank's own chunk
+            size = dict(self.value.sizes)[self.src]
+            return self.value.nbytes // max(size, 1) * (size - chunk_sizes(size, n)[rank])
+        return sent_by(self.value, self.src, self.dst, n, rank)

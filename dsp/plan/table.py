@@ -92,7 +92,7 @@ class Plan:
     resident: int
     exact: bool
     script: Script = field(repr=False)
-    sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # of a forward, outside of stages
+    sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # outside of stages
     share: float = 1.0
     whole: list[Whole] = field(default_factory=list)
     remedy: str = ""  # what would help there: a line of stages

@@ -6,14 +6,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from dsp.inside import Sends, Sent
 from dsp.plan.program import Program
-from dsp.plan.script import Sending, Where
+from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Goal, Solved, Step
-from dsp.planner import Layout, Move, Value, chunk_sizes, fuses, sent_by
+from dsp.planner import Layout, Move, fuses
 
 
 class Traffic:
-    """The collectives of a step. `sendings` are those of a forward outside of stages, `own_call` the moves that make a
-    call of their own there, and no other move's."""
+    """The collectives of a step. `sendings` are those outside of stages, `own_call` the moves that make a call of their
+    own in forward, and no other move's."""
 
     def __init__(self, found: Solved, program: Program, goal: Goal) -> None:
         self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
@@ -34,6 +34,11 @@ class Traffic:
         before, times = self.each[phase].get(kind, ([0] * self.found.size, 0))
         self.each[phase][kind] = [a + b for a, b in zip(before, each)], times + calls
 
+    def send(self, sending: Sending) -> None:
+        n = self.found.size
+        self.add(sending.phase, sending.kind, [sending.sent(n, rank) for rank in range(n)], sending.calls)
+        self.sendings.append(sending)
+
     def count(self, phase: str, *sent: Sent) -> None:
         """What is sent inside of stages, of which the busiest rank is known, as if every rank sent that."""
         for kind, (nbytes, calls) in (item for one in sent for item in one.items()):
@@ -50,24 +55,21 @@ class Traffic:
         seen: set[Hashable] = set()
         for m in (m for m in self.found.solution.moves if m.kind != "split"):
             value = self.trace.values[m.value]
-            for phase, kind, each in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
+            at = self.where(m.after if self.program.pushed(m) else m.before)
+            for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
                 new = int((phase, self.collective(m)) not in seen)
                 seen.add((phase, self.collective(m)))
-                self.add(phase, kind, each, new)
+                self.send(Sending(phase, at, kind, new, value, src, dst))
                 if phase == "forward":
                     self.own_call[m] = new
-                    at = self.where(m.after if self.program.pushed(m) else m.before)
-                    self.sendings.append(Sending(at, m.kind, new, value, m.src, m.dst))
 
-    def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, list[int]]]:
-        """When a move is made, as which collective, and what every rank sends then."""
-        value, n = self.trace.values[m.value], self.found.size
-        yield "forward", m.kind, sent_by_each(value, m.src, m.dst, n)
+    def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, Layout, Layout]]:
+        """When a move is made, as which collective, and between which layouts."""
+        yield "forward", m.kind, m.src, m.dst
         if differentiated:
-            kind = "reduce_scatter" if m.kind == "gather" else m.kind
-            yield "backward", kind, adjoint_bytes(value, m, n)
+            yield "backward", *(("reduce_scatter", m.src, m.dst) if m.kind == "gather" else (m.kind, m.dst, m.src))
         if self.recomputed(m):
-            yield "recompute", m.kind, sent_by_each(value, m.src, m.dst, n)
+            yield "recompute", m.kind, m.src, m.dst
 
     def collective(self, m: Move) -> Hashable:
         """The same for moves that share one: switches of small tensors at one place."""
@@ -102,13 +104,13 @@ class Traffic:
         event, stage = step.event, step.event.kind == "stage"
         inside = event.sends[step.taken] if stage else Sends()
         if (passing := step.passing) is not None:
-            self.sendings.append(Sending(self.where(step.at), passing.kind, 1, each=passing.forward))
-            self.add("forward", passing.kind, passing.forward, 1)
+            at, forward = self.where(step.at), tuple(passing.forward)
+            self.send(Sending("forward", at, passing.kind, 1, each=forward))
             first = passing.kind in ("rows", "gather")  # before it saves anything; sums come last
             if self.again(step.at, after=not first) and (event.grad or not stage):
-                self.add("recompute", passing.kind, passing.forward, 1)
+                self.send(Sending("recompute", at, passing.kind, 1, each=forward))
             if event.grad and any(passing.backward):
-                self.add("backward", passing.adjoint, passing.backward, 1)
+                self.send(Sending("backward", at, passing.adjoint, 1, each=tuple(passing.backward)))
         self.count("forward", inside.forward)
         if event.grad:
             self.count("backward", inside.backward)
@@ -137,10 +139,11 @@ class Traffic:
             if t.grads[v] and t.values[v].home == (None,):
                 layouts = self.program.used.get(v, set())
                 if len(layouts) == 1 and None not in layouts:
-                    self.add("backward", "gather", sent_by_each(t.values[v], next(iter(layouts)), None, n), 1)
+                    self.send(Sending("backward", INPUTS, "gather", 1, t.values[v], next(iter(layouts)), None))
                 else:
                     summed.append(t.values[v].nbytes)
-        self.count("backward", *({"all_reduce": (-(-2 * size * (n - 1) // n), 1)} for size in summed))
+        for size in summed:
+            self.send(Sending("backward", INPUTS, "all_reduce", 1, each=(-(-2 * size * (n - 1) // n),) * n))
 
 
 def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
@@ -148,17 +151,3 @@ def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
     total = [sum(each) for each in zip(*(each for each, _ in kinds.values()))]
     rank = total.index(max(total)) if total else 0
     return {kind: (each[rank], calls) for kind, (each, calls) in kinds.items()}
-
-
-def sent_by_each(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    return [sent_by(value, src, dst, n, rank) for rank in range(n)]
-
-
-def adjoint_bytes(value: Value, m: Move, n: int) -> list[int]:
-    """What every rank sends in the backward of a move; with uneven chunks not always what it sends forward."""
-    if m.kind == "switch":
-        return sent_by_each(value, m.dst, m.src, n)
-    if m.kind == "gather" and m.src is not None:  # a reduce-scatter: all but this rank's own chunk
-        size = dict(value.sizes)[m.src]
-        return [value.nbytes // max(size, 1) * (size - own) for own in chunk_sizes(size, n)]
-    return [0] * n

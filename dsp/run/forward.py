@@ -17,11 +17,12 @@ from dsp.inside import Place
 from dsp.layout import Axis, Cut, cut_of, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.plan.recorder import Recorder
-from dsp.plan.script import Script, Via, Where
+from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
 from dsp.rules import RULES, GlueError, Operand, Outcome, without_operands
 from dsp.run.homes import Home, differentiable, home_of, seen, views_of
+from dsp.run.ledger import Account
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
 from dsp.tensors import memory
@@ -39,7 +40,8 @@ class Run:
         self.stage_index = self.glue_index = 0
         self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
         self.in_stage: InStage | None = None
-        self.where: Where = ("glue", -1, "the inputs")  # what moves are for
+        self.where: Where = INPUTS  # what moves are for
+        self.account: Account | None = None  # what counts for its plan's word
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
         self.stale: list[tuple[StorageWeakRef, str]] = []  # memory that has missed a write in place, and whose
         self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of

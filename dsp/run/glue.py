@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from dsp.listening import listening
 from dsp.private import (
     FakeTensor,
     _get_current_function_mode,
@@ -226,13 +227,13 @@ def note_checkpoint(run: Run) -> None:
     frame._dsp_noted = True
     original, script, sizes = frame.recompute_fn, run.script, run.root_sizes
     stage_index, glue_index, axis, recipes = run.stage_index, run.glue_index, run.axis, run.recipes
-    runtime = ACTIVE.get()
+    account, runtime = run.account, ACTIVE.get()
 
     def recompute(*args: Any) -> Any:
         again = Run(axis, script, sizes, recipes)
-        again.stage_index, again.glue_index = stage_index, glue_index
+        again.stage_index, again.glue_index, again.account = stage_index, glue_index, account
         assert runtime is not None
-        with active(runtime[0], again):
+        with active(runtime[0], again), listening(account.again(again) if account is not None else None):
             return original(*args)
 
     frame.recompute_fn = recompute

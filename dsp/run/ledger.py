@@ -1,18 +1,22 @@
-"""Does a run send what its plan says? Counted where collectives are made, forward, at no cost worth mentioning.
+"""Does a run send what its plan says? Counted where collectives are made, at the cost of an addition for each.
 
 A plan is made without the run, so it may be wrong of it: a forward that went another way, or moves that the plan did
 not foresee. Numbers and gradients are right all the same; but what was promised is not kept, and that is said, once.
+
+A forward is judged when it ends. What is sent on the way back, and what a checkpoint sends again there, is counted by
+the pass of backward, whoever calls it in whichever thread, and judged when that pass ends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsp.collectives import LISTENER
+from dsp.listening import Listener
 from dsp.plan.script import Where
+from dsp.private import after_backward, backward_pass
 from dsp.sent import COLLECTIVES
 from dsp.text import human
 
@@ -21,60 +25,133 @@ if TYPE_CHECKING:
     from dsp.plan.table import Plan
     from dsp.run.forward import Run
 
+RIGHT = "What it computes is right"
+SAID = {"forward": "this forward", "backward": "this backward", "recompute": "recomputation in this backward"}
+MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ": that was not computed again"}
 
-class Ledger:
-    """What this rank sent in one forward, outside of stages: these count for themselves."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.bytes, self.calls = run, 0, 0
-        self.entries: list[tuple[Where, str, int]] = []
+@dataclass(eq=False, slots=True)
+class Tally:
+    """What this rank sent in one phase of a step, or is to send, and where."""
 
-    def hear(self, name: str, args: tuple[Any, ...]) -> None:
-        if self.run.in_stage is None:
-            kind, sent = COLLECTIVES[name]
-            nbytes = sent(*args)
-            self.bytes, self.calls = self.bytes + nbytes, self.calls + 1
-            self.entries.append((self.run.where, kind, nbytes))
+    bytes: int = 0
+    calls: int = 0
+    entries: list[tuple[Where, str, int, int]] = field(default_factory=list)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        token = LISTENER.set(self.hear)
-        try:
-            yield
-        finally:
-            LISTENER.reset(token)
+    def add(self, where: Where, kind: str, calls: int, nbytes: int) -> None:
+        self.bytes, self.calls = self.bytes + nbytes, self.calls + calls
+        self.entries.append((where, kind, calls, nbytes))
+
+    def hear(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
+        kind, sent = COLLECTIVES[name]
+        self.add(where, kind, 1, sent(*args))
+
+    def by_place(self) -> dict[Where, Counter[str]]:
+        places: dict[Where, Counter[str]] = {}
+        for where, kind, calls, nbytes in self.entries:
+            places.setdefault(where, Counter()).update({kind: nbytes, "calls": calls})
+        return places
 
 
 class Word:
-    """What a plan promises of this rank's forward."""
+    """What a plan promises of this rank, by phase."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.script = plan.script
-        self.entries = [(s.where, s.kind, s.calls, s.sent(plan.size, rank)) for s in plan.sendings]
-        self.bytes = sum(nbytes for *_, nbytes in self.entries)
-        self.calls = sum(calls for _, _, calls, _ in self.entries)
+        self.phases = {phase: Tally() for phase in SAID}
+        for s in plan.sendings:
+            self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size, rank))
 
-    def kept(self, ledger: Ledger) -> bool:
-        return (ledger.bytes, ledger.calls) == (self.bytes, self.calls)
+    @property
+    def returns(self) -> bool:
+        """Whether anything is to be sent on the way back."""
+        return any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
-    def tell(self, ledger: Ledger) -> str:
+    def broken(self, phase: str, made: Tally, astray: str) -> str:
+        """By how much what was sent is other than planned, and why; nothing if it is not."""
+        planned = self.phases[phase]
+        if (made.bytes, made.calls) == (planned.bytes, planned.calls):
+            return ""
         return (
-            f"this forward sent {human(ledger.bytes)} in {ledger.calls} calls where its plan says {human(self.bytes)} "
-            f"in {self.calls}: {astray(self.script, ledger.run) or self.first(ledger)}. What it computes is right"
+            f"{SAID[phase]} sent {human(made.bytes)} in {made.calls} calls where its plan says {human(planned.bytes)} "
+            f"in {planned.calls}: {astray or first(phase, made, planned)}. {RIGHT}"
         )
 
-    def first(self, ledger: Ledger) -> str:
-        """The first place where the two differ."""
-        planned: dict[Where, Counter[str]] = {}
-        made: dict[Where, Counter[str]] = {}
-        for where, kind, calls, nbytes in self.entries:
-            planned.setdefault(where, Counter()).update({kind: nbytes, "calls": calls})
-        for where, kind, nbytes in ledger.entries:
-            made.setdefault(where, Counter()).update({kind: nbytes, "calls": 1})
-        for where in dict.fromkeys((*made, *planned)):
-            if planned.get(where, Counter()) != made.get(where, Counter()):
-                return f"at {name(where)} {shown(made.get(where))} instead of {shown(planned.get(where))}"
-        return "the same in other places"
+
+class Account:
+    """What one forward and its backward passes send, held against a word; `say` is told where that is not kept."""
+
+    def __init__(self, word: Word, run: Run, say: Callable[[str], None]) -> None:
+        self.word, self.say, self.astray = word, say, ""
+        self.forward = Ledger(run, self, Tally())
+        self.passes: dict[int, dict[str, Tally]] = {}  # by the number of each that is under way
+
+    def end(self) -> None:
+        """The forward has ended."""
+        self.astray = astray(self.word.script, self.forward.run)
+        self.judge({"forward": self.forward.tally})
+        del self.forward  # backward keeps this account, and should keep no more
+
+    def judge(self, made: dict[str, Tally]) -> None:
+        for phase, tally in made.items():
+            if text := self.word.broken(phase, tally, self.astray):
+                self.say(text)
+                return
+
+    def running(self) -> dict[str, Tally] | None:
+        """The tallies of the pass of backward that calls this; None outside of one."""
+        number = backward_pass()
+        if number not in self.passes and number != -1:
+            self.passes[number] = {"backward": Tally(), "recompute": Tally()}
+            after_backward(lambda: self.judge(self.passes.pop(number)))
+        return self.passes.get(number)
+
+    def witness(self, _: Any) -> None:
+        """A hook on what the forward returned: a pass that sends nothing is one, too."""
+        self.running()
+
+    def again(self, run: Run) -> Ledger:
+        """For a run that computes a part of the forward once more, in backward."""
+        return Ledger(run, self, (self.running() or {"recompute": Tally()})["recompute"])
+
+
+class Ledger(NamedTuple):
+    """Hears what this rank sends in a forward or in a part of it, outside of stages: these count for themselves."""
+
+    run: Run
+    account: Account
+    tally: Tally
+
+    def hear(self, name: str, args: tuple[Any, ...]) -> None:
+        if self.run.in_stage is None:
+            self.tally.hear(self.run.where, name, args)
+
+    def way_back(self) -> Listener | None:
+        return WayBack(self.account, self.run.where) if self.run.in_stage is None else None
+
+
+class WayBack(NamedTuple):
+    """Hears the backward of what was sent at a place."""
+
+    account: Account
+    where: Where
+
+    def hear(self, name: str, args: tuple[Any, ...]) -> None:
+        if (tallies := self.account.running()) is not None:
+            tallies["backward"].hear(self.where, name, args)
+
+    def way_back(self) -> Listener | None:
+        return self
+
+
+def first(phase: str, made: Tally, planned: Tally) -> str:
+    """The first place where the two differ."""
+    was, meant = made.by_place(), planned.by_place()
+    for where in dict.fromkeys((*was, *meant)):
+        if was.get(where) != meant.get(where):
+            why = MISSED[phase] if where not in was else ""
+            return f"at {name(where)} {shown(was.get(where))} instead of {shown(meant.get(where))}{why}"
+    return "the same in other places"
 
 
 def astray(script: Script, run: Run) -> str:
@@ -90,7 +167,7 @@ def astray(script: Script, run: Run) -> str:
 
 def name(where: Where) -> str:
     kind, _, own = where
-    return f"stage {own!r}" if kind == "stage" else "the output" if kind == "output" else f"{own}()"
+    return {"stage": f"stage {own!r}", "glue": f"{own}()", "output": "the output", "input": own}[kind]
 
 
 def shown(sent: Counter[str] | None) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.gradients import covered_exit
 from dsp.layout import Axis
+from dsp.listening import listening
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
@@ -35,7 +36,7 @@ from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
 from dsp.run.hooks import leave_out, settle
 from dsp.run.inputs import describe, given_cuts, split, with_true_gradients, without_data
-from dsp.run.ledger import Ledger, Word
+from dsp.run.ledger import Account, Word
 from dsp.sharded import ACTIVE, plain
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
@@ -97,7 +98,7 @@ class Runtime:
         self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
         self.sizes: dict[Any, dict[str, int]] = {}  # of the root pattern's dims, likewise
         self.advice = ""  # what runs whole, as it was said
-        self.told: set[Any] = set()  # the signatures of which it was said that a run sent other than planned
+        self.told: dict[Any, str] = {}  # what was said of a signature whose runs send other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.stage_calls = StageCalls(axis, self.agreement)
         self.signature = Signature(model, root, "the model") if root is not None else None
@@ -110,7 +111,7 @@ class Runtime:
         """For a copy of the model, on the same ranks; it makes plans of its own."""
         new = memo[id(self)] = object.__new__(Runtime)
         new.__dict__.update(self.__dict__)
-        new.plans, new.sizes, new.recipes, new.told, new.idle = OrderedDict(), {}, {}, set(), threading.Lock()
+        new.plans, new.sizes, new.recipes, new.told, new.idle = OrderedDict(), {}, {}, {}, threading.Lock()
         copied = "model forward stages signature hooks between agreement stage_calls"  # the model is not complete yet
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
@@ -165,34 +166,40 @@ class Runtime:
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
+        run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
+        if plan is not None and self.counts:
+            run.account = self.account(plan, key, run)
+        with listening(run.account.forward if run.account is not None else None):
+            return self.followed(run, key, args, kwargs)
+
+    def followed(self, run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward by its plan, or else as it chooses."""
+        plan = self.plans[key]
         if self.signature is not None:
             args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
         args, kwargs = with_true_gradients(self.axis, args, kwargs)
-        run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
         if plan is None:
-            run.recorder = Recorder(self.axis.size, sizes)
+            run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
                 bound = self.signature.bind(args, kwargs)[1]
                 run.observe("root_inputs", bound, given_cuts(self.signature, args, kwargs))
         state = None
         if plan is None or plan.script.random_glue:
             state = share(self.axis)
-        ledger = Ledger(run)
         try:
-            with ledger.listening():
-                with active(self, run):
-                    output = self.forward(*args, **kwargs)
-                if without_data(output) and not without_data((args, kwargs)):
-                    raise GlueError(f"{type(self.model).__name__} {KEPT}")
-                run.observe("root_outputs", output, self.gather_output)
-                if plan is None:
-                    self.plans[key] = self.recorded(run)
-                output = self.leave(run, output)
-            if plan is not None:
-                self.keep_word(plan, key, ledger)
-                if run.strayed and not plan.script.recorded:
-                    # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
-                    self.plans[key] = None
+            with active(self, run):
+                output = self.forward(*args, **kwargs)
+            if without_data(output) and not without_data((args, kwargs)):
+                raise GlueError(f"{type(self.model).__name__} {KEPT}")
+            run.observe("root_outputs", output, self.gather_output)
+            if plan is None:
+                self.plans[key] = self.recorded(run)
+            output = self.leave(run, output)
+            if run.account is not None:
+                run.account.end()
+            if plan is not None and run.strayed and not plan.script.recorded:
+                # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
+                self.plans[key] = None
             return output
         except Exception as error:
             if run.misread is not None and run.misread[0] is error:
@@ -215,13 +222,17 @@ class Runtime:
                 log.warning(plan.advice)
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
-    def keep_word(self, plan: Plan, key: Any, ledger: Ledger) -> None:
-        """A run that sends other than its plan says so, once."""
+    def account(self, plan: Plan, key: Any, run: Run) -> Account:
+        """Of a run that says so, once, if it sends other than its plan."""
         if plan.script.word is None:
             plan.script.word = Word(plan, self.axis.rank)
-        if self.counts and not (plan.script.word.kept(ledger) or key in self.told):
-            self.told.add(key)
-            (log.warning if self.axis.rank == 0 else log.info)(plan.script.word.tell(ledger))
+
+        def say(text: str) -> None:
+            if key not in self.told:
+                self.told[key] = text
+                (log.warning if self.axis.rank == 0 else log.info)(text)
+
+        return Account(plan.script.word, run, say)
 
     def plan_for(self, key: Any, args: Any, kwargs: Any) -> tuple[Plan | None, dict[str, int], bool]:
         """The plan of calls with such inputs, the sizes of the root pattern's dims, and whether it was made now."""
@@ -283,6 +294,10 @@ class Runtime:
                     raise NotationError(
                         f"the model returned shape {tuple(t.shape)}, but its root pattern says '{pattern}'"
                     )
+        if run.account is not None and run.account.word.returns:
+            for t in finished:
+                if t.requires_grad and t.grad_fn is not None:
+                    t.register_hook(run.account.witness)
         return map_tensors(output, finished)
 
 
