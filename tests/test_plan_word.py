@@ -315,7 +315,7 @@ def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
     """Recomputation that does not stop where it has all, in a thread of its own."""
     first, second = ranks(way_back, 2, 2, 1, True, False)
     assert first[2] == [
-        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a switch "
-        "of 144 B instead of nothing. What it computes is right"
+        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a "
+        "switch of 144 B instead of nothing. What it computes is right"
     ]
     assert second[2] == []

@@ -265,8 +265,8 @@ def compilers() -> None:
 
 ALONE = [
     checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
-    dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts, of_the_zoo,
-    transforms, saving_hooks, compilers,
+    dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts,
+    of_the_zoo, transforms, saving_hooks, compilers,
 ]  # fmt: skip
 
 
