@@ -403,6 +403,26 @@ def forward(self, y: (b, t, s, c)):
         x5 = rearrange(self.s0(y) + y, "b t s c -> s b t c")
     return self.s1(F.relu(x5))
 """,
+    "a product in a checkpoint that nobody uses": """
+b, t, s, c = 1, 3, 6, 8
+stages = {"": "y=b t s c", "s0": "b [t] s [c]"}
+s0 = Attend(1)
+def forward(self, y: (b, t, s, c)):
+    x1 = self.s0(y)
+    def f(x):
+        x2 = x.flatten(1, 2)
+        x2 @ x2.mT
+        return x * 0.5
+    return checkpoint(f, x1, use_reentrant=False)
+""",
+    "what a stage writes into that is a view of a product": """
+b, t, s, c = 1, 1, 1, 2
+stages = {"": "x=b t s c", "s1": "b t n0 [c]"}
+s0 = Product("abcz,dbcz->abdz")
+s1 = Scribble()
+def forward(self, x: (b, t, s, c)):
+    return self.s1(self.s0(x.softmax(-1), x))
+""",
 }
 
 

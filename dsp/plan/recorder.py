@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +18,17 @@ from dsp.plan.values import is_batch
 from dsp.planner import Choice, Layout, Op, Value, scattered
 from dsp.signature import Bound
 from dsp.stages import Option, Stage, cut_for, fits_fold
-from dsp.tensors import constants_in, edge, leading_to, tensors_in
+from dsp.tensors import constants_in, edge, leading_to, overwritten, tensors_in, version
+
+
+class Saver(NamedTuple):
+    """What saves something for backward within an activation checkpoint: the event that comes at `at`, or else an
+    operation that is none, before it, whose results are those edges (None: not known)."""
+
+    region: int
+    at: int
+    event: bool
+    ends: set[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Recorder(Operations):
         self.inputs: dict[str, int] = {}
         self.stage_calls = 0
         self.random_glue = False
-        self.saves: dict[int, float] | None = None  # not known of a run
+        self.savers: list[Saver] | None = None  # not known of a run
 
     # --- stages ---
 
@@ -56,6 +66,7 @@ class Recorder(Operations):
         sizes = stage.sizes(bound, self.root_sizes)
         self.used((b.tensor for b in bound), [self.sym(b.tensor) for b in bound])  # before it writes into one
         self.pending = (stage, bound, sizes, stage.options(bound, sizes, self.n))
+        self.versions = [version(b.tensor) for b in bound]
 
     def leave_stage(self, output: Any, measured: Measured = Measured(), keeps_inputs: bool = False) -> None:
         """The stage entered last returned. `keeps_inputs`: backward starts anew from them."""
@@ -63,6 +74,9 @@ class Recorder(Operations):
         index, tensors = self.stage_calls, tensors_in(output)
         self.stage_calls += 1
         syms = [self.sym(b.tensor) for b in bound]
+        for b, s, before in zip(bound, syms, self.versions):
+            if s is not None and version(b.tensor) != before:
+                self.edges[s.value].add(overwritten(b.tensor))
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         results = [(t, p, self.sizes_of_result(stage, t, p, sizes)) for t, p in zip(tensors, stage.outputs(tensors))]
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
@@ -200,6 +214,18 @@ class Recorder(Operations):
                     self.ops[k] = replace(op, choices=tuple(op.choices[i] for i in stay))
                     event.passing, event.copied = [event.passing[i] for i in stay], []
 
+    def saves(self) -> dict[int, float] | None:
+        """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
+        backward asks for anything: no other is computed again."""
+        if self.savers is None:
+            return None
+        found, asked = dict[int, float](), set[int]()
+        for s in self.savers:
+            found[s.region] = s.at if s.event else s.at - 0.5
+            if self.events[s.at].grad if s.event else s.ends is None or s.ends & self.reached:
+                asked.add(s.region)
+        return {region: last for region, last in found.items() if region in asked}
+
     def trace(self, resident: int = 0) -> Trace:
         self.leave_out_dead_ends()
         self.leave_views()
@@ -207,7 +233,7 @@ class Recorder(Operations):
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
-            resident, saves=self.saves, copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
+            resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
             sizes=self.root_sizes, stretched=self.stretched,
         )  # fmt: skip
 

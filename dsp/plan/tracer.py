@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.inside import Inside, Sends
 from dsp.plan.events import Event
-from dsp.plan.recorder import Measured, Recorder
+from dsp.plan.recorder import Measured, Recorder, Saver
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
@@ -42,7 +42,7 @@ class Tracer(Recorder, TorchFunctionMode):
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
         super().__init__(n, root_sizes)
         self.recompute, self.real = recompute, real
-        self.saves: dict[int, float] = {}
+        self.savers: list[Saver] = []
         self.restarts = False
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
         self.in_stage = False
@@ -80,7 +80,9 @@ class Tracer(Recorder, TorchFunctionMode):
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
         self.record(index, name, args, kwargs, out, what.changing)
         if region is not None and kept:  # an op that is no event comes after the one before
-            self.saves[region] = before if len(self.events) > before else before - 0.5
+            own = len(self.events) > before
+            ends = None if own or what.changing else {edge(t) for t in tensors_in(out)}
+            self.savers.append(Saver(region, before, own, ends))
         saved = self.keep(kept) if region is None else 0
         if len(self.ops) == before and (flops or touched):
             grad = any(t.requires_grad for t in tensors_in(out))
@@ -214,7 +216,7 @@ class Tracer(Recorder, TorchFunctionMode):
             self.now.append(Measured(*found, self.keeps, self.sends))
         [measured] = self.now
         if (measured.keeps or (own and torch.is_grad_enabled())) and region is not None:
-            self.saves[region] = len(self.events)
+            self.savers.append(Saver(region, len(self.events), True))
         if again:
             measured = replace(measured, saved=0)
         self.leave_stage(output, measured, keeps_inputs=again and (first or own) and torch.is_grad_enabled())
