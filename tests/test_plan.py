@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import toys
 from slow import slow
 from test_parallel import as_tuple, scalar, wrap_checkpoints
@@ -95,33 +94,6 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
     plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)
     assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
-
-
-class Scores(torch.nn.Module):
-    """Attention whose scores, a view of a product, are written twice before anything reads them."""
-
-    def __init__(self, written: bool) -> None:
-        super().__init__()
-        self.keys, self.values = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.written = written
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = torch.einsum("bhic,bhjc->bhij", x, self.keys(x))
-        if self.written:
-            scores += 1
-            scores *= 2
-        else:
-            scores = (scores + 1) * 2
-        return torch.einsum("bhij,bhjc->bhic", scores.softmax(-1), self.values(x))
-
-
-def test_gradients_come_to_what_is_written_in_place() -> None:
-    stages = {"": "x=b h s c -> b h s c"}
-    written, plain = (
-        dsp.plan(Scores(w), torch.zeros(1, 1, 16, 4), size=2, stages=stages, gather_output=False) for w in (True, False)
-    )
-    assert written.bytes == plain.bytes
-    assert plain.bytes["backward"] == plain.bytes["forward"] > 0
 
 
 def test_large_tensors_switch_alone(ranks) -> None:

@@ -67,14 +67,6 @@ def test_half_precision_is_computed_in_float32(kind):
     assert torch.equal(y, exact.bfloat16())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_meta(kind):
-    args = [x if x is None else x.to("meta").requires_grad_() for x in arguments(kind, 20, 3)]
-    y = scan(*args)
-    assert (y.device.type, y.shape) == ("meta", args[2].shape)
-    y.sum().backward()
-
-
 def test_states_are_not_kept():
     """For backward Mamba-1 keeps its inputs and a state a chunk, not a state a position."""
     args = [x.requires_grad_() for x in arguments("states", 64, 1)[:4]]
