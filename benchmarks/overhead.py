@@ -29,14 +29,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
 import dsp
 import zoo
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.tracing import trace
-from dsp.run.inputs import describe
+from dsp.run.agreement import all_gather
+from dsp.run.inputs import describe, taken_apart
 
 FEW, MANY = 10, 60
 SHAPE = (1, 4, 6, 8)  # b t s c
@@ -163,22 +163,30 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
     runtime = one.forward.__self__
     small, large = torch.randn(SHAPE), torch.randn(1, 64, 256, 64)
 
+    group, sixteen = mesh.get_group(), torch.zeros(16, dtype=torch.int64)
+    everyone = sixteen.new_empty(16 * mesh.size())
+
     def agree(x: Tensor) -> Call:
         def check() -> None:
-            runtime.agreement.start(*pytree.tree_flatten(((x,), {})), "key", wait=False)
+            runtime.agreement.start(*taken_apart((x,), {}), 7, wait=False)
             runtime.agreement.finish()
 
         return check
 
-    def key(x: Tensor) -> object:
-        return describe(*pytree.tree_flatten(((x,), {}))), True, torch.is_grad_enabled()
+    def lookup() -> None:
+        leaves, spec = taken_apart((small,), {})
+        runtime.kind_of((describe(leaves, spec), True, torch.is_grad_enabled()), leaves, (small,), {})
+
+    def gathered() -> None:
+        all_gather(everyone, sixteen, group=group, async_op=True).wait()
 
     times = spend(
         {
             "call of a model of one empty stage, no grad": forward(one),
             "    the same, bare": forward(Stages(1)),
-            "    plan found in the cache": lambda: runtime.plan_for(key(small), (small,), {}),
+            "    plan found in the cache": lookup,
             "    do all ranks hold the same inputs?": agree(small),
+            "        a bare all-gather of as many bytes": gathered,
             f"    the same for {large.numel() * 4 / 1e6:.1f} MB of input": agree(large),
         },
         repeat,

@@ -116,6 +116,8 @@ def constants_in(value: Any) -> list[Any]:
 
 def map_tensors(value: Any, new: Iterable[Any]) -> Any:
     """The same output with its tensors replaced in order."""
+    if isinstance(value, Tensor):
+        return next(iter(new))
     return pytree.tree_map(partial(_replaced, iter(new)), value)
 
 

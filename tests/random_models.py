@@ -131,12 +131,12 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         except Exception as error:
             refusal = error
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
-    told = model.forward.__self__.told
+    kinds = model.forward.__self__.kinds
     for call in ("", "second call: "):
         found, sent, largest = parallel_step(model, inputs, mesh)
         problems += [f"{call}{p}" for p in differences(found, expect)]
         if not call:
-            verdict.sent, plan = sent, next(iter(model.forward.__self__.plans.values()))
+            verdict.sent, plan = sent, next(iter(kinds.values())).plan
             if plan is not None and not plan.script.recorded:
                 verdict.planned = plan.bytes
                 verdict.shards = not gather and all(s.kind != "gather" for s in plan.switches)
@@ -146,7 +146,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         elif sent != verdict.sent:
             more = sum(map(sum, sent.values())) - sum(map(sum, verdict.sent.values()))
             problems.append(f"bytes: the second call sends {more} more than the first")
-    problems += [f"bytes: {said}" for said in told.values()]
+    problems += [f"bytes: {kind.told}" for kind in kinds.values() if kind.told]
     if "self.other" in text:
         problems += astray(model, single, inputs, mesh)
     with Count() as alone:

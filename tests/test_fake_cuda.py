@@ -283,11 +283,11 @@ def test_a_call_under_capture_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with world(2) as mesh, fake():
         agreement = Agreement(Axis.of(mesh), ["x"])
-        agreement.start(*pytree.tree_flatten(torch.empty(3, device=CUDA)), "key", wait=False)
+        agreement.start(*pytree.tree_flatten(torch.empty(3, device=CUDA)), 7, wait=False)
         assert agreement.pending is None
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         both = torch.empty(3, device=CUDA), torch.empty(2)  # one on the host
-        agreement.start(*pytree.tree_flatten(both), "key", wait=False)
+        agreement.start(*pytree.tree_flatten(both), 7, wait=False)
         assert agreement.pending[1].device == CUDA
 
 

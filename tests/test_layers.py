@@ -19,7 +19,7 @@ ROOMS = {
     "rules": "call elementwise statistics along joins products sequences shape windows sources written_out functions",
     "plan": """script events skeleton watch operation names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
-    "run": "homes ledger forward recipes follow glue agreement calls hooks inputs parallel",
+    "run": "homes ledger forward recipes follow glue inputs agreement calls hooks parallel",
     "check": "report compare modes independence check",
     "discover": "dims nodes search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",

@@ -58,7 +58,7 @@ def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None 
         for _ in range(2):
             with torch.no_grad(), dsp.count_comm() as comm:
                 model(x)
-    word = next(iter(model.forward.__self__.plans.values())).script.word.phases["forward"]
+    word = next(iter(model.forward.__self__.kinds.values())).plan.script.word.phases["forward"]
     own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
     return own, (word.bytes, word.calls), plan, heard.texts
 
@@ -282,8 +282,8 @@ def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = Fal
                     thread.submit(back, loss, comm).result()
             else:
                 back(loss, comm)
-    [plan] = model.forward.__self__.plans.values()
-    promised = {phase: (t.bytes, t.calls) for phase, t in plan.script.word.phases.items()}
+    [kind] = model.forward.__self__.kinds.values()
+    promised = {phase: (t.bytes, t.calls) for phase, t in kind.plan.script.word.phases.items()}
     return phases_of(comm), promised, heard.texts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import Axis
-from dsp.private import pytree
+from dsp.run.inputs import named
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
 PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memory
 ROWS = 64  # of a tensor that weigh differently
+SMALL = 2**16  # bytes that one call of zlib reads faster than four of torch
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -117,41 +119,41 @@ class Agreement:
     """One small asynchronous all-gather a step, looked at as the next one begins."""
 
     def __init__(self, axis: Axis, positional: list[str]) -> None:
-        self.axis, self.positional = axis, positional
+        self.axis, self.positional, self.group = axis, positional, axis.mesh.get_group()
         self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
-        self.digests: dict[Any, Tensor] = {}  # by input signature
+        self.numbers: dict[int, Tensor] = {}  # on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         return Agreement(self.axis, self.positional)  # what is on its way is not asked for twice
 
-    def start(self, leaves: list[Any], spec: Any, key: Any, *, wait: bool) -> None:
-        """Send what these inputs are, as pytree takes them apart; `key` is their signature, to be the same as well."""
+    def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
+        """Send what these inputs are, as they were taken apart; `number` stands for the rest, to be the same too."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph: what it replays was agreed on in the calls before
         self.finish()
         checked = [i for i, v in enumerate(leaves) if compared(v)]
-        # a copy to the host that nobody waits for would be read too early
-        sums = [checksum(leaves[i].detach()).to(self.device, non_blocking=self.device == "cuda") for i in checked]
-        if len(sums) > SLOTS:
-            sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
-        blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
-        mine = torch.cat([self.digest(key), *sums, blank])
+        mine = (self.on_device if self.device == "cuda" else on_host)(number, [leaves[i] for i in checked])
         everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
-        work = all_gather(everyone, mine, group=self.axis.mesh.get_group(), async_op=True)
+        work = all_gather(everyone, mine, group=self.group, async_op=True)
         arrived, answer = self.to_host(work, everyone) if self.device == "cuda" else (work.wait, everyone)
         self.pending = arrived, answer, (spec, checked), (mine, everyone)
         if wait:
             self.finish()
 
-    def digest(self, key: Any) -> Tensor:
-        found = self.digests.get(key)
-        if found is None:
-            if len(self.digests) >= 1024:
-                self.digests.clear()
-            found = self.digests[key] = torch.tensor([number(key)], dtype=torch.int64, device=self.device)
-        return found
+    def on_device(self, number: int, tensors: list[Tensor]) -> Tensor:
+        """What is compared of these inputs. Nobody waits for the device."""
+        # a copy to the host that nobody waits for would be read too early
+        sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
+        if len(sums) > SLOTS:
+            sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
+        blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
+        if number not in self.numbers:
+            if len(self.numbers) >= 1024:
+                self.numbers.clear()
+            self.numbers[number] = torch.tensor([number], dtype=torch.int64, device=self.device)
+        return torch.cat([self.numbers[number], *sums, blank])
 
     def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
         """How to wait for the answer, and where it then is. Read from the device it would come after all that the
@@ -176,31 +178,38 @@ class Agreement:
         arrived, everyone, (spec, checked), _ = self.pending
         self.pending = None
         arrived()
-        rows = everyone.view(self.axis.size, -1).tolist()
-        if all(row == rows[0] for row in rows):
+        held = everyone.tolist()
+        rows = [held[i : i + SLOTS + 1] for i in range(0, len(held), SLOTS + 1)]
+        if rows.count(rows[0]) == len(rows):
             return
         slot = next(i for i in range(SLOTS + 1) if any(row[i] != rows[0][i] for row in rows))
         odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
         got = "inputs of other shapes, types or options, or went another way in an earlier call,"
         if slot:
-            got = f"another {self.name(spec, checked[slot - 1])!r}"
+            got = f"another {named(self.positional, spec, checked[slot - 1])!r}"
         raise RuntimeError(
             f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
             f"{', '.join(map(str, odd))} got {got} than rank 0. Whole inputs must be the same on "
             "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
         )
 
-    def name(self, spec: Any, leaf: int) -> str:
-        """The how-many-th of the inputs' leaves this is, as the forward calls it."""
-        args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
-        named = {self.positional[i] if i < len(self.positional) else f"args[{i}]": v for i, v in enumerate(args)}
-        path = next(path for path, i in pytree.tree_flatten_with_path({**named, **kwargs})[0] if i == leaf)
-        return getattr(path[0], "key", "") + pytree.keystr(path[1:])
-
 
 def compared(v: Any) -> bool:
     """Whole tensors are the same on every rank; of a DTensor each has its own part."""
     return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
+
+
+def on_host(number: int, tensors: list[Tensor]) -> Tensor:
+    """What is compared of these inputs, where nothing waits for a device."""
+    sums = [number, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
+    if len(sums) > SLOTS + 1:
+        sums[SLOTS:] = [zlib.crc32(repr(sums[SLOTS:]).encode())]
+    return torch.tensor(sums + [0] * (SLOTS + 1 - len(sums)))
+
+
+def small(x: Tensor) -> int:
+    dense = x.detach().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(dense.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from dsp.private import pytree
 from dsp.sharded import ACTIVE, Own, Sharded, plain
 
 
-def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[nn.Module]) -> None:
+def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int, Any]]) -> None:
     """Put our hooks, of which `own` has module and keys, outside of those that came later (fully_shard's).
 
-    Those must see local tensors: ours go first in and last out. And on modules `between` stages no plan counted what
+    Those must see local tensors: ours go first in and last out. And in hooks `between` stages no plan counted what
     others do.
     """
     for module, pre, post in own:
@@ -25,11 +25,10 @@ def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[nn.Modul
             module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
         if next(reversed(module._forward_hooks)) != post:
             module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
-    for module in between:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in hooks.items():
-                if not isinstance(hook, Aside) and foreign(hook):
-                    hooks[key] = Aside(hook)
+    for hooks in filter(None, between):
+        for key, hook in hooks.items():
+            if not isinstance(hook, Aside) and foreign(hook):
+                hooks[key] = Aside(hook)
 
 
 def leave_out(model: nn.Module, left_out: set[int]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import connected_local
-from dsp.layout import Axis, Cut, cut_of, cuts_of
+from dsp.layout import At, Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.private import LEAF, PASSING, FakeTensor, pytree
 from dsp.sharded import Sharded, carry
@@ -18,6 +18,7 @@ from dsp.signature import Signature
 from dsp.tensors import tensors_in
 
 GIVEN = frozenset({LEAF, "HandedOverBackward"})
+LEAVES = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})  # of arguments, mostly
 
 
 def without_data(value: Any) -> bool:
@@ -30,6 +31,25 @@ def given(x: DTensor) -> bool:
     while node is not None and node.name() in PASSING:
         node, index = node.next_functions[index]
     return node is None or node.name() in GIVEN
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's inputs, and what tells where each stands: the pytree's, or how many and which names."""
+    leaves = [*args, *kwargs.values()]
+    if LEAVES.issuperset(map(type, leaves)):
+        return leaves, (len(args), *kwargs)
+    return pytree.tree_flatten((args, kwargs))
+
+
+def named(positional: list[str], spec: Any, leaf: int) -> str:
+    """The how-many-th of the inputs' leaves this is, as the forward calls it, whose parameters are `positional`."""
+    if isinstance(spec, tuple):
+        args, kwargs = range(spec[0]), dict(zip(spec[1:], range(spec[0], spec[0] + len(spec))))
+    else:
+        args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    both = {positional[i] if i < len(positional) else f"args[{i}]": v for i, v in enumerate(args)} | kwargs
+    path = next(path for path, i in pytree.tree_flatten_with_path(both)[0] if i == leaf)
+    return getattr(path[0], "key", "") + pytree.keystr(path[1:])
 
 
 def describe(leaves: list[Any], spec: Any) -> Any:
@@ -52,24 +72,37 @@ def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str,
     return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})
 
 
-def split(
-    axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], args: Any, kwargs: Any
-) -> tuple[Any, dict[str, Any]]:
+class Place(NamedTuple):
+    """A declared input: where it stands in args or kwargs, its parameter, and where this rank's part of it lies."""
+
+    slot: int | str
+    param: str
+    at: At
+
+
+def places(axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], args: Any, kwargs: Any) -> list[Place]:
+    """The declared inputs that come whole and are to be split. Alike for all calls of one signature."""
+    return [
+        Place(b.slot, b.param, axis.at(b.tensor.shape, cut))
+        for b in signature.bind(args, kwargs)[1]
+        if b.pattern is not None and (cut := cuts.get(b.param)) is not None and not isinstance(b.tensor, DTensor)
+    ]
+
+
+def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The arguments with this rank's part of each declared input."""
-    call, bound = signature.bind(args, kwargs)
-    for b in bound:
-        cut = cuts.get(b.param)
-        if b.pattern is None or cut is None or isinstance(b.tensor, DTensor):
-            continue
-        if b.tensor.requires_grad and torch.is_grad_enabled():
-            local = SplitInput.apply(b.tensor, axis, cut)
+    args, kwargs = list(args), dict(kwargs)
+    for slot, param, at in found:
+        held: Any = args if isinstance(slot, int) else kwargs
+        x = held[slot]
+        if x.requires_grad and torch.is_grad_enabled():
+            local = SplitInput.apply(x, at.axis, at.cut)
         else:
-            local = axis.narrow(b.tensor, cut)
-        shard = carry(local, axis.at(b.tensor.shape, cut))
+            local = at.axis.narrow(x, at.cut)
+        shard = held[slot] = carry(local, at)
         if local._is_view():  # of the caller's tensor
-            shard._dsp_lent = f"the model's own input {b.param!r}"  # type: ignore[attr-defined]
-        call.replace(b, shard)
-    return tuple(call.args), call.kwargs
+            shard._dsp_lent = f"the model's own input {param!r}"  # type: ignore[attr-defined]
+    return tuple(args), kwargs
 
 
 def with_true_gradients(axis: Axis, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -86,6 +119,4 @@ def with_true_gradients(axis: Axis, args: Any, kwargs: Any) -> tuple[Any, Any]:
         assert cut is not None
         return carry(ScaleGradient.apply(connected_local(t), axis.size), axis.at(t.shape, cut))
 
-    if torch.is_grad_enabled():
-        args, kwargs = pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
-    return args, kwargs
+    return pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))

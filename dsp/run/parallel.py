@@ -8,11 +8,11 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,15 +27,24 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import trace
-from dsp.private import COMPILERS_OWN, maybe_current_level, pytree, uncompiled
+from dsp.private import COMPILERS_OWN, maybe_current_level, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
-from dsp.run.agreement import Agreement, agree, same, same_weights
+from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run
 from dsp.run.glue import KEPT, active
 from dsp.run.hooks import leave_out, settle
-from dsp.run.inputs import describe, given_cuts, split, with_true_gradients, without_data
+from dsp.run.inputs import (
+    Place,
+    describe,
+    given_cuts,
+    places,
+    split,
+    taken_apart,
+    with_true_gradients,
+    without_data,
+)
 from dsp.run.ledger import Account, Word
 from dsp.sharded import ACTIVE, plain
 from dsp.signature import Signature, sizes_of_root
@@ -87,6 +96,22 @@ def parallelize(
     return model
 
 
+@dataclass(eq=False)
+class Kind:
+    """What is known of calls whose inputs have one signature, of which `number` is made.
+
+    sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
+    told: what was said of runs that send other than planned.
+    """
+
+    number: int
+    plan: Plan | None
+    sizes: dict[str, int]
+    asks: bool
+    places: list[Place] | None = None
+    told: str = ""
+
+
 class Runtime:
     """What `parallelize` adds to a model: hooks, plans by input signature, and the check that ranks agree."""
 
@@ -95,10 +120,8 @@ class Runtime:
     ) -> None:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
-        self.plans: OrderedDict[Any, Plan | None] = OrderedDict()
-        self.sizes: dict[Any, dict[str, int]] = {}  # of the root pattern's dims, likewise
+        self.kinds: OrderedDict[Any, Kind] = OrderedDict()  # by the signature of inputs
         self.advice = ""  # what runs whole, as it was said
-        self.told: dict[Any, str] = {}  # what was said of a signature whose runs send other than planned
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
         self.stage_calls = StageCalls(axis, self.agreement)
         self.signature = Signature(model, root, "the model") if root is not None else None
@@ -111,7 +134,7 @@ class Runtime:
         """For a copy of the model, on the same ranks; it makes plans of its own."""
         new = memo[id(self)] = object.__new__(Runtime)
         new.__dict__.update(self.__dict__)
-        new.plans, new.sizes, new.recipes, new.told, new.idle = OrderedDict(), {}, {}, {}, threading.Lock()
+        new.kinds, new.recipes, new.idle = OrderedDict(), {}, threading.Lock()
         copied = "model forward stages signature hooks between agreement stage_calls"  # the model is not complete yet
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
@@ -128,7 +151,8 @@ class Runtime:
         self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
         self.model.forward = self.call  # type: ignore[method-assign]
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
-        self.between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
+        between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
+        self.between = [hooks for m in between for hooks in (m._forward_pre_hooks, m._forward_hooks)]
 
     # --- the model ---
 
@@ -156,28 +180,32 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
-        plan, sizes, fresh = self.plan_for(key, args, kwargs)
+        kind, fresh = self.kind_of(key, leaves, args, kwargs)
+        plan = kind.plan
+        self.agreement.start(leaves, spec, kind.number + (plan is None), wait=fresh or plan is None)
         if fresh:
             leave_out(self.model, self.left_out)
-        self.agreement.start(leaves, spec, (key, plan is None), wait=fresh or plan is None)
-        if fresh:
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
-        run = Run(self.axis, plan.script if plan else None, sizes, self.recipes)
+        run = Run(self.axis, plan.script if plan else None, kind.sizes, self.recipes)
         if plan is not None and self.counts:
-            run.account = self.account(plan, key, run)
+            run.account = self.account(plan, kind, run)
         with listening(run.account.forward if run.account is not None else None):
-            return self.followed(run, key, args, kwargs)
+            return self.followed(run, kind, args, kwargs)
 
-    def followed(self, run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def followed(self, run: Run, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward by its plan, or else as it chooses."""
-        plan = self.plans[key]
+        plan = kind.plan
         if self.signature is not None:
-            args, kwargs = split(self.axis, self.signature, plan.script.inputs if plan else {}, args, kwargs)
-        args, kwargs = with_true_gradients(self.axis, args, kwargs)
+            if kind.places is None:
+                inputs = plan.script.inputs if plan is not None else {}
+                kind.places = places(self.axis, self.signature, inputs, args, kwargs)
+            args, kwargs = split(kind.places, args, kwargs)
+        if kind.asks:
+            args, kwargs = with_true_gradients(self.axis, args, kwargs)
         if plan is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
@@ -193,13 +221,13 @@ class Runtime:
                 raise GlueError(f"{type(self.model).__name__} {KEPT}")
             run.observe("root_outputs", output, self.gather_output)
             if plan is None:
-                self.plans[key] = self.recorded(run)
+                kind.plan, kind.places = self.recorded(run), None
             output = self.leave(run, output)
             if run.account is not None:
                 run.account.end()
             if plan is not None and run.strayed and not plan.script.recorded:
                 # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
-                self.plans[key] = None
+                kind.plan = kind.places = None
             return output
         except Exception as error:
             if run.misread is not None and run.misread[0] is error:
@@ -218,32 +246,35 @@ class Runtime:
             run.recorder.random_glue = True
             plan = self.solve(run.recorder.trace())
             plan.script.recorded = True
-            if plan.advice and self.axis.rank == 0 and len(self.plans) == 1:
+            if plan.advice and self.axis.rank == 0 and len(self.kinds) == 1:
                 log.warning(plan.advice)
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
-    def account(self, plan: Plan, key: Any, run: Run) -> Account:
+    def account(self, plan: Plan, kind: Kind, run: Run) -> Account:
         """Of a run that says so, once, if it sends other than its plan."""
         if plan.script.word is None:
             plan.script.word = Word(plan, self.axis.rank)
 
         def say(text: str) -> None:
-            if key not in self.told:
-                self.told[key] = text
+            if not kind.told:
+                kind.told = text
                 (log.warning if self.axis.rank == 0 else log.info)(text)
 
         return Account(plan.script.word, run, say)
 
-    def plan_for(self, key: Any, args: Any, kwargs: Any) -> tuple[Plan | None, dict[str, int], bool]:
-        """The plan of calls with such inputs, the sizes of the root pattern's dims, and whether it was made now."""
-        if key in self.plans:
-            self.plans.move_to_end(key)
-            return self.plans[key], self.sizes[key], False
+    def kind_of(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[Kind, bool]:
+        """What is known of calls with such inputs, and whether it was found out now."""
+        kind = self.kinds.get(key)
+        if kind is not None:
+            self.kinds.move_to_end(key)
+            return kind, False
+        asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
         plan = self.make_plan(args, kwargs)
-        self.plans[key], self.sizes[key] = plan, sizes_of_root(self.model, self.root, args, kwargs)
-        if len(self.plans) > PLANS:
-            del self.sizes[self.plans.popitem(last=False)[0]]
-        return plan, self.sizes[key], True
+        kind = Kind(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)
+        self.kinds[key] = kind
+        if len(self.kinds) > PLANS:
+            self.kinds.popitem(last=False)
+        return kind, True
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         given = given_cuts(self.signature, args, kwargs)
@@ -263,7 +294,7 @@ class Runtime:
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
         plan = self.solve(t)
-        if plan.advice and self.axis.rank == 0 and not self.plans:
+        if plan.advice and self.axis.rank == 0 and not self.kinds:
 
             def replan(more: list[Stage], *named: StagePattern) -> Plan:
                 return self.solve(traced([*self.stages, *more], *named), more)
@@ -284,7 +315,8 @@ class Runtime:
             if shard is None:
                 finished.append(t)
             elif self.gather_output:
-                run.copy_first([shard], [run.script.outputs.get(i, []) if run.script is not None else []])
+                if run.script is not None and i in run.script.outputs:
+                    run.copy_first([shard], [run.script.outputs[i]])
                 finished.append(covered_exit(run.move(shard, None)))
             else:
                 finished.append(self.axis.wrap(plain(shard), shard.at.cut, shard.at.shape, guard=True))
