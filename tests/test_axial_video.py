@@ -6,7 +6,7 @@ from einops import rearrange, repeat
 from test_latte import DTYPES, dit_names, dit_oracle
 from test_latte_variants import LAYERS, Parts, attention, number_frames
 from torch import nn
-from zoo_oracles import agree, copy_weights, randomise, to_frames
+from zoo_oracles import agree, copy_weights, frame_by_frame, randomise
 
 import zoo
 from zoo.video.axial import AXES
@@ -87,8 +87,7 @@ def test_models_agree_with_blocks_of_diffusers(order, batch, frames, size, dtype
     timestep, label = torch.randint(1000, (batch,)), torch.tensor([2, 5])[:batch]
 
     def run_oracle(oracle, x):
-        steps, labels = (repeat(y, "b -> (b t)", t=frames) for y in (timestep, label))
-        return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=frames)
+        return frame_by_frame(oracle, x, timestep, label)
 
     x = torch.randn(batch, 3, frames, size, size, dtype=dtype)
     agree(model, oracle, names, lambda model, x: model(x, timestep.float(), label), run_oracle, x, tolerance)

@@ -87,19 +87,6 @@ def test_iddpm_mean_and_learned_variance_match_diffusers():
         assert_close(log_variance, scheduler._get_variance(step, predicted_variance=v))
 
 
-def test_iddpm_posterior_is_bayes_rule():
-    """q(x_{s-1} | x_s, x_0) is proportional to q(x_s | x_{s-1}) q(x_{s-1} | x_0), all Gaussian."""
-    objective = IDDPM(nn.Identity())
-    x, x_s = (torch.full((1, 1, 1, 1, 1), value) for value in (0.3, -1.1))
-    for step in (1, 10, 700):
-        beta, before = objective._schedule["beta"][step], objective._schedule["abar"][step - 1]
-        precision = (1 - beta) / beta + 1 / (1 - before)
-        expected = ((1 - beta).sqrt() / beta * x_s + before.sqrt() / (1 - before) * x) / precision
-        mean, log_variance = objective.posterior(x, x_s, torch.tensor([step]))
-        torch.testing.assert_close(mean, expected.float(), atol=1e-5, rtol=1e-4)
-        assert log_variance.exp().item() == pytest.approx(1 / precision.item(), rel=1e-4)
-
-
 def test_iddpm_bound_is_the_kl_of_torch_distributions_and_teaches_only_the_variance():
     from torch.distributions import Normal, kl_divergence
 
@@ -213,29 +200,21 @@ def test_timesteps_are_quantiles_of_the_training_distribution():
 # --------------------------------------------------------------------------------------------------------- samplers
 
 
-@pytest.mark.parametrize("steps", [1, 5, 50])
-def test_ddim_matches_diffusers(steps):
+def walked(scheduler, model, x, sign=1, **options):
+    """diffusers' loop."""
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            x = scheduler.step(sign * model(x, timestep.expand(2))[:, :3], timestep, x, **options).prev_sample
+    return x
+
+
+@pytest.mark.parametrize(("steps", "eta"), [(1, 0.0), (5, 0.0), (50, 0.0), (10, 1.0)])
+def test_ddim_matches_diffusers(steps, eta):
     scheduler = reference("DDIMScheduler", timestep_spacing="trailing")
     scheduler.set_timesteps(steps)
     model, noise = Fixed(2), tensors(*SHAPE)[1]
-    ours = ddim(model, noise, steps)
-    x = noise
-    with torch.no_grad():
-        for timestep in scheduler.timesteps:
-            x = scheduler.step(model(x, timestep.expand(2))[:, :3], timestep, x).prev_sample
-    assert_close(ours, x)
-
-
-def test_ddim_with_eta_matches_diffusers():
-    scheduler = reference("DDIMScheduler", timestep_spacing="trailing")
-    scheduler.set_timesteps(10)
-    model, noise = Fixed(), tensors(*SHAPE)[1]
-    ours = ddim(model, noise, 10, eta=1.0, random=torch.Generator().manual_seed(3))
-    x, random = noise, torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for timestep in scheduler.timesteps:
-            x = scheduler.step(model(x, timestep.expand(2)), timestep, x, eta=1.0, generator=random).prev_sample
-    assert_close(ours, x)
+    ours, theirs = ({"eta": eta, name: torch.Generator().manual_seed(3)} for name in ("random", "generator"))
+    assert_close(ddim(model, noise, steps, **ours), walked(scheduler, model, noise, **theirs))
 
 
 @pytest.mark.parametrize("steps", [1, 7, 25])
@@ -245,12 +224,7 @@ def test_euler_matches_diffusers(steps):
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     model, noise = Fixed(2), tensors(*SHAPE)[1]
-    ours = euler(model, noise, steps)
-    x = noise
-    with torch.no_grad():
-        for timestep in scheduler.timesteps:  # its velocity is noise - x
-            x = scheduler.step(-model(x, timestep.expand(2))[:, :3], timestep, x).prev_sample
-    assert_close(ours, x)
+    assert_close(euler(model, noise, steps), walked(scheduler, model, noise, sign=-1))  # its velocity is noise - x
 
 
 @pytest.mark.parametrize("sampler", [euler, ddim])

@@ -10,6 +10,7 @@ from slow import slow, slow_but
 from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from zoo_oracles import randomise
 
 import dsp
 import zoo
@@ -28,8 +29,7 @@ def build(case: str, **overrides: Any) -> nn.Module:
     name, own = CASES.get(case, ("evoformer", {"depth": 0, "extra_depth": 0, "couplings": 3}))
     torch.manual_seed(0)
     model = zoo.create(name, "test", **{**own, **overrides}).double()
-    for p in model.parameters():  # what starts as zero would hide everything
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    randomise(model)
     return model
 
 

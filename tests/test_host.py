@@ -14,25 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from toys import Along, C
+from toys import Along, C, Glued
 
 import dsp
 
-STAGES = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+STAGES = Glued.stages
 
 
-class Model(nn.Module):
-    """Attention over space, what `glue` does, attention over time."""
-
-    stages = STAGES
-
+class Model(Glued):
     def __init__(self, glue: Any = lambda x: x) -> None:
-        super().__init__()
         torch.manual_seed(1)
-        self.space, self.time, self.glue = Along(2), Along(1), glue
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(x)))
+        super().__init__(glue)
 
 
 def inputs() -> Tensor:

@@ -7,7 +7,7 @@ from diffusers.models.normalization import AdaLayerNormZeroSingle
 from einops import rearrange, repeat
 from test_latte import DTYPES, dit_names, dit_oracle, text_oracle, turn
 from torch import nn
-from zoo_oracles import Attention, agree, copy_weights, frame_table, randomise, to_frames
+from zoo_oracles import Attention, agree, copy_weights, frame_by_frame, frame_table, randomise
 
 import zoo
 from zoo.video.latte import diffusers_names
@@ -224,7 +224,6 @@ def test_models_agree_with_blocks_of_diffusers(conditioning, variant, batch, fra
     def run_oracle(oracle, x):
         if text:
             return oracle(x, timestep.float(), context).sample
-        steps, labels = (repeat(y, "b -> (b t)", t=frames) for y in (timestep, label))
-        return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=frames)
+        return frame_by_frame(oracle, x, timestep, label)
 
     agree(model, oracle, theirs, run, run_oracle, x, tolerance)

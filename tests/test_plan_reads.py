@@ -76,19 +76,6 @@ def test_meta_tensors_have_no_data_to_read(meta: str) -> None:
         dsp.plan(model, kwargs=kwargs, size=2, gather_output=False)
 
 
-class Glued(nn.Module):
-    """Attention over space, what `glue` does, attention over time."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self, glue: Any) -> None:
-        super().__init__()
-        self.space, self.time, self.glue = toys.Along(2), toys.Along(1), glue
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(x)))
-
-
 READERS: dict[str, Any] = {
     "numpy": lambda x: x * float(x.detach().numpy().max()),
     "tolist": lambda x: x * len(x.tolist()),
@@ -101,15 +88,15 @@ READERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", READERS)
 def test_whatever_reads(name: str) -> None:
     x = torch.randn(1, 6, 4, toys.C)
-    plan = dsp.plan(Glued(READERS[name]), (x,), size=2, gather_output=False)
+    plan = dsp.plan(toys.Glued(READERS[name]), (x,), size=2, gather_output=False)
     assert [r.layout for r in plan.stages if r.pattern] == ["t", "s"]
     with pytest.raises(ValueError, match=r"Glued reads its data: .* at test_plan_reads.py.*pass real inputs"):
-        dsp.plan(Glued(READERS[name]).to("meta"), (x.to("meta"),), size=2, gather_output=False)
+        dsp.plan(toys.Glued(READERS[name]).to("meta"), (x.to("meta"),), size=2, gather_output=False)
 
 
 def test_sparse_tensors_between_stages() -> None:
     plan = dsp.plan(
-        Glued(lambda x: x + x.detach().to_sparse().to_dense()),
+        toys.Glued(lambda x: x + x.detach().to_sparse().to_dense()),
         (torch.randn(1, 6, 4, toys.C),),
         size=2,
         gather_output=False,

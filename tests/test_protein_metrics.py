@@ -245,14 +245,10 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
         beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients)
 
 
-@pytest.mark.parametrize("model", [slow("evoformer"), "pairformer"])
-@pytest.mark.parametrize("n", [2, slow(3)])
-def test_objective_in_parallel(ranks, model, n):
-    ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (0,))
-
-
 @pytest.mark.parametrize("fsdp", [False, slow(True)], ids=["dsp", "dsp and fsdp"])
-@pytest.mark.parametrize(("model", "n"), [("evoformer", 2), slow("evoformer", 3), slow("pairformer", 3)])
+@pytest.mark.parametrize(
+    ("model", "n"), [("evoformer", 2), slow("evoformer", 3), ("pairformer", 2), slow("pairformer", 3)]
+)
 def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0, 1), fsdp)
 

@@ -100,6 +100,8 @@ def test_a_folder(run, tmp_path, capsys):
         (["data.extra_rows=2"], "the model has no extra alignment: set data.extra_rows=0"),
         (["data.residues=4000"], "data: no embedded structure has 4000 residues"),
         (["data.residues=4"], "data.residues=4: must be at least 8"),
+        (["data.couplings=true"], "tells 1 couplings of each pair and the model is told 0: set model.overrides.coupl"),
+        (["objective.recycles=-1"], "objective.recycles=-1: must be at least 0"),
     ],
 )
 def test_what_does_not_fit_is_said(run, capsys, overrides, message):
@@ -179,17 +181,6 @@ def test_couplings_of_the_pairs_around():
     for rows in (range(2, 7), range(7, 11), range(11, 11)):
         assert torch.equal(example.couplings(rows, around=1)["couplings"], whole[rows.start : rows.stop])
     assert torch.equal(example.couplings()["couplings"], whole[..., 4:5])
-
-
-@pytest.mark.slow
-def test_a_run_that_is_told_couplings(run, capsys):
-    options = ["data.couplings=true", "data.kinds=true", "data.depth=16", "train.steps=1", "eval.every=1"]
-    records = run("model.overrides.couplings=1", "sample.every=1", *options)
-    assert any("dca_floor_short_p_at_l" in record for record in records)
-    run("name=other", *options, expect=2)
-    assert "tells 1 couplings of each pair and the model is told 0: set model.overrides.couplings=1" in (
-        capsys.readouterr().err
-    )
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 from slow import slow
 from test_evoformer_parallel import CASES, build, inputs, scalar
 from test_parallel import averaged, beside, same
-from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo_oracles import randomise
 
 import dsp
 import zoo
@@ -30,8 +30,7 @@ def make(name):
         return build(name)
     torch.manual_seed(0)
     model = zoo.create(name, "test").double()
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    randomise(model)
     return model
 
 
@@ -87,8 +86,7 @@ def dropping(mesh, name, way, apart=False):
     drop = {"dropout": 0.4} if name == "axial_image" else {"msa_dropout": 0.4, "pair_dropout": 0.4}
     torch.manual_seed(0)
     model = recomputed(zoo.create(name, "test", **drop).double().train(), way)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p[0].numel() ** -0.5)
+    randomise(model)
     given = model.example_inputs(1)
     dsp.parallelize(model, mesh, gather_output=False)
     torch.manual_seed(1 + mesh.get_local_rank())

@@ -10,27 +10,18 @@ from test_parallel import beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from toys import Along, C
+from toys import C, Glued
 
 import dsp
 from dsp.layout import Axis, Cut
 from dsp.sharded import Sharded, carry
 
-STAGES = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 SHAPE = (2, 5, 6, C)
 
 
-class Model(nn.Module):
-    """Attention over space, what `glue` does, attention over time."""
-
-    def __init__(self, glue: Any) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.space, self.time, self.glue = Along(2), Along(1), glue
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(x)))
+def made(glue: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return Glued(glue).double()
 
 
 def inputs() -> Tensor:
@@ -38,7 +29,7 @@ def inputs() -> Tensor:
 
 
 def parity(mesh: DeviceMesh, glue: Any) -> None:
-    single, model = Model(glue), dsp.parallelize(Model(glue), mesh, STAGES)
+    single, model = made(glue), dsp.parallelize(made(glue), mesh)
     beside(single, model, mesh, (inputs(),))
 
 
@@ -84,7 +75,7 @@ class Squared(torch.autograd.Function):
 def custom_functions(mesh: DeviceMesh) -> None:
     for glue in (Unchanged.apply, Viewed.apply, lambda x: Squared.apply(x.detach()) + x):
         parity(mesh, glue)
-    model = dsp.parallelize(Model(Squared.apply), mesh, STAGES)
+    model = dsp.parallelize(made(Squared.apply), mesh)
     with pytest.raises(RuntimeError, match="put it into a stage, a submodule with a pattern"):
         model(inputs()).sum().backward()
 
@@ -97,9 +88,9 @@ def test_autograd_functions_between_stages(ranks, n: int) -> None:
 def kept(mesh: DeviceMesh) -> None:
     found: list[Any] = []
     glue = lambda x: (found.append(x), x * 1)[1]  # noqa: E731
-    whole = Model(glue)(inputs())
+    whole = made(glue)(inputs())
     before = found.pop()
-    y = dsp.parallelize(Model(glue), mesh, STAGES)(inputs())
+    y = dsp.parallelize(made(glue), mesh)(inputs())
     torch.testing.assert_close(y, whole)
     x = found.pop()
     assert type(x) is Sharded

@@ -22,10 +22,8 @@ from zoo.pictures import save_gif
 from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
-from zoo.training.loader import ahead
 from zoo.training.model import recomputed_modules
 from zoo.training.schedule import due
-from zoo.training.task import share
 
 
 @pytest.fixture(scope="module")
@@ -527,26 +525,6 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
 def test_due():
     assert [step for step in range(11) if due(4, step, 10)] == [4, 8, 10]
     assert not any(due(0, step, 10) for step in range(11))
-
-
-def test_ahead_keeps_order_and_passes_errors_on():
-    def make(a, b):
-        if a == 3:
-            raise ValueError("three")
-        return a + b
-
-    made = ahead(make, [(i, 10) for i in range(5)])
-    assert [next(made) for _ in range(3)] == [10, 11, 12]
-    with pytest.raises(ValueError, match="three"):
-        next(made)
-    assert list(ahead(make, [])) == []
-
-
-@pytest.mark.parametrize(("length", "size"), [(7, 4), (5, 4), (8, 2), (1, 3), (5, 1)])
-def test_shares_are_those_of_chunk(length, size):
-    chunks = [c.tolist() for c in torch.arange(length).chunk(size)]
-    chunks += [[]] * (size - len(chunks))
-    assert [list(share(length, rank, size)) for rank in range(size)] == chunks
 
 
 def test_parts_of_a_batch_are_those_of_the_whole(run):

@@ -315,6 +315,19 @@ class Streams(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "y": torch.randn(batch, t, s, 2)}
 
 
+class Glued(nn.Module):
+    """Attention over space, what `glue` does, attention over time."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self, glue: Any = lambda x: x) -> None:
+        super().__init__()
+        self.space, self.time, self.glue = Along(2), Along(1), glue
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.time(self.glue(self.space(x)))
+
+
 class Unplanned(nn.Module):
     """A forward that looks at its data, so that no plan can be made ahead of the run."""
 

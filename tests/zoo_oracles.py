@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
@@ -13,7 +13,10 @@ with warnings.catch_warnings():
     from diffusers.models.attention_processor import Attention
     from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid, get_2d_sincos_pos_embed_from_grid
 
-__all__ = ["Attention", "agree", "copy_weights", "diffusers", "frame_table", "randomise", "raw_positions", "to_frames"]
+__all__ = [
+    "Attention", "agree", "copy_weights", "diffusers", "frame_by_frame", "frame_table", "randomise", "raw_positions",
+    "to_frames",
+]  # fmt: skip
 
 Names = Callable[[str], list[str]]  # a parameter of ours -> the oracle's that it stacks along dim 0
 
@@ -70,6 +73,12 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
 
 def to_frames(x: Tensor) -> Tensor:
     return rearrange(x, "b c t h w -> (b t) c h w")
+
+
+def frame_by_frame(oracle: nn.Module, x: Tensor, timestep: Tensor, label: Tensor) -> Tensor:
+    """A model of images on all frames of clips, which have their timestep and label."""
+    steps, labels = (repeat(y, "b -> (b t)", t=x.shape[2]) for y in (timestep, label))
+    return rearrange(oracle(to_frames(x), steps, labels).sample, "(b t) o h w -> b o t h w", t=x.shape[2])
 
 
 def raw_positions(oracle: nn.Module, height: int, width: int) -> None:
