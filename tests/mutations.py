@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "a gather is priced as if each rank sent to one other",
         "dsp/planner/problem.py",
-        "return (n - 1) * value.local_bytes(src, n), 1",
-        "return value.local_bytes(src, n), 1",
+        "return [(n - 1) * own for own in value.parts(src, n)]",
+        "return value.parts(src, n)",
         "test_planner",
     ),
     Fault(

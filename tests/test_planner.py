@@ -177,9 +177,7 @@ def test_agrees_with_brute_force(start, monkeypatch):
         assert free.exact
         assert verify(problem, free) == least(problem)
         with monkeypatch.context() as patch:
-            patch.setattr("dsp.planner.elimination.ROWS", 0)  # the other order
-            assert verify(problem, solve(problem)) == least(problem)
-            patch.setattr("dsp.planner.elimination.PATIENT", 0)  # the other search
+            patch.setattr("dsp.planner.elimination.ROWS", 0)  # the other search
             assert verify(problem, solve(problem)) == brute_force(problem)
         for capacity in (free.peak - 1, free.peak * 7 // 10):
             bounded = replace(problem, capacity=capacity)
@@ -383,7 +381,6 @@ def test_a_cut_search_says_so(monkeypatch):
     best = solve(problem)
     assert (best.choices, best.bytes, best.exact) == ((1, 0), 120, True)
     monkeypatch.setattr("dsp.planner.elimination.ROWS", 0)
-    monkeypatch.setattr("dsp.planner.elimination.PATIENT", 0)
     assert replace(solve(problem), states=best.states) == best
     monkeypatch.setattr("dsp.planner.sweep.STATES", 1)
     cut = solve(problem)

@@ -164,6 +164,3 @@ class AttentionCore(Distributed):
 
 def busiest(n: int, sent: Callable[[int], int]) -> int:
     return max(sent(rank) for rank in range(n))
-
-
-__all__ = ["AttentionCore", "Distributed", "busiest", "chunk_sizes", "place_of_call"]

@@ -206,6 +206,3 @@ class Grid:
 def _scaled(parts: Sequence[int], inner: int) -> tuple[int, ...]:
     """Parts of a dim that others are folded into: (t b), and not (b t)."""
     return tuple(part * inner for part in parts)
-
-
-__all__ = ["Factors", "Grid", "switch_ranks"]

@@ -72,6 +72,3 @@ class LowRank(AttentionCore):
         n, own = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
         once = {"all_reduce": (-(-2 * own * (n - 1) // n), 1)} if self.grid is None else {"switch": (own * (n - 1), 1)}
         return Sends(once, once, once)
-
-
-__all__ = ["LowRank", "low_rank_attention"]

@@ -31,8 +31,11 @@ from dsp.stages import Stage, find_stages
 Prepared = tuple[list[Stage], StagePattern | None]
 
 
-def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
-    """A method that makes attention over one dim `along` reach over all ranks, for models that name their cores."""
+def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[..., Prepared]:
+    """A method that makes attention over one dim `along` reach over all ranks, for models that name their cores.
+
+    switched: over some of the ranks, and DSP's switch over the others.
+    """
 
     def prepare(model: nn.Module, along: str | None = None) -> Prepared:
         stages, root = stages_of(model, None)
@@ -42,33 +45,19 @@ def attention(kind: type[AttentionCore]) -> Callable[..., Prepared]:
                 f"{type(model).__name__} names no attention cores, so {kind.label} has no place to go: give it a dict "
                 "`cores` like its `stages`, of a submodule's pattern to what it computes over, or use method='dsp'"
             )
-        along = _along(kind.label, along, found)
+        along, grids = _along(kind.label, along, found), dict[str, Grid]()
         for core, stage in found:
             if along not in core.pattern.computed:
                 continue
             if any(along not in p.names for p in stage.pattern.outputs):
                 raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave its cores out")
             stage.reach = along
-            stage.inside.append(kind.of(core, stage, along))
-        return stages, root
-
-    return prepare
-
-
-def hybrid(kind: type[AttentionCore]) -> Callable[..., Prepared]:
-    """DSP's switch over some of the ranks and a method inside attention over the others, for stages with cores."""
-
-    def prepare(model: nn.Module, along: str | None = None) -> Prepared:
-        stages, root = attention(kind)(model, along)
-        for stage in stages:
-            if stage.reach is None:
-                continue
-            grid = Grid(stage, stage.reach)
-            for core in stage.inside:
-                assert isinstance(core, AttentionCore)
-                core.grid = grid
-            stage.around = grid
-            stage.inside.insert(0, grid)
+            if switched and stage.name not in grids:
+                grids[stage.name] = stage.around = Grid(stage, along)
+                stage.inside.append(grids[stage.name])
+            inside = kind.of(core, stage, along)
+            inside.grid = grids.get(stage.name)
+            stage.inside.append(inside)
         return stages, root
 
     return prepare
@@ -156,8 +145,8 @@ METHODS: dict[str, Callable[..., Prepared]] = {
     "dsp": lambda model: stages_of(model, None),
     "ulysses": attention(Ulysses),
     "ring": attention(Ring),
-    "dsp_ulysses": hybrid(Ulysses),
-    "dsp_ring": hybrid(Ring),
+    "dsp_ulysses": attention(Ulysses, switched=True),
+    "dsp_ring": attention(Ring, switched=True),
     "megatron_sp": megatron_sp,
     "megatron_lm": megatron_lm,
     "dap": dap,
@@ -230,6 +219,3 @@ def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.namespace == "dsp" else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-__all__ = ["METHODS", "parallelize", "plan", "save_exchanges"]

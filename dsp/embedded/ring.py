@@ -10,7 +10,7 @@ Letters: b batch, n places of this rank, h heads, g heads of keys and values, e 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,13 +49,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causa
 
 
 class _Hop:
-    """A tensor on its way to the next rank while one from the rank before arrives; `wait` gives that one."""
+    """A block on its way to the next rank while one of `places` arrives from the rank before; `wait` gives that one."""
 
-    def __init__(self, send: Tensor, shape: tuple[int, ...], among: list[int], group: str) -> None:
+    def __init__(self, send: Tensor, places: int, among: list[int], group: str) -> None:
         pg = _resolve_process_group(group)  # type: ignore[arg-type]
         place = among.index(pg.rank())
         after, before = among[(place + 1) % len(among)], among[place - 1]
-        self.sent, self.received = send.contiguous(), send.new_empty(shape)
+        self.sent, self.received = send.contiguous(), send.new_empty((*send.shape[:2], places, *send.shape[3:]))
         ops = []
         if self.sent.numel():  # both sides know the sizes, and that nothing need be sent of nothing
             ops.append(dist.P2POp(dist.isend, self.sent, group=pg, group_peer=after))
@@ -69,20 +69,26 @@ class _Hop:
         return self.received
 
 
+def _round(kv: Tensor, parts: list[int], among: list[int], group: str) -> Iterator[tuple[int, Tensor]]:
+    """The blocks in the order in which they come by, each with its owner; the next one travels meanwhile."""
+    n, rank = len(among), among.index(ranks(group)[1])
+    for step in range(n):
+        owner = (rank - step) % n
+        hop = _Hop(kv, parts[owner - 1], among, group) if step < n - 1 else None
+        yield owner, kv
+        if hop is not None:
+            kv = hop.wait()
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, parts: list[int], among: list[int], causal: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    n, rank = len(among), among.index(ranks(group)[1])
-    kv = torch.stack([k, v])
+    rank = among.index(ranks(group)[1])
     out = lse = None
-    for step in range(n):
-        owner = (rank - step) % n
-        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), among, group) if step < n - 1 else None
+    for owner, kv in _round(torch.stack([k, v]), parts, among, group):
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
             found = block(q, kv[0], kv[1], causal and owner == rank)
             out, lse = found if out is None or lse is None else merge(out, lse, *found)
-        if hop is not None:
-            kv = hop.wait()
     if out is None or lse is None:  # no places here
         return torch.empty_like(q), _no_lse(q)
     return out.to(q.dtype).contiguous(), lse.contiguous()
@@ -92,13 +98,10 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[int], among: list[int],
     causal: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n, rank = len(among), among.index(ranks(group)[1])
-    kv = torch.stack([k, v])
+    rank = among.index(ranks(group)[1])
     dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
     home: _Hop | None = None  # the gradients that travel, with their block but a step later
-    for step in range(n):
-        owner = (rank - step) % n
-        hop = _Hop(kv, _block_shape(kv, parts[owner - 1]), among, group) if step < n - 1 else None
+    for owner, kv in _round(torch.stack([k, v]), parts, among, group):
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
         if parts[owner] and len(q[0]) and (owner <= rank or not causal):
             more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, causal and owner == rank)
@@ -106,16 +109,10 @@ def _backward(
             dkv = torch.stack(both)
         if home is not None:
             dkv += home.wait()
-        home = _Hop(dkv, _block_shape(dkv, parts[owner - 1]), among, group)
-        if hop is not None:
-            kv = hop.wait()
+        home = _Hop(dkv, parts[owner - 1], among, group)
     assert home is not None
     dk, dv = home.wait().to(q.dtype).unbind()
     return dq.to(q.dtype), dk.clone(), dv.clone()
-
-
-def _block_shape(kv: Tensor, places: int) -> tuple[int, ...]:
-    return (*kv.shape[:2], places, *kv.shape[3:])
 
 
 def _no_lse(q: Tensor) -> Tensor:
@@ -205,6 +202,3 @@ class Ring(AttentionCore):
         backward = busiest(n, lambda r: _cost(k, sizes, r)[1])
         there = {"ring": (forward, n - 1)}
         return Sends(there, {"ring": (backward, 2 * n - 1)}, there)
-
-
-__all__ = ["Ring", "ring_attention"]

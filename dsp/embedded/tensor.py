@@ -228,6 +228,3 @@ def rank_order(model: nn.Module) -> dict[str, Tensor]:
             order = torch.cat([forward.linear.index(forward.n, rank) for rank in range(forward.n)])
             found |= {f"{path}.{name}": order for name, p in module.named_parameters(recurse=False)}
     return found
-
-
-__all__ = ["Linear", "Region", "find_regions", "rank_order"]

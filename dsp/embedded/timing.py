@@ -92,6 +92,3 @@ class Steps:
         verdict = f"dp={best.dp} x sp={best.sp}{f' with {best.method}' if best.sp > 1 else ''}"
         verdict += f", {clock(best.seconds.step)} a step, {best.rate:,.0f} tokens/s"
         return "\n".join([*lines, f"the most tokens/s on {number_of(dp * sp, 'rank')}: {verdict}"])
-
-
-__all__ = ["Steps", "Timing"]

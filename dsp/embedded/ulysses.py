@@ -127,6 +127,3 @@ class Ulysses(AttentionCore):
         forward = busiest(n, lambda r: to_heads(r) + to_places(r)) * unit
         there = {"switch": (forward, 2)}
         return Sends(there, {"switch": (busiest(n, adjoint) * unit, 2)}, there)
-
-
-__all__ = ["Deal", "Ulysses", "deal_heads", "ulysses_attention"]

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 
 from dsp.collectives import inexact
 from dsp.layout import Cut
-from dsp.notation import BATCH_NAMES, StagePattern, parse
+from dsp.notation import BATCH_NAMES, StagePattern, TensorPattern, parse
 from dsp.private import pytree
 from dsp.signature import Bound, Signature
 from dsp.slices import Probe
-from dsp.stages import Stage, find_stages
+from dsp.stages import Stage, cut_for, find_stages
 from dsp.text import generic
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ LIMIT = 1 << 23  # numbers of a module's weights, or of its inputs, with which i
 SHORT = 6
 MODULES = 4  # that are looked at
 ANY = StagePattern("", (), (), False)
-Axes = list[list[str]]  # the names of the dims that each axis of a tensor folds, outermost first
 
 
 def remedy(
@@ -92,10 +92,9 @@ def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
     """The root pattern with those inputs that it leaves out and that are as long as a share of what runs whole."""
     names, least = Names(t), min(w.bytes for w in plan.whole) / plan.size
     more = [
-        f"{param}={shown(axes, {name: None for axis in axes for name in axis})}"
+        str(replace(names.of(x), param=param))
         for param, x in t.unnamed.items()
         if param.isidentifier() and x.ndim and x.numel() * x.element_size() >= least
-        for axes in [names.of(x)]
     ]
     inputs, arrow, outputs = root.text.partition("->")
     return ", ".join([inputs.strip(), *more]) + (f" -> {outputs.strip()}" if arrow else "") if more else ""
@@ -114,26 +113,30 @@ def line(model: nn.Module, stages: Sequence[Stage], t: Trace, path: str) -> str:
     args, kwargs = t.entered[path]
     names = Names(t)
     bound = Signature(module, ANY, path).bind(args, kwargs)[1]
-    axes = [names.of(b.tensor) for b in bound]
+    own = [names.of(b.tensor) for b in bound]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        sizes, probe = tried(module, path, args, kwargs, bound, axes, names.sizes)
+        sizes, probe = tried(module, path, args, kwargs, bound, own, names.sizes)
+        shapes = [b.tensor.shape for b in probe.bound]
         free: dict[str, list[Cut]] = {}
-        for name in dict.fromkeys(n for own in axes for axis in own for n in axis):
-            cuts = [place(own, name, sizes) for own in axes]
+        for name in dict.fromkeys(name for p in own for name in p.names):
+            cuts = [cut_for(p, shape, name, sizes) for p, shape in zip(own, shapes)]
             if sizes[name] > 1 and (outputs := probe.independent(cuts, sizes[name])) is not None:
                 free[name] = outputs
     if not any(names.sizes[name] > 1 and name not in BATCH_NAMES for name in free):
         raise Dependent("every dim of its tensors" + (" but the batch" if free else ""))
-    inputs = [shown(own, free) for own in axes]
     made = [names.output(t.shape, {k: v[i] for k, v in free.items()}, sizes) for i, t in enumerate(probe.whole)]
+    first = {name: cut_for(own[0], shapes[0], name, sizes) for name in free}
     same = all(
-        out.shape == probe.bound[0].tensor.shape and all(v[i] == place(axes[0], k, sizes) for k, v in free.items())
+        out.shape == shapes[0] and all(cuts[i] == first[name] for name, cuts in free.items())
         for i, out in enumerate(probe.whole)
     )
-    alone = len(bound) == 1
-    text = ", ".join(own if alone else f"{b.param}={own}" for b, own in zip(bound, inputs))
-    text += "" if same else " -> " + ", ".join(shown(own, free) for own in made)
+
+    def shown(p: TensorPattern, param: str | None = None) -> str:
+        return str(replace(p, computed=frozenset(p.names) - free.keys(), param=param))
+
+    text = ", ".join(shown(p, b.param if len(bound) > 1 else None) for b, p in zip(bound, own))
+    text += "" if same else " -> " + ", ".join(map(shown, made))
     parse(text)
     return text
 
@@ -152,11 +155,11 @@ class Names:
         self.sizes[name] = size
         return name
 
-    def of(self, x: Tensor) -> Axes:
-        """The dims of each axis of a tensor as the trace knows them."""
+    def of(self, x: Tensor) -> TensorPattern:
+        """The dims of a tensor as the trace knows them."""
         sym = getattr(x, "_dsp_sym", None)
         known = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
-        found: Axes = []
+        found: list[list[str]] = []
         for d, extent in enumerate(x.shape):
             axis, outer = list[str](), 1
             cuts = [(c.outer, -known[k], k) for k, c in sym.cuts.items() if c.dim == d] if sym is not None else []
@@ -171,9 +174,9 @@ class Names:
             elif extent > outer:
                 axis.append(self.gap(extent // outer, found, axis))
             found.append(axis)
-        return found
+        return TensorPattern(tuple(map(tuple, found)), frozenset())
 
-    def gap(self, size: int, before: Axes, axis: list[str]) -> str:
+    def gap(self, size: int, before: list[list[str]], axis: list[str]) -> str:
         """A dim that the trace does not follow: one of the model's that no rank can have a part of, or another."""
         taken = {name for own in (*before, axis) for name in own}
         alike = [name for name, known in self.trace.sizes.items() if known == size and name not in taken]
@@ -188,8 +191,8 @@ class Names:
             self.keys[key] = self.fresh(size)
         return self.keys[key]
 
-    def output(self, shape: Sequence[int], free: dict[str, Cut], sizes: dict[str, int]) -> Axes:
-        """The dims of each axis of a result: those that are free lie where they were found, all others are new."""
+    def output(self, shape: Sequence[int], free: dict[str, Cut], sizes: dict[str, int]) -> TensorPattern:
+        """The dims of a result: those that are free lie where they were found, all others are new."""
         found = []
         for d, extent in enumerate(shape):
             axis, outer = list[str](), 1
@@ -199,27 +202,14 @@ class Names:
                 outer = cut.outer * sizes[name]
             if extent > outer or not axis:
                 axis.append(self.fresh(extent // outer))
-            found.append(axis)
-        return found
-
-
-def shown(axes: Axes, free: dict[str, Any]) -> str:
-    texts = [[name if name in free else f"[{name}]" for name in axis] for axis in axes]
-    text = " ".join("1" if not axis else axis[0] if len(axis) == 1 else f"({' '.join(axis)})" for axis in texts)
-    return text.replace("] [", " ")
-
-
-def place(axes: Axes, name: str, sizes: dict[str, int]) -> Cut | None:
-    """Where a dim lies in a tensor."""
-    for d, axis in enumerate(axes):
-        if name in axis:
-            return Cut(d, math.prod(sizes[k] for k in axis[: axis.index(name)]))
-    return None
+            found.append(tuple(axis))
+        return TensorPattern(tuple(found), frozenset())
 
 
 def tried(
-    module: nn.Module, path: str, args: Any, kwargs: Any, bound: list[Bound], axes: list[Axes], full: dict[str, int]
-) -> tuple[dict[str, int], Probe]:
+    module: nn.Module, path: str, args: Any, kwargs: Any, bound: list[Bound], own: list[TensorPattern],
+    full: dict[str, int],
+) -> tuple[dict[str, int], Probe]:  # fmt: skip
     """A copy of a module, called on random tensors as short as it takes."""
     if sum(p.numel() for p in (*module.parameters(), *module.buffers())) > LIMIT:
         raise ValueError("it is too large to be tried")
@@ -227,7 +217,7 @@ def tried(
     signature = Signature(clone, ANY, path)
     first: Exception | None = None
     for sizes in shorter(full):
-        shapes = [[math.prod(sizes[name] for name in axis) for axis in own] for own in axes]
+        shapes = [[math.prod(sizes[name] for name in axis) for axis in p.axes] for p in own]
         if sum(map(math.prod, shapes)) > LIMIT:
             continue
         made = {id(b.tensor): _random(b.tensor, shape) for b, shape in zip(bound, shapes)}

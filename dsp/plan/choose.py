@@ -119,6 +119,3 @@ def choose(
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)
     return Sizing(hardware, plans, min(fitting, default=None), fastest)
-
-
-__all__ = ["Sizing", "choose"]

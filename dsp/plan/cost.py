@@ -30,13 +30,13 @@ class Loads:
 
     def share(self, step: Step) -> float:
         """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
-        stage, event = self.found.stage(step), step.event
-        if stage is not None:
+        stage, option = self.found.stage(step), step.way.option
+        if stage is not None and option is not None:
             if stage.whole and stage.inside:  # its weights are cut instead
                 return 1 / self.size
-            if stage.around is not None and event.options[step.taken].name is not None:
-                return stage.around.share(event.sizes, self.size)
-            return event.options[step.taken].share(self.size)
+            if stage.around is not None and option.name is not None:
+                return stage.around.share(step.event.sizes, self.size)
+            return option.share(self.size)
         for v, key in self.layouts(step):
             if key is not None:
                 return self.local(v, key) / max(self.trace.values[v].nbytes, 1)
@@ -111,7 +111,7 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
             before.setdefault(m.before, []).append(m)
     saved = loads.trace.resident
     for step in found.steps:
-        stage, choice, own = found.stage(step), step.choice, before.get(step.at, [])
+        stage, option, choice, own = found.stage(step), step.way.option, step.choice, before.get(step.at, [])
         saved += choice.saved
         peak = saved + choice.work + sum(loads.local(v, key) for v, key in loads.layouts(step))
         sent = sum(m.bytes for m in own) + choice.bytes
@@ -120,11 +120,10 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
         needs = dict(zip(step.op.inputs, choice.needs))
         ends = [m.dst for m in own if m.dst is not None and m.dst == needs.get(m.value)]
         along = next((key for key in (*ends, *choice.needs) if key is not None), None)
-        if stage is not None:
-            option = step.event.options[step.taken]
+        if option is not None:
             along = option.name
         rest = moved(own, step, along, [x.label for x in stage.inside] if stage is not None else []), sent, peak, calls
-        if stage is not None:
+        if stage is not None and option is not None:
             pattern = stage.pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
@@ -141,7 +140,7 @@ def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> st
     texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
-        if passing and step.event.options:
-            passing = [f"+{along} → {step.event.options[step.taken].onto}"]
+        if passing and step.way.option is not None:
+            passing = [f"+{along} → {step.way.option.onto}"]
         texts += dict.fromkeys([*inside, *passing])
     return ", ".join(texts)

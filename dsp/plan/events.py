@@ -45,6 +45,17 @@ class Passing(NamedTuple):
         return self._replace(backward=tuple(map(sum, zip(*own)))) if own and self.pieces else self
 
 
+@dataclass(frozen=True)
+class Way:
+    """How an op runs by one of its choices."""
+
+    option: Option | None = None  # of a stage
+    sends: Sends = field(default_factory=Sends)  # inside of a stage
+    passing: Passing | None = None  # of a stage, where it sums
+    source: Cut | None = None  # where a source is made in parts
+    copied: bool = False  # whether what would be a view is a copy
+
+
 @dataclass
 class Event:
     """Where a planner op happens in a run: a stage call, a glue op, or the model's output."""
@@ -52,9 +63,7 @@ class Event:
     kind: str  # "stage", "glue", "source", "output"; "whole": glue on tensors that no plan shards
     index: int  # the how-many-th stage call, glue op or output
     name: str
-    options: list[Option] = field(default_factory=list)  # per choice, for a stage
     operands: list[Sym | None] = field(default_factory=list)  # tracked tensor arguments, in order
-    source: list[Cut | None] = field(default_factory=list)  # per choice, for a source
     sizes: dict[str, int] = field(default_factory=dict)
     region: int | None = None  # the activation checkpoint it runs in
     own: bool = False  # whether the stage is a checkpoint itself
@@ -63,10 +72,7 @@ class Event:
     flops: int = 0  # of its forward at full size
     touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
     random: bool = False
-    sends: list[Sends] = field(default_factory=list)  # per choice, inside a stage
     largest: int = 0  # bytes of the largest tensor it makes
-    passing: list[Passing | None] = field(default_factory=list)  # per choice; of a stage, where it sums
-    copied: list[bool] = field(default_factory=list)  # likewise: whether what would be a view is a copy
     module: str = ""  # the module whose forward it is in
     written: bool = False  # a glue op that writes in place
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors

@@ -101,14 +101,14 @@ def names_of(record: Values) -> list[dict[str, str]]:
             taken = names[v].values()
             names[v][key] = next(x for x in numbered(letter(record, v, key) or "x") if x not in taken)
 
-    ops = list(zip(record.ops, record.events))
-    for op, event in reversed(ops):  # backwards, so that what is made of a dim has its name already
-        for i, choice in enumerate(op.choices):
+    for op in reversed(record.ops):  # backwards, so that what is made of a dim has its name already
+        for choice in op.choices:
             made = choice.gives[0] if choice.gives else None
-            wanted = event.options[i].name if event.options else made and names[op.outputs[0]].get(made)
+            option = choice.way.option if choice.way else None
+            wanted = option.name if option else made and names[op.outputs[0]].get(made)
             for v, key in zip(op.inputs, choice.needs):
                 call(v, key, wanted)
-    for op, _ in ops:  # and what is left by what it is made of
+    for op in record.ops:  # and what is left by what it is made of
         for choice in op.choices:
             for v, key in zip(op.inputs, choice.needs):
                 number(v, key)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dsp.layout import Cut
-from dsp.plan.events import Passing, Sym
+from dsp.plan.events import Sym
 from dsp.planner import Choice, Layout
 from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
 from dsp.rules.sources import EXPANDED
@@ -92,8 +92,6 @@ class Ways:
     cuts: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
-    passing: dict[Combo, Passing] = field(default_factory=dict)  # by what a choice needs
-    copied: set[Combo] = field(default_factory=set)  # likewise: where what would be a view is a copy
     view: bool = True  # the same data in every layout
     viewed: bool = False  # in some layout
     refusal: GlueError | None = None
@@ -105,6 +103,6 @@ class Ways:
     @property
     def narrow(self) -> bool:
         """Whether nothing but batch, or what is whole already, gets through as it is."""
-        return bool(self.refusal or self.passing or self.copied) and all(
-            c.rank or c.bytes or c.needs in self.copied or not any(c.needs) for c in self.choices
+        return bool(self.refusal or any(c.way for c in self.choices)) and all(
+            c.rank or c.bytes or (c.way and c.way.copied) or not any(c.needs) for c in self.choices
         )

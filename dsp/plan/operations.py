@@ -13,18 +13,12 @@ from torch import Tensor
 
 from dsp.collectives import summed_in
 from dsp.layout import Cut
-from dsp.plan.events import Event, Passing, Sym
+from dsp.plan.events import Event, Passing, Sym, Way
 from dsp.plan.names import letters_of
 from dsp.plan.operation import Combo, Operation, Ways
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
-from dsp.rules import (
-    SOURCES,
-    GlueError,
-    Outcome,
-    source_cuts,
-    tensor_args,
-)
+from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
 from dsp.rules.functions import DENSE, PRODUCTS
 from dsp.rules.sources import EXPANDED, FILLED
 from dsp.tensors import memory, overwritten, tensors_in
@@ -83,9 +77,9 @@ class Operations(Values):
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
         if op.name in EXPANDED:
             self.stretched.add(value)
-        choices = [Choice((), (k,), rank=int(is_batch(k))) for k in cuts] + [Choice((), (None,))]
-        event = Event("source", op.index, op.name, source=[*cuts.values(), None])
-        self.add(Op(op.name, (), (value,), tuple(choices)), event)
+        choices = [Choice((), (k,), rank=int(is_batch(k)), way=Way(source=cut)) for k, cut in cuts.items()]
+        made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
+        self.add(made, Event("source", op.index, op.name))
 
     def glue(self, op: Operation, out: Any) -> None:
         op.outputs = tensors_in(out)
@@ -209,12 +203,9 @@ class Operations(Values):
             for t in op.outputs:
                 if hasattr(t, "_dsp_sym"):
                     del t._dsp_sym
-            choices = [Choice(c.needs, (), bytes=c.bytes, calls=c.calls) for c in choices]
+            choices = [replace(c, gives=(), rank=0) for c in choices]
         grad = (op.outputs or op.tracked)[0].requires_grad
-        event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, written=op.written)
-        event.largest = op.largest
-        event.passing = [found.passing.get(c.needs) for c in choices]
-        event.copied = [c.needs in found.copied for c in choices]
+        event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, largest=op.largest, written=op.written)
         self.add(Op(op.name, tuple(op.values), tuple(produced), tuple(choices)), event, op.outputs or op.tracked[:1])
 
     # --- the ways of an operation ---
@@ -248,11 +239,11 @@ class Operations(Values):
             found.refusal = found.refusal or outcome
             found.view = False
             return
-        sent = 0
-        if (passing := self.passing(op, outcome, cuts)) is not None:
-            found.passing[combo], sent = passing, max(passing.forward)
+        passing, copied = self.passing(op, outcome, cuts), False
+        sent = 0 if passing is None else max(passing.forward)
         if outcome.cut is None:
-            found.choices.append(Choice(combo, (None,) * len(op.outputs), bytes=sent, calls=1))
+            whole = (None,) * len(op.outputs)
+            found.choices.append(Choice(combo, whole, bytes=sent, calls=1, way=Way(passing=passing)))
             found.view = False
             return
         found.view &= outcome.view
@@ -262,10 +253,10 @@ class Operations(Values):
             key = self.carried(op, combo, outcome.cut, found)
         if outcome.rows:
             found.resized.add(key)
-            if any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows):
-                found.copied.add(combo)
-        gives, calls = (key,) * len(op.outputs), int(combo in found.passing)
-        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key))))
+            copied = any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
+        gives, calls = (key,) * len(op.outputs), int(passing is not None)
+        way = Way(passing=passing, copied=copied) if passing or copied else None
+        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
 
     def carried(self, op: Operation, combo: Combo, cut: Cut, found: Ways) -> str:
         """The name of a dim of the results, by that of the operand which brings it; `found` learns it, and its size."""

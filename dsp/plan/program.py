@@ -111,7 +111,8 @@ class Program:
         event = step.event
         pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]
         if event.kind == "stage":
-            option, ways = event.options[step.taken], self.via(event.operands, step.at)
+            option, ways = step.way.option, self.via(event.operands, step.at)
+            assert option is not None
             how = pushes, event.random, ways, event.constants, option.onto
             script.stages.append(StageStep(event.name, option.name, *how))
             # run whole on every rank, it has to draw the same numbers there, as glue does
@@ -119,8 +120,8 @@ class Program:
         elif event.kind == "output":
             [script.outputs[event.index]] = self.via(event.operands, step.at)
         elif event.kind == "source":
-            if (source := event.source[step.taken]) is not None:
-                script.glue[event.index] = GlueStep(event.name, source=source)
+            if step.way.source is not None:
+                script.glue[event.index] = GlueStep(event.name, source=step.way.source)
         elif event.kind == "glue":
             layout = dict(zip(step.op.inputs, step.choice.needs))
             if any(pushes) or any(homes[v] != key for v, key in layout.items()):

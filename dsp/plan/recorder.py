@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from dsp.inside import Sends
 from dsp.layout import Cut
 from dsp.notation import NotationError, TensorPattern, solve_sizes
-from dsp.plan.events import Event, Passing, Sym, Trace
+from dsp.plan.events import Event, Passing, Sym, Trace, Way
 from dsp.plan.names import rename
 from dsp.plan.operations import Operations
 from dsp.plan.values import is_batch
-from dsp.planner import Choice, Layout, Op, Value, scattered
+from dsp.planner import MOVES, Choice, Layout, Op, Value
 from dsp.signature import Bound
 from dsp.stages import Option, Stage, cut_for, fits_fold
 from dsp.tensors import constants_in, edge, leading_to, overwritten, tensors_in, version
@@ -80,13 +80,12 @@ class Recorder(Operations):
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         results = [(t, p, self.sizes_of_result(stage, t, p, sizes)) for t, p in zip(tensors, stage.outputs(tensors))]
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
-        choices, inside, passing = [], list[Sends](), list[Passing | None]()
+        choices = []
         for option in options:
             needs = self.needs(option, values, syms)
             share, sends = option.share(self.n), measured.sends.get(option.name, Sends())
-            inside.append(sends)
-            passing.append(adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None)
-            sums = max(passing[-1].forward) if passing[-1] is not None else 0
+            passing = adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None
+            sums = max(passing.forward) if passing is not None else 0
             kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
             choices.append(
                 Choice(
@@ -97,6 +96,7 @@ class Recorder(Operations):
                     rank=int(option.last_resort),
                     bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + sums,
                     calls=sum(calls for _, calls in sends.forward.values()) + (option.onto is not None),
+                    way=Way(option, sends, passing),
                 )
             )
         produced = [
@@ -104,10 +104,9 @@ class Recorder(Operations):
             for (t, p, own), cuts in zip(results, out_cuts)
         ]
         event = Event(
-            "stage", index, stage.name, options=options, operands=syms, sizes=sizes, flops=measured.flops,
+            "stage", index, stage.name, operands=syms, sizes=sizes, flops=measured.flops,
             memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=constants_in(output),
-            sends=inside, passing=passing if any(passing) else [],
         )  # fmt: skip
         self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, tensors)
 
@@ -199,20 +198,18 @@ class Recorder(Operations):
     def leave_out_dead_ends(self) -> None:
         """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
         self.reached = leading_to(edge(t) for t in self.ends)
-        for event, made in zip(self.events, self.made):
+        for k, (op, event, made) in enumerate(zip(self.ops, self.events, self.made)):
             asked = [bool(edges & self.reached) for edges in made]
             event.grad &= any(asked)
-            event.passing = [p and p.where(asked) for p in event.passing]
+            self.ops[k] = replace(op, choices=tuple(with_asked(c, asked) for c in op.choices))
         self.grads = [bool(edges & self.reached) for edges in self.edges]
 
     def leave_views(self) -> None:
         """What is written in place, before or later, stays a view of what it is a view of, if it can."""
-        for k, (op, event) in enumerate(zip(self.ops, self.events)):
-            if any(event.copied) and any(self.values[v].fixed for v in (*op.inputs, *op.outputs)):
-                stay = [i for i, copied in enumerate(event.copied) if not copied]
-                if any(any(op.choices[i].needs) for i in stay):
-                    self.ops[k] = replace(op, choices=tuple(op.choices[i] for i in stay))
-                    event.passing, event.copied = [event.passing[i] for i in stay], []
+        for k, op in enumerate(self.ops):
+            stay = [c for c in op.choices if not (c.way and c.way.copied)]
+            if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
+                self.ops[k] = replace(op, choices=tuple(stay))
 
     def saves(self) -> dict[int, float] | None:
         """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
@@ -238,11 +235,17 @@ class Recorder(Operations):
         )  # fmt: skip
 
 
+def with_asked(c: Choice, asked: Sequence[bool]) -> Choice:
+    """A choice where a gradient comes to these of the results."""
+    passing = c.way and c.way.passing
+    return replace(c, way=replace(c.way, passing=passing.where(asked))) if passing else c
+
+
 def adding_up(along: str, t: Tensor, sizes: Mapping[str, int], n: int) -> Passing:
     """What is sent where a stage's results, one sum for each rank, are added up and left sharded along a dim."""
     value = Value("", ((along, sizes[along]),), t.element_size(), numel=t.numel())
-    back = tuple((n - 1) * value.local_bytes(along, n, rank) for rank in range(n))
-    return Passing("reduce_scatter", "gather", scattered(value, along, n), back)
+    there = MOVES["reduce_scatter"].sent(value, None, along, n)
+    return Passing("reduce_scatter", "gather", tuple(there), tuple(MOVES["gather"].sent(value, along, None, n)))
 
 
 def letters_in(p: TensorPattern) -> list[str]:

@@ -120,6 +120,3 @@ def _cost(problem: Problem, solution: Solution) -> tuple[int, int]:
     taken = [op.choices[c] for op, c in zip(problem.ops, solution.choices)]
     inside = sum(c.bytes for c in taken), sum(c.calls for c in taken)
     return sum(p[0] for p in paid) + inside[0], sum(p[1] for p in paid) + inside[1]
-
-
-__all__ = ["Residual", "residuals"]

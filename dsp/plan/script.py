@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dsp.layout import Cut
-from dsp.planner import Layout, Value, chunk_sizes, sent_by
+from dsp.planner import MOVES, Layout, Value
 
 Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
 
@@ -76,9 +76,5 @@ class Sending(NamedTuple):
     each: tuple[int, ...] = ()
 
     def sent(self, n: int, rank: int) -> int:
-        if self.value is None:
-            return self.each[rank]
-        if self.kind == "reduce_scatter" and self.src is not None:  # all but this rank's own chunk
-            size = dict(self.value.sizes)[self.src]
-            return self.value.nbytes // max(size, 1) * (size - chunk_sizes(size, n)[rank])
-        return sent_by(self.value, self.src, self.dst, n, rank)
+        each = self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
+        return each[rank]

@@ -11,7 +11,7 @@ import torch
 
 from dsp.hardware import Hardware
 from dsp.layout import Cut
-from dsp.plan.events import Event, Passing, Trace
+from dsp.plan.events import Event, Passing, Trace, Way
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, solve
 from dsp.stages import Stage
 
@@ -36,18 +36,21 @@ class Goal:
 
 
 class Step(NamedTuple):
-    """An op of a trace, where it applies in a run, and the choice taken of it, the `taken`-th."""
+    """An op of a trace, where it applies in a run, and the choice taken of it."""
 
     at: int
     op: Op
     event: Event
-    taken: int
     choice: Choice
+
+    @property
+    def way(self) -> Way:
+        return self.choice.way or Way()
 
     @property
     def passing(self) -> Passing | None:
         """What puts its parts together, if something has to."""
-        return self.event.passing[self.taken] if self.event.passing else None
+        return self.way.passing
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Solved:
     @cached_property
     def steps(self) -> list[Step]:
         ops = zip(self.trace.ops, self.trace.events, self.solution.choices)
-        return [Step(i, op, event, c, op.choices[c]) for i, (op, event, c) in enumerate(ops)]
+        return [Step(i, op, event, op.choices[c]) for i, (op, event, c) in enumerate(ops)]
 
     def stage(self, step: Step) -> Stage | None:
         return self.stages[step.event.name] if step.event.kind == "stage" else None

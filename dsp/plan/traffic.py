@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from dsp.inside import Sends, Sent
+from dsp.inside import Sent
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Goal, Solved, Step
-from dsp.planner import Layout, Move, fuses
+from dsp.planner import MOVES, Layout, Move, fuses
 
 
 class Traffic:
@@ -67,7 +67,7 @@ class Traffic:
         """When a move is made, as which collective, and between which layouts."""
         yield "forward", m.kind, m.src, m.dst
         if differentiated:
-            yield "backward", *(("reduce_scatter", m.src, m.dst) if m.kind == "gather" else (m.kind, m.dst, m.src))
+            yield "backward", MOVES[m.kind].adjoint, m.dst, m.src
         if self.recomputed(m):
             yield "recompute", m.kind, m.src, m.dst
 
@@ -101,8 +101,7 @@ class Traffic:
     # --- what ops send by themselves ---
 
     def count_step(self, step: Step) -> None:
-        event, stage = step.event, step.event.kind == "stage"
-        inside = event.sends[step.taken] if stage else Sends()
+        event, stage, inside = step.event, step.event.kind == "stage", step.way.sends
         if (passing := step.passing) is not None:
             at, forward = self.where(step.at), tuple(passing.forward)
             self.send(Sending("forward", at, passing.kind, 1, each=forward))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.private import pytree
 from dsp.tensors import tensors_in, version
 
 VALUES = (
@@ -117,22 +118,18 @@ def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
     return (reader.read(args), reader.read(kwargs), mode), reader.kept
 
 
-_Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]  # and whether it requires grad
-
-
 class _Made(torch.autograd.Function):
     """New fake tensors that look computed, of what the stage was given and of its weights (`anchor`)."""
 
     @staticmethod
-    def forward(ctx: Any, metas: list[_Meta], anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]
-        made = tuple(_made(meta) for meta in metas)
-        ctx.mark_non_differentiable(*(t for t, meta in zip(made, metas) if not meta[4]))
+    def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]
+        made = _made(like)
+        ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(made, like) if not grad))
         return made
 
 
-def _made(meta: _Meta) -> Tensor:
-    size, stride, dtype, device, _ = meta
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+def _made(like: list[Any]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_strided(*place, **kind) for *place, kind, _ in like)
 
 
 @dataclass
@@ -140,71 +137,42 @@ class Recipe:
     """A stage's output, to be made again from the tensors of another call."""
 
     kept: list[Any]
-    shape: Any  # the output with every tensor replaced by ("input", i) or ("made", i)
-    made: list[_Meta]
+    spec: Any  # of the output, whose leaves are
+    values: list[Any]  # or,
+    tensors: list[int | None]  # by number, the inputs and then what is made:
+    like: list[Any]  # size, strides, dtype and device, and whether it requires grad
 
     def make(self, inputs: list[Tensor]) -> Any:
         """The output of a call with these inputs."""
-        if any(meta[4] for meta in self.made):
-            fresh = _Made.apply(self.made, torch.empty(0, requires_grad=True), *inputs)
-        else:
-            fresh = tuple(_made(meta) for meta in self.made)
-        return _filled(self.shape, inputs, fresh)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    source: str  # "input" or "made"
-    index: int
+        anchored = any(grad for *_, grad in self.like)
+        made = _Made.apply(self.like, torch.empty(0, requires_grad=True), *inputs) if anchored else _made(self.like)
+        every = (*inputs, *made)
+        leaves = [value if at is None else every[at] for value, at in zip(self.values, self.tensors)]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> Recipe | None:
     """How to make such an output again; None where it is not simply new tensors, inputs and values."""
-    made: list[_Meta] = []
+    leaves, spec = pytree.tree_flatten(output)
+    found, every = Recipe(kept, spec, [], [], []), list(inputs)
     storages = {t.untyped_storage()._cdata for t in inputs}
-    fresh: list[Tensor] = []
-
-    def visit(value: Any) -> Any:
-        if type(value) in VALUES:
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(map(visit, value))
-        if type(value) is dict:
-            return {k: visit(v) for k, v in value.items()}
-        if not isinstance(value, Tensor):
-            raise LookupError
-        for i, t in enumerate(inputs):
-            if t is value:
-                return _Slot("input", i)
-        for i, t in enumerate(fresh):
-            if t is value:
-                return _Slot("made", i)
-        storage = value.untyped_storage()
-        dense = storage.nbytes() == value.numel() * value.element_size() and value.storage_offset() == 0
-        if storage._cdata in storages or not dense:
-            raise LookupError
-        storages.add(storage._cdata)
-        fresh.append(value)
-        made.append((tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad))
-        return _Slot("made", len(made) - 1)
-
-    try:
-        return Recipe(kept, visit(output), made)
-    except LookupError:
-        return None
-
-
-def _filled(value: Any, inputs: list[Tensor], fresh: tuple[Tensor, ...]) -> Any:
-    def visit(value: Any) -> Any:
-        if isinstance(value, _Slot):
-            return (inputs if value.source == "input" else fresh)[value.index]
-        if type(value) in (list, tuple):
-            return type(value)(map(visit, value))
-        if type(value) is dict:
-            return {k: visit(v) for k, v in value.items()}
-        return value
-
-    return visit(value)
+    for leaf in leaves:
+        at = next((i for i, t in enumerate(every) if t is leaf), None)
+        if at is None and isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            dense = storage.nbytes() == leaf.numel() * leaf.element_size() and leaf.storage_offset() == 0
+            if storage._cdata in storages or not dense:
+                return None
+            storages.add(storage._cdata)
+            at = len(every)
+            every.append(leaf)
+            kind = {"dtype": leaf.dtype, "device": leaf.device}
+            found.like.append((tuple(leaf.shape), leaf.stride(), kind, leaf.requires_grad))
+        elif at is None and type(leaf) not in VALUES:
+            return None
+        found.values.append(leaf if at is None else None)
+        found.tensors.append(at)
+    return found
 
 
 def once(
@@ -240,5 +208,3 @@ def once(
         for module in group:
             module.forward = wrapped(module.forward, twin)  # type: ignore[method-assign]
 
-
-__all__ = ["alike", "call_key", "fingerprint", "once", "recipe", "unwrapped"]

@@ -25,6 +25,7 @@ from dsp.planner.elimination import MADE, Elimination
 from dsp.planner.facts import Facts
 from dsp.planner.problem import (
     FUSE,
+    MOVES,
     Choice,
     Copies,
     Infeasible,
@@ -37,14 +38,12 @@ from dsp.planner.problem import (
     chunk_sizes,
     fuses,
     price,
-    scattered,
-    sent_by,
-)
+)  # fmt: skip
 from dsp.planner.sweep import Sweep
 
 __all__ = [
-    "FUSE", "Choice", "Copies", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value", "chunk_sizes",
-    "fuses", "price", "scattered", "sent_by", "solve",
+    "FUSE", "MOVES", "Choice", "Copies", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value",
+    "chunk_sizes", "fuses", "price", "solve",
 ]  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def solve(problem: Problem) -> Solution:
     solution = Elimination(facts).solve(MADE)
     if solution is None:
         facts.settle()
-        solution = Elimination(facts).solve(patient=True)
+        solution = Elimination(facts).solve()
     solution = solution or Sweep(facts, inf).solve()
     for found in (_lean(facts, solution), solution):
         if found is not None and (capacity is None or found.peak <= capacity):
@@ -82,7 +81,7 @@ def _lean(facts: Facts, best: Solution) -> Solution | None:
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None
     facts.narrow(limit)
-    found = Elimination(facts).solve(MADE, patient=True)
+    found = Elimination(facts).solve()
     if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
         return None
     return replace(found, exact=best.exact)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, product
-from math import inf, prod
 from typing import Any
 
 from dsp.planner.facts import Facts, Shape, subsets
-from dsp.planner.problem import (
-    Copies,
-    Layout,
-    Move,
-    Solution,
-)
+from dsp.planner.problem import Copies, Layout, Move, Solution
 
-ROWS = 20_000  # rows of a table where the smallest is made next
-PATIENT = 200_000  # and in the better order, which takes longer to find; a problem that needs more goes to the sweep
+ROWS = 200_000  # rows of a table; a problem that needs more goes to the sweep
 MADE = 300_000  # rows of all its tables, where the problem can be made smaller
-ENOUGH = 1_500_000  # and in the better order
+ENOUGH = 1_500_000  # and where it cannot
 HUB = 32  # tables that a variable of one value is in, to be left out of them: its neighbours would be all the others
 
 _Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts that it may start in, those asked of it so far
 _Row = tuple[Any, ...]  # a value for each variable of a table
 _Table = tuple[tuple[int, ...], dict[_Row, tuple[int, int]]]  # variables, and for each row (cost, largest)
-_Near = Mapping[int, set[int]]  # of each variable those that stand in a table with it, and itself
-_Weights = Mapping[int, int]  # of each variable how many values it may have
 
 
 class Elimination:
@@ -43,15 +34,12 @@ class Elimination:
         self.facts = facts
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
-    def solve(self, most: float = inf, patient: bool = False) -> Solution | None:
+    def solve(self, most: float = ENOUGH) -> Solution | None:
         """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several.
 
-        Or if all of them have more than `most` rows. patient: whether another order is tried then.
+        Or if all of them have more than `most` rows.
         """
-        tables = self.tables()
-        best, rows = _minimize(tables, most, ROWS, _size)
-        if best is None and patient:
-            best, rows = _minimize(tables, ENOUGH, PATIENT, _fill)
+        best, rows = _minimize(self.tables(), most)
         if best is None:
             return None
         choices = [best[k] for k in range(len(self.facts.runs))]
@@ -138,29 +126,25 @@ class Elimination:
         return homes, sorted(moves, key=lambda move: (move.before, move.value))
 
 
-def _size(variable: int, near: _Near, weights: _Weights) -> int:
-    """How large the table may be that is made where a variable goes."""
-    return prod(weights[other] for other in near[variable])
-
-
-def _fill(variable: int, near: _Near, weights: _Weights) -> int:
-    """How much it joins that is apart as yet: the weighted min-fill order (Kjaerulff 1990)."""
-    pairs = combinations(near[variable] - {variable}, 2)
-    return sum(weights[one] * weights[two] for one, two in pairs if two not in near[one])
-
-
 class _Order:
-    """Which variable goes next: the least by `of`, which is counted anew where one that went has joined others."""
+    """Which variable goes next: the one that joins least that is apart as yet (weighted min-fill, Kjaerulff 1990).
 
-    def __init__(self, scopes: Iterable[tuple[int, ...]], weights: _Weights, of: Callable[..., int]) -> None:
-        self.weights, self.of = weights, of
-        self.near: dict[int, set[int]] = {}
+    weights: of each variable how many values it may have.
+    """
+
+    def __init__(self, scopes: Iterable[tuple[int, ...]], weights: Mapping[int, int]) -> None:
+        self.weights = weights
+        self.near: dict[int, set[int]] = {}  # of each variable those that stand in a table with it, and itself
         for scope in scopes:
             for variable in scope:
                 self.near.setdefault(variable, set()).update(scope)
-        self.place = {variable: of(variable, self.near, weights) for variable in self.near}
+        self.place = {variable: self.joins(variable) for variable in self.near}
         self.queue = [(at, variable) for variable, at in self.place.items()]
         heapify(self.queue)
+
+    def joins(self, variable: int) -> int:
+        pairs = combinations(self.near[variable] - {variable}, 2)
+        return sum(self.weights[one] * self.weights[two] for one, two in pairs if two not in self.near[one])
 
     def __iter__(self) -> Iterator[int]:
         while self.queue:
@@ -173,20 +157,17 @@ class _Order:
         del self.place[variable]
         for other in scope:
             self.near[other] = (self.near[other] | self.near[variable]) - {variable}
-        wider = {third for joined in scope for third in self.near[joined]}
-        for other in scope if self.of is _size else wider:
-            if (at := self.of(other, self.near, self.weights)) != self.place[other]:
+        for other in {third for joined in scope for third in self.near[joined]}:
+            if (at := self.joins(other)) != self.place[other]:
                 self.place[other] = at
                 heappush(self.queue, (at, other))
 
 
-def _minimize(
-    tables: list[_Table], most: float, rows: int, by: Callable[..., int]
-) -> tuple[dict[int, Any] | None, int]:
+def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
-    The next variable to go is the least by `by`. Its table holds, for every row of values that its neighbours may have,
-    the best value of the variable. None if a table has more than so many rows, or all of them more than `most`.
+    The table of a variable that goes holds, for every row of values that its neighbours may have, the best value of the
+    variable. None if a table has more than ROWS rows, or all of them more than `most`.
     """
     values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
     times: Counter[int] = Counter()
@@ -201,7 +182,7 @@ def _minimize(
     for number, (scope, _) in left.items():
         for variable in scope:
             of.setdefault(variable, {})[number] = None
-    order = _Order((scope for scope, _ in left.values()), {v: len(own) for v, own in values.items()}, by)
+    order = _Order((scope for scope, _ in left.values()), {v: len(own) for v, own in values.items()})
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     made = 0
     for variable in order:
@@ -213,7 +194,7 @@ def _minimize(
                     del of[other][number]
             joined = _join(joined, term)
             made += len(joined[1])
-            if len(joined[1]) > rows or made > most:
+            if len(joined[1]) > ROWS or made > most:
                 return None, made
         scope = joined[0][1:]
         best: dict[_Row, tuple[tuple[int, int], Any]] = {}

@@ -7,20 +7,9 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, chain, combinations, product
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from dsp.planner.problem import (
-    Choice,
-    Copies,
-    Infeasible,
-    Layout,
-    Move,
-    Op,
-    Problem,
-    Solution,
-    Value,
-    price,
-)
+from dsp.planner.problem import Choice, Copies, Infeasible, Layout, Move, Op, Problem, Solution, Value, kind_of, price
 from dsp.text import human
 
 
@@ -137,13 +126,12 @@ class Facts:
             return None in value.home and not value.fixed
         return not any(run.gives[v] for run in self.runs[k].values())
 
-    def settle(self) -> bool:
+    def settle(self) -> None:
         """Run whole what costs nothing so, is made of whole values and is no longer than others must be.
 
-        No plan is cheaper for it. Whether anything changed.
+        No plan is cheaper for it.
         """
         must = max((min(run.largest for run in runs.values()) for runs in self.runs), default=0)
-        changed = False
         for k, (op, runs) in enumerate(zip(self.problem.ops, self.runs)):
             if len(runs) == 1 or not op.outputs or any(self.problem.values[v].fixed for v in op.outputs):
                 continue
@@ -151,9 +139,7 @@ class Facts:
                 sharded = any((*op.choices[i].needs, *op.choices[i].gives))
                 if not (sharded or run.cost) and run.largest <= must and all(map(self.whole, op.inputs)):
                     self.runs[k] = {i: run}
-                    changed = True
                     break
-        return changed
 
     def touches(self, k: int, i: int, limit: float) -> bool:
         """Whether an op's choice needs or gives a value of more than `limit` bytes whole."""
@@ -227,8 +213,7 @@ class Facts:
 
     def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:
         nbytes, _ = price(self.problem.values[v], src, dst, self.problem.size)
-        kind: Literal["split", "switch", "gather"] = "split" if src is None else "gather" if dst is None else "switch"
-        return Move(v, src, dst, before, self.producer[v], nbytes, kind)
+        return Move(v, src, dst, before, self.producer[v], nbytes, kind_of(src, dst))
 
     def solution(
         self, choices: Sequence[int], homes: dict[int, Layout], moves: Sequence[Move], exact: bool, states: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Any, NamedTuple
 
 Layout = str | None  # the dim that is sharded over the sequence-parallel ranks; None: whole on every rank
 Copies = frozenset[Layout]  # layouts of one value
@@ -42,10 +43,14 @@ class Value:
 
     def local_bytes(self, layout: Layout, n: int, rank: int = 0) -> int:
         """Bytes of a shard over n ranks, by default of the largest."""
+        return self.parts(layout, n)[rank]
+
+    def parts(self, layout: Layout, n: int) -> list[int]:
+        """Bytes that each of n ranks holds."""
         if layout is None:
-            return self.nbytes
+            return [self.nbytes] * n
         size = dict(self.sizes)[layout]
-        return self.nbytes * chunk_sizes(size, n)[rank] // max(size, 1)
+        return [self.nbytes * own // max(size, 1) for own in chunk_sizes(size, n)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Choice:
     bytes: int = 0  # communication inside the op, such as an all-reduce over the sharded dim
     calls: int = 0
     rank: int = 0  # preference among equals, lower is better: batch is a last resort
+    way: Any = None  # what it is, for those who ask; nothing to the planner
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Move:
     before: int
     after: int
     bytes: int
-    kind: Literal["split", "switch", "gather"]
+    kind: str  # of `MOVES`
 
 
 @dataclass(frozen=True)
@@ -134,34 +140,42 @@ def fuses(nbytes: int, n: int) -> bool:
     return nbytes <= FUSE * n
 
 
+class Kind(NamedTuple):
+    """A kind of move: its calls, the bytes of a value that each of n ranks sends in it, from src to dst, and the kind by
+    which a gradient comes back."""
+
+    calls: int
+    sent: Callable[[Value, Layout, Layout, int], list[int]]
+    adjoint: str
+
+
+def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
+    size = dict(value.sizes)[dst or ""]
+    return [own * (size - kept) // max(size, 1) for own, kept in zip(value.parts(src, n), chunk_sizes(size, n))]
+
+
+def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
+    return [(n - 1) * own for own in value.parts(src, n)]
+
+
+def _scattered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
+    return [value.nbytes - own for own in value.parts(dst, n)]
+
+
+# of a value of M bytes over N ranks
+MOVES = {
+    "split": Kind(0, lambda value, src, dst, n: [0] * n, "split"),  # None -> d: a local narrow
+    "switch": Kind(1, _switched, "switch"),  # d -> d': M/N · (N-1)/N
+    "gather": Kind(1, _gathered, "reduce_scatter"),  # d -> None: M · (N-1)/N
+    "reduce_scatter": Kind(1, _scattered, "gather"),  # a sum of each rank's own -> d: M · (N-1)/N
+}
+
+
+def kind_of(src: Layout, dst: Layout) -> str:
+    return "split" if src is None or src == dst else "gather" if dst is None else "switch"
+
+
 def price(value: Value, src: Layout, dst: Layout, n: int) -> tuple[int, int]:
-    """(bytes sent by the busiest of n ranks, calls) of one move; M is the bytes of the whole value.
-
-    split   None -> d    0               a local narrow
-    switch  d -> d'      M/N · (N-1)/N   one all-to-all: a rank sends its chunk of d, less its own chunk of d'
-    gather  d -> None    M · (N-1)/N     one all-gather: a rank sends its chunk to every other
-    """
-    if n == 1 or src == dst or src is None:
-        return 0, 0
-    sizes = dict(value.sizes)
-    chunks = chunk_sizes(sizes[src], n)
-    if dst is None:
-        return (n - 1) * value.local_bytes(src, n), 1
-    sent = max(chunk * (sizes[dst] - kept) for chunk, kept in zip(chunks, chunk_sizes(sizes[dst], n)))
-    return value.nbytes * sent // max(sizes[src] * sizes[dst], 1), 1
-
-
-def scattered(value: Value, along: str, n: int) -> tuple[int, ...]:
-    """What each rank sends where sums of all ranks are added up along a dim: all but the chunk that it keeps."""
-    return tuple(value.nbytes - value.local_bytes(along, n, rank) if n > 1 else 0 for rank in range(n))
-
-
-def sent_by(value: Value, src: Layout, dst: Layout, n: int, rank: int) -> int:
-    """Bytes that one of n ranks sends in a move; `price` has those of the busiest."""
-    if n == 1 or src == dst or src is None:
-        return 0
-    own = value.local_bytes(src, n, rank)
-    if dst is None:
-        return (n - 1) * own
-    size = dict(value.sizes)[dst]
-    return own * (size - chunk_sizes(size, n)[rank]) // max(size, 1)
+    """(bytes sent by the busiest of n ranks, calls) of one move."""
+    kind = MOVES[kind_of(src, dst)]
+    return max(kind.sent(value, src, dst, n)), kind.calls if n > 1 else 0

@@ -9,12 +9,7 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from dsp.planner.facts import Facts, Shape, subsets
-from dsp.planner.problem import (
-    Copies,
-    Layout,
-    Move,
-    Solution,
-)
+from dsp.planner.problem import Copies, Layout, Move, Solution
 
 T = TypeVar("T")
 

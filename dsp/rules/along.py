@@ -9,12 +9,8 @@ import torch
 
 from dsp.layout import Cut
 from dsp.rules import statistics
-from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+from dsp.rules.call import Frame, Operand, Outcome, align, apart, first, rule
 from dsp.rules.elementwise import elementwise
-
-
-def dims_of(f: Frame, x: Operand, value: Any) -> list[int]:
-    return [f.normal(d, x.ndim) for d in ([value] if isinstance(value, int) else value)]
 
 
 @rule("softmax log_softmax softmin cumsum cumprod logcumsumexp flip roll sort argsort topk normalize glu")
@@ -33,12 +29,12 @@ def along(f: Frame) -> Outcome:
             dims = int(x.ndim not in (0, 1, 3))  # what torch takes where none is given
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
-    if cut.dim in dims_of(f, x, dims):
+    if cut.dim in f.dims(dims, x.ndim):
         if f.name in ("softmax", "log_softmax", "softmin"):
             dtype = next((a for a in (*f.args, *f.kwargs.values()) if isinstance(a, torch.dtype)), None)
             return statistics.softmax(f, x, cut, dtype)
         if f.name == "normalize" and f.get(1, "p", 2.0) == 2:
-            return statistics.normalized(f, x, cut, dims_of(f, x, dims), f.get(3, "eps", 1e-12))
+            return statistics.normalized(f, x, cut, f.dims(dims, x.ndim), f.get(3, "eps", 1e-12))
         raise f.refuse("it works along the sharded dim")
     return Outcome(cut, x.shape[cut.dim])
 
@@ -62,7 +58,7 @@ def reduction(f: Frame) -> Outcome:
         dims = f.kwargs.get("dim")
     keep = f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))
     everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
-    gone = list(range(x.ndim)) if everything else dims_of(f, x, dims)
+    gone = list(range(x.ndim)) if everything else f.dims(dims, x.ndim)
     if cut.dim not in gone:
         out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
         return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
@@ -100,12 +96,7 @@ def is_length(f: Frame, dims: int) -> bool:
     return kind in ("fro", None) or (kind == 2 and (dims == 1 or f.name == "vector_norm"))
 
 
-@rule("tril triu")
-def triangle(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if cut.dim >= x.ndim - 2:
-        raise f.refuse("it counts positions along the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
+apart("tril triu", "it counts positions along the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
 
 
 @rule("gather take_along_dim")
@@ -178,23 +169,16 @@ def instance_norm(f: Frame) -> Outcome:
     return statistics.grouped_norm(f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5))
 
 
-@rule("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d im2col fold")
-def per_sample(f: Frame) -> Outcome:
-    x, cut = first(f)
+def all_but_samples(f: Frame, x: Operand) -> range:
     unbatched = {"im2col": 3, "fold": 2}.get(f.name, next((int(c) + 1 for c in f.name if c.isdigit()), 0))
     if x.ndim == unbatched:
         raise f.refuse("its input has no batch dim")
-    if cut.dim != 0:
-        raise f.refuse(f"it mixes dim {cut.dim} or normalizes over it")
-    return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]) if f.name in ("im2col", "instance_norm") else None)
+    return range(1, x.ndim)
 
 
-@rule("pixel_shuffle pixel_unshuffle")
-def pixels(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if cut.dim >= x.ndim - 3:
-        raise f.refuse(f"it mixes dim {cut.dim}")
-    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+apart("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d fold", "it mixes dim {}", all_but_samples)
+apart("im2col", "it mixes dim {}", all_but_samples, filled=True)
+apart("pixel_shuffle pixel_unshuffle", "it mixes dim {}", lambda f, x: range(x.ndim - 3, x.ndim), filled=True)
 
 
 @rule("batch_norm")

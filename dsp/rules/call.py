@@ -123,6 +123,15 @@ class Frame:
             raise self.refuse(f"dim {dim} is out of range")
         return dim % ndim
 
+    def dims(self, given: Any, ndim: int) -> list[int]:
+        """Of one, or of several."""
+        return [self.normal(dim, ndim) for dim in ([given] if isinstance(given, int) else given)]
+
+
+def sizes_of(given: Any) -> list[Any]:
+    """Given one by one, or as one sequence."""
+    return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+
 
 def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
@@ -185,6 +194,23 @@ def first(f: Frame) -> tuple[Operand, Cut]:
     if not f.args or f.args[0] is not x:
         raise f.refuse("only the first argument may be sharded")
     return x, cut
+
+
+def apart(
+    names: str, why: str = "it works along the sharded dim", mixed: Callable[[Frame, Operand], Any] = lambda f, x: (),
+    filled: bool = False,
+) -> None:  # fmt: skip
+    """A rule of operations that leave their first argument's dims as they are, and mix nothing but some, `mixed`.
+
+    filled: they take no empty tensor.
+    """
+
+    @rule(names)
+    def run(f: Frame) -> Outcome:
+        x, cut = first(f)
+        if cut.dim in mixed(f, x):
+            raise f.refuse(why.format(cut.dim))
+        return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]) if filled else None)
 
 
 def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Outcome]:

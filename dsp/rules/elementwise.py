@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dsp.layout import Cut
-from dsp.rules.call import Frame, Outcome, align, first, rule
+from dsp.rules.call import Frame, Outcome, align, apart, rule
 
 ELEMENTWISE = """
 abs absolute add sub subtract rsub mul multiply div divide true_divide rtruediv rdiv rmul radd floor_divide rfloordiv
@@ -51,12 +51,10 @@ def cast(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-@rule("feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout")
-def feature_dropout(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if cut.dim > 1:
-        raise f.refuse("one mask is shared along the sharded dim")
-    return Outcome(cut, x.shape[cut.dim])
+apart(
+    "feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout",
+    "one mask is shared along the sharded dim", lambda f, x: range(2, x.ndim),
+)  # fmt: skip
 
 
 @rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def take(f: Frame) -> Outcome:
         start, length = f.get(2, "start"), f.get(3, "length")
         if isinstance(start, Operand):
             raise f.refuse("where it starts is a tensor")
-        return stretches(f, x, cut, [range(size)[start:][:length]], _same)
+        return stretches(f, x, cut, [range(size)[start:][:length]], lambda x: x)
     how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
     if f.name == "index_select" or isinstance(how, Operand):
         raise f.refuse("it takes parts of the sharded dim")
@@ -96,14 +96,6 @@ def take(f: Frame) -> Outcome:
     lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
     ends = list(itertools.accumulate(lengths, initial=0))
     return stretches(f, x, cut, [range(a, b) for a, b in itertools.pairwise(ends)], _as_tuple)
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
-    return x[index]
 
 
 def _as_tuple(parts: Any) -> tuple[torch.Tensor, ...]:
@@ -171,7 +163,7 @@ def getitem(f: Frame) -> Outcome:
                 if lists:
                     raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
                 rest = (*index[:at], slice(None, None, i.step), *index[at + 1 :])
-                return stretches(f, x, cut, [range(size)[i]], partial(_indexed, index=rest), landing=out)
+                return stretches(f, x, cut, [range(size)[i]], itemgetter(rest), landing=out)
             # an explicit end such as x[:, :7] is local, too
             whole = (*index[:at], slice(None), *index[at + 1 :])
             return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})

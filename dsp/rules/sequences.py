@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.rules.call import Frame, Operand, Outcome, first, rule
+from dsp.rules.call import Frame, Operand, Outcome, apart, rule
 
 
-@rule(
-    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift",
-    "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn",
-)
-def fourier(f: Frame) -> Outcome:
-    x, cut = first(f)
+def transformed(f: Frame, x: Operand) -> list[int]:
+    """The dims of a Fourier transform."""
     shift = f.name.endswith("shift")
     sizes = None if shift else f.get(1, "n" if "n" in f.kwargs else "s")
     dims = f.get(1 if shift else 2, "dim", (-2, -1) if f.name.endswith("2") else None)
@@ -23,9 +19,14 @@ def fourier(f: Frame) -> Outcome:
         dims = -1
     elif dims is None:  # all, or the last of them that a size is given for
         dims = range(x.ndim) if sizes is None else range(-len(sizes), 0)
-    if cut.dim in [f.normal(d, x.ndim) for d in ([dims] if isinstance(dims, int) else dims)]:
-        raise f.refuse("it works along the sharded dim")
-    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+    return f.dims(dims, x.ndim)
+
+
+FOURIER = """
+fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift
+fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
+"""
+apart(FOURIER, mixed=transformed, filled=True)
 
 
 @rule("lstm gru rnn_tanh rnn_relu")

@@ -9,7 +9,7 @@ import torch
 
 from dsp.layout import Cut, fold_fits
 from dsp.planner import chunk_sizes
-from dsp.rules.call import Frame, Operand, Outcome, first, rule
+from dsp.rules.call import Frame, Operand, Outcome, apart, first, rule, sizes_of
 
 
 def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
@@ -57,9 +57,7 @@ def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
 
 @rule("view reshape")
 def view(f: Frame) -> Outcome:
-    sizes = f.kwargs.get("shape", f.kwargs.get("size", f.args[1:]))
-    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)):
-        sizes = sizes[0]
+    sizes = sizes_of(f.kwargs.get("shape", f.kwargs.get("size", f.args[1:])))
     if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
         raise f.refuse("it reinterprets the bytes of a sharded tensor")
     return reshape_to(f, sizes)
@@ -99,11 +97,7 @@ def unsqueeze(f: Frame) -> Outcome:
 def squeeze(f: Frame) -> Outcome:
     x, cut = first(f)
     dims = f.get(1, "dim")
-    if dims is None:
-        gone = [d for d, s in enumerate(x.shape) if s == 1]
-    else:
-        gone = [f.normal(d, x.ndim) for d in ([dims] if isinstance(dims, int) else dims)]
-        gone = [d for d in gone if x.shape[d] == 1]
+    gone = [d for d in (range(x.ndim) if dims is None else f.dims(dims, x.ndim)) if x.shape[d] == 1]
     if cut.dim in gone:
         raise f.refuse("it drops the sharded dim")
     # name the dims: a local part may have size 1 where the whole has more
@@ -111,50 +105,21 @@ def squeeze(f: Frame) -> Outcome:
     return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
 
 
-@rule("permute")
-def permute(f: Frame) -> Outcome:
-    x, cut = first(f)
-    dims = f.kwargs.get("dims", f.args[1:])
-    if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
-        dims = dims[0]
-    order = [f.normal(d, x.ndim) for d in dims]
-    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
-
-
-@rule("transpose swapaxes swapdims")
-def transpose(f: Frame) -> Outcome:
-    x, cut = first(f)
-    a = f.normal(f.get(1, "dim0", f.kwargs.get("axis0")), x.ndim)
-    b = f.normal(f.get(2, "dim1", f.kwargs.get("axis1")), x.ndim)
-    return Outcome(Cut({a: b, b: a}.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
-
-
-@rule("t T mT H mH adjoint")
-def matrix_transpose(f: Frame) -> Outcome:
+@rule("permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint")
+def permuted(f: Frame) -> Outcome:
     x, cut = first(f)
     if f.name in ("t", "T", "H") and x.ndim > 2:
         raise f.refuse("use transpose or permute on more than two dims")
     if x.ndim < 2:
         return Outcome(cut, x.shape[cut.dim], view=True)
-    swap = {x.ndim - 1: x.ndim - 2, x.ndim - 2: x.ndim - 1}
-    return Outcome(Cut(swap.get(cut.dim, cut.dim), cut.outer), x.shape[cut.dim], view=True)
+    # torch's own answer: where a dim goes, its stride goes
+    made = getattr(torch.empty_strided([1] * x.ndim, list(range(x.ndim)), device="meta"), f.name)
+    made = made(*f.args[1:], **f.kwargs) if callable(made) else made
+    return Outcome(Cut(made.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
-@rule("view_as_real view_as_complex")
-def complex_parts(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if f.name == "view_as_complex" and cut.dim == x.ndim - 1:
-        raise f.refuse("the parts of its numbers lie on several ranks")
-    return Outcome(cut, x.shape[cut.dim])
-
-
-@rule("movedim moveaxis")
-def movedim(f: Frame) -> Outcome:
-    x, cut = first(f)
-    src, dst = f.get(1, "source"), f.get(2, "destination")
-    probe = torch.empty([1] * x.ndim, device="meta").as_strided([1] * x.ndim, list(range(x.ndim)))
-    order = probe.movedim(src, dst).stride()
-    return Outcome(Cut(order.index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+apart("view_as_real")
+apart("view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,))
 
 
 @rule("expand broadcast_to expand_as")
@@ -163,8 +128,7 @@ def expand(f: Frame) -> Outcome:
     if f.name == "expand_as":
         sizes = list(f.get(1, "other").shape)
     else:
-        given = f.kwargs.get("size", f.args[1:])
-        sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+        sizes = sizes_of(f.kwargs.get("size", f.args[1:]))
     lead = len(sizes) - x.ndim
     at = cut.dim + lead
     if sizes[at] not in (-1, x.shape[cut.dim]):
@@ -176,8 +140,7 @@ def expand(f: Frame) -> Outcome:
 @rule("repeat tile")
 def repeat(f: Frame) -> Outcome:
     x, cut = first(f)
-    given = f.kwargs.get("repeats", f.kwargs.get("dims", f.args[1:]))
-    reps = list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    reps = sizes_of(f.kwargs.get("repeats", f.kwargs.get("dims", f.args[1:])))
     lead = max(len(reps) - x.ndim, 0)
     reps = [1] * (x.ndim - len(reps)) + reps
     at = cut.dim + lead

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsp.layout import Cut
-from dsp.rules.call import Frame, Operand
+from dsp.rules.call import Frame, Operand, sizes_of
 
 FILLED = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
 EXPANDED = frozenset({"expand", "broadcast_to"})
@@ -35,11 +35,6 @@ def source_cuts(f: Frame) -> list[Cut]:
         if isinstance(s, int) and s > 1 and have == 1:
             cuts.append(Cut(d))
     return cuts
-
-
-def sizes_of(given: Any) -> list[Any]:
-    """Given one by one, or as one sequence."""
-    return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
 
 
 def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:

@@ -63,6 +63,19 @@ def windowed(
     return Outcome(cut, out, rows={i: (Rows(dim, size, tuple(spans)),)}, func=local, **kwargs)
 
 
+def strided(
+    f: Frame, x: Operand, cut: Cut, window: tuple[int, int, int], run: Local, out: int | None = None, **kwargs: Any
+) -> Outcome:
+    """A window (step, lead, span): so many rows each time, with `lead` rows of padding before and after all."""
+    step, lead, span = window
+    out = (x.shape[cut.dim] + 2 * lead - span) // step + 1 if out is None else out
+    if out < 1:
+        raise f.refuse("it is shorter than the window")
+    if (step, lead, span) == (1, 0, 1):  # each row by itself, also of a fold
+        return Outcome(cut, out, func=f.on_a_row(cut, out))
+    return windowed(f, x, cut, out, lambda a, b: (a * step - lead, (b - 1) * step - lead + span), run, **kwargs)
+
+
 def padded(x: torch.Tensor, dim: int, before: int, after: int, fill: float | None) -> torch.Tensor:
     if not before + after:
         return x
@@ -111,7 +124,7 @@ def conv(f: Frame) -> Outcome:
     weight, bias = f.get(1, "weight"), f.get(2, "bias")
     stride, dilation = each(f, f.get(3, "stride", 1), d), each(f, f.get(5, "dilation", 1), d)
     reach = [k * (size - 1) for k, size in zip(dilation, weight.shape[2:])]
-    padding = f.get(4, "padding", 0)
+    padding, out = f.get(4, "padding", 0), None
     if padding == "same":
         if any(r % 2 for i, r in enumerate(reach) if i != at):
             raise f.refuse("it pads one row more on one side")
@@ -119,18 +132,10 @@ def conv(f: Frame) -> Outcome:
         out = x.shape[cut.dim]
     else:
         padding = [0] * d if padding == "valid" else each(f, padding, d)
-        out = (x.shape[cut.dim] + 2 * padding[at] - reach[at] - 1) // stride[at] + 1
-    if out < 1:
-        raise f.refuse("it is shorter than the window")
-    step, lead, span = stride[at], padding[at], reach[at] + 1
-    if (step, lead, span) == (1, 0, 1):  # each row by itself, also of a fold
-        return Outcome(cut, out, func=f.on_a_row(cut, out))
-    padding[at] = 0
+    lead, padding[at] = padding[at], 0
     rest = {"bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": f.get(6, "groups", 1)}
-    return windowed(
-        f, x, cut, out, lambda a, b: (a * step - lead, (b - 1) * step - lead + span), getattr(F, f.name),
-        args=(x, weight), kwargs=rest,
-    )  # fmt: skip
+    window = stride[at], lead, reach[at] + 1
+    return strided(f, x, cut, window, getattr(F, f.name), out, args=(x, weight), kwargs=rest)
 
 
 @rule("conv_transpose1d conv_transpose2d conv_transpose3d")
@@ -187,15 +192,11 @@ def pool(f: Frame) -> Outcome:
             raise f.refuse("at the ends of the sharded dim it divides by fewer")
     if f.get(5 if highest else 4, "ceil_mode", False):
         raise f.refuse("its last window may hang over the end of the sharded dim")
-    step, lead, span = stride[at], padding[at], dilation[at] * (size[at] - 1) + 1
-    padding[at] = 0
-    out = (x.shape[cut.dim] + 2 * lead - span) // step + 1
-    if out < 1:
-        raise f.refuse("it is shorter than the window")
-    return windowed(
-        f, x, cut, out, lambda a, b: (a * step - lead, (b - 1) * step - lead + span), getattr(F, f.name),
-        fill=float("-inf") if highest else 0.0, args=(x,), kwargs=rest,
-    )  # fmt: skip
+    lead, padding[at] = padding[at], 0
+    window = stride[at], lead, dilation[at] * (size[at] - 1) + 1
+    return strided(
+        f, x, cut, window, getattr(F, f.name), fill=float("-inf") if highest else 0.0, args=(x,), kwargs=rest
+    )
 
 
 @rule("interpolate")
@@ -241,13 +242,7 @@ def unfold(f: Frame) -> Outcome:
     if f.normal(f.get(1, "dimension"), x.ndim) != cut.dim:
         return Outcome(cut, x.shape[cut.dim])
     size, step = f.get(2, "size"), f.get(3, "step")
-    out = (x.shape[cut.dim] - size) // step + 1
-    if out < 1:
-        raise f.refuse("it is shorter than the window")
-    return windowed(
-        f, x, cut, out, lambda a, b: (a * step, (b - 1) * step + size), torch.Tensor.unfold,
-        args=(x, cut.dim, size, step), kwargs={},
-    )  # fmt: skip
+    return strided(f, x, cut, (step, 0, size), torch.Tensor.unfold, args=(x, cut.dim, size, step), kwargs={})
 
 
 @rule("pad")
