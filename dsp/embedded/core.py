@@ -160,7 +160,3 @@ class AttentionCore(Distributed):
     def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(b n h e) of this rank's places -> (b n h e)."""
         raise NotImplementedError
-
-
-def busiest(n: int, sent: Callable[[int], int]) -> int:
-    return max(sent(rank) for rank in range(n))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
-from dsp.embedded.core import AttentionCore, busiest
+from dsp.embedded.core import AttentionCore
 from dsp.embedded.low_rank import LowRank
 from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
@@ -198,7 +198,6 @@ class Ring(AttentionCore):
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Sends:
         n = len(sizes)
-        forward = busiest(n, lambda r: _cost(k, sizes, r)[0])
-        backward = busiest(n, lambda r: _cost(k, sizes, r)[1])
+        forward, backward = map(max, zip(*(_cost(k, sizes, rank) for rank in range(n))))
         there = {"ring": (forward, n - 1)}
         return Sends(there, {"ring": (backward, 2 * n - 1)}, there)

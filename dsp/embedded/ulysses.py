@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import ranks
-from dsp.embedded.core import AttentionCore, busiest
+from dsp.embedded.core import AttentionCore
 from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
@@ -113,17 +113,9 @@ class Ulysses(AttentionCore):
     def price(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> Sends:
         (b, m, h, e), n = q.shape, len(rows)
         deal = deal_heads(h, k.shape[2], n)
-        unit, kv = b * e * q.element_size(), sum(deal.kv_parts)
-
-        def to_heads(r: int) -> int:
-            return rows[r] * (h - deal.q_parts[r] + 2 * (kv - deal.kv_parts[r]))
-
-        def to_places(r: int) -> int:
-            return (m - rows[r]) * deal.q_parts[r]
-
-        def adjoint(r: int) -> int:
-            return rows[r] * (h - deal.q_parts[r]) + (m - rows[r]) * (deal.q_parts[r] + 2 * deal.kv_parts[r])
-
-        forward = busiest(n, lambda r: to_heads(r) + to_places(r)) * unit
-        there = {"switch": (forward, 2)}
-        return Sends(there, {"switch": (busiest(n, adjoint) * unit, 2)}, there)
+        unit, kv, held = b * e * q.element_size(), sum(deal.kv_parts), list(zip(rows, deal.q_parts, deal.kv_parts))
+        # queries to heads and back to places; keys and values to heads forward, and back in backward
+        forward = max(own * (h - qs + 2 * (kv - kvs)) + (m - own) * qs for own, qs, kvs in held)
+        backward = max(own * (h - qs) + (m - own) * (qs + 2 * kvs) for own, qs, kvs in held)
+        there = {"switch": (forward * unit, 2)}
+        return Sends(there, {"switch": (backward * unit, 2)}, there)

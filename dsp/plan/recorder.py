@@ -176,22 +176,13 @@ class Recorder(Operations):
 
     def root_outputs(self, output: Any, gather: bool) -> None:
         self.ends = tensors_in(output)  # not their nodes: those of others' functions fall apart without a tensor
-        for i, t in enumerate(tensors_in(output)):
-            self.root_output(i, t, gather)
-
-    def root_output(self, position: int, t: Tensor, gather: bool) -> None:
-        sym = self.sym(t)
-        if sym is None:
-            return
-        self.used([t], [sym])
-        choices = [Choice((None,), ())]
-        if not gather:
-            choices = [Choice((k,), (), rank=int(is_batch(k))) for k in sym.cuts] or choices
-        self.add(
-            Op("output", (sym.value,), (), tuple(choices)),
-            Event("output", position, "output", operands=[sym], grad=t.requires_grad),
-            [t],
-        )
+        for position, t in enumerate(self.ends):
+            if (sym := self.sym(t)) is None:
+                continue
+            self.used([t], [sym])
+            choices = [] if gather else [Choice((k,), (), rank=int(is_batch(k))) for k in sym.cuts]
+            event = Event("output", position, "output", operands=[sym], grad=t.requires_grad)
+            self.add(Op("output", (sym.value,), (), tuple(choices or [Choice((None,), ())])), event, [t])
 
     # --- what comes of it ---
 

@@ -134,8 +134,7 @@ class Tracer(Recorder, TorchFunctionMode):
 
     def keep(self, kept: list[Tensor]) -> int:
         """Bytes that were not kept for backward before; parameters are there anyway."""
-        fresh = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
-        fresh = {k: storage for k, storage in fresh.items() if k not in self.kept and k not in self.resident}
+        fresh = {k: s for k, s in storages(kept).items() if k not in self.kept and k not in self.resident}
         self.kept |= fresh
         return sum(storage.nbytes() for storage in fresh.values())
 
@@ -167,19 +166,11 @@ class Tracer(Recorder, TorchFunctionMode):
         self.enter_stage(stage, args, kwargs)
         self.in_stage = True
         self.now = []
-        self.keeps = False
         self.sends: dict[str | None, Sends] = {}
         self.watch.restart()
-        self.saved: dict[int, torch.UntypedStorage] = {}  # alive, or another would get its address
-        self.saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
-        self.saved_hooks.__enter__()
-
-    def _save(self, t: Tensor) -> Tensor:
-        self.keeps = True
-        if not isinstance(t, nn.Parameter):
-            storage = t.untyped_storage()
-            self.saved[storage._cdata] = storage
-        return t
+        self.saved: list[Tensor] = []
+        self.saving = saving(self.saved)
+        self.saving.__enter__()
 
     def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
         if self.in_stage:
@@ -196,24 +187,24 @@ class Tracer(Recorder, TorchFunctionMode):
     def abandon(self) -> None:
         """Leave nothing behind if a stage raised."""
         if self.in_stage:
-            self.saved_hooks.__exit__(None, None, None)
+            self.saving.__exit__(None, None, None)
             self.in_stage = False
 
     def after_stage(self, output: Any) -> None:
         self.depth -= 1
         if self.depth:
             return
-        self.saved_hooks.__exit__(None, None, None)
+        self.saving.__exit__(None, None, None)
         self.in_stage = False
         region, stage = self.region(), self.pending[0]
         own = checkpointed(stage.module.__dict__.get("forward"))
         again = own or self.recompute or region is not None
         first = region is None or all(event.region != region for event in self.events)
         if not self.now:
-            saved = sum(storage.nbytes() for storage in self.saved.values())
+            saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
-            self.now.append(Measured(*found, self.keeps, self.sends))
+            self.now.append(Measured(*found, bool(self.saved), self.sends))
         [measured] = self.now
         if (measured.keeps or (own and torch.is_grad_enabled())) and region is not None:
             self.savers.append(Saver(region, len(self.events), True))
@@ -221,6 +212,11 @@ class Tracer(Recorder, TorchFunctionMode):
             measured = replace(measured, saved=0)
         self.leave_stage(output, measured, keeps_inputs=again and (first or own) and torch.is_grad_enabled())
         self.events[-1].own = own
+
+
+def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The memory of what is kept, but for parameters."""
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
 
 
 @contextmanager

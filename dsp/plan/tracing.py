@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
-from dsp.plan.skeleton import Skeleton, foreign
+from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
 from dsp.private import FakeTensorMode, pytree
@@ -93,7 +93,7 @@ class Rehearsal:
         self.fakes: dict[int, Tensor] = {}
         # autocast keeps the weights it has cast, so that a call does less than one before it
         twins = how.twins and not how.real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        self.groups = alike([stage.module for stage in stages], foreign) if twins else []
+        self.groups = alike([stage.module for stage in stages]) if twins else []
         first = {id(other): group[0] for group in self.groups for other in group[1:]}
         self.staged = {id(m) for stage in stages for m in stage.module.modules()}
         skeleton = Skeleton(lambda t: self.fakes.setdefault(id(t), self.fake(t)), first, self.staged)
@@ -139,7 +139,7 @@ class Rehearsal:
 
     def marks(self) -> list[Any]:
         """What shows whether stages wrote to themselves."""
-        return [fingerprint(self.memo[id(group[0])], foreign) for group in self.groups]
+        return [fingerprint(self.memo[id(group[0])]) for group in self.groups]
 
     def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int, longest: tuple[int, bool]) -> Trace | None:
         """The record of a call with such inputs; None if stages that count as alike turned out not to be.

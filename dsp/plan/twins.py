@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.plan.skeleton import foreign
 from dsp.private import pytree
 from dsp.tensors import tensors_in, version
 
@@ -66,7 +67,7 @@ class _Reader:
         self.kept.append(value)
         return kind, id(value)
 
-    def module(self, module: nn.Module, foreign: Callable[[Any], bool]) -> Hashable:
+    def module(self, module: nn.Module) -> Hashable:
         module = unwrapped(module)
         if id(module) in self.order:
             return self.order[id(module)]
@@ -80,21 +81,21 @@ class _Reader:
             for group in ("_parameters", "_buffers")
             for k, t in state[group].items()
         ]
-        children = [(k, None if m is None else self.module(m, foreign)) for k, m in state["_modules"].items()]
+        children = [(k, None if m is None else self.module(m)) for k, m in state["_modules"].items()]
         return type(module), tuple(own), tuple(tensors), tuple(children)
 
 
-def fingerprint(module: nn.Module, foreign: Callable[[Any], bool] = lambda hook: False) -> Hashable:
-    """What a module's forward depends on, its numbers apart. `foreign` hooks do not count."""
+def fingerprint(module: nn.Module) -> Hashable:
+    """What a module's forward depends on, its numbers apart; and hooks of a distributed run."""
     # a tensor that is no buffer keeps its data in a trace
-    return _Reader(lambda _, t: ("tensor", id(t))).module(module, foreign)
+    return _Reader(lambda _, t: ("tensor", id(t))).module(module)
 
 
-def alike(modules: Iterable[nn.Module], foreign: Callable[[Any], bool] = lambda hook: False) -> list[list[nn.Module]]:
+def alike(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     """The modules in groups of one fingerprint."""
     groups: dict[Hashable, list[nn.Module]] = {}
     for module in modules:
-        groups.setdefault(fingerprint(module, foreign), []).append(unwrapped(module))
+        groups.setdefault(fingerprint(module), []).append(unwrapped(module))
     return list(groups.values())
 
 
