@@ -93,6 +93,21 @@ class Graph(nn.Module):
         return self.conv(x, edges).relu()
 
 
+class Written(nn.Module):
+    """All that it is given is written into a tensor of its own, which is whole."""
+
+    stages = {"": "x=n c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("start", torch.zeros(12, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.start.clone()
+        y[...] = x
+        return y
+
+
 class Beside(nn.Module):
     """Two inputs, of which most is done with the one that the root pattern leaves out."""
 
@@ -178,6 +193,11 @@ def test_what_no_line_helps_is_said_too() -> None:
     assert plan.share == 1
     said = "scatter_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
+
+
+def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
+    plan = dsp.plan(Written(), torch.randn(12, 6), size=3, gather_output=False)
+    assert [(w.name, w.bytes) for w in plan.whole] == [("clone", 288), ("setitem", 288)]
 
 
 def test_inputs_that_the_root_pattern_leaves_out_are_named() -> None:
