@@ -243,7 +243,7 @@ def _fresh(name: str, kernel: Any) -> Any:
     """
 
     def own(out: Tensor) -> Tensor:
-        if not out._is_view() and 1 not in out.shape:
+        if not out._is_view():
             return out
         stride = () if out.is_contiguous() else out.stride()
         return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
