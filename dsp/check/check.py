@@ -63,8 +63,9 @@ class Check:
         self, model: nn.Module, args: Any, kwargs: Any, axis: Axis, stages: Mapping[str, str] | None, thorough: bool
     ) -> None:
         self.axis, self.stated, self.thorough = axis, stages, thorough
-        self.stages, self.root = stages_of(model, stages)
+        stages_of(model, stages)  # what is wrong with them is said before anything runs
         self.model, self.args, self.kwargs, self.dtype, self.modes = prepared(model, args, kwargs, thorough)
+        self.stages, self.root = stages_of(self.model, stages)
         self.report = Report(axis.size, self.dtype, calls=CALLS if thorough else 1)
         self.tolerance = TOLERANCE.get(self.dtype, 3e-2)
         self.sizes = sizes_of_root(model, self.root, self.args, self.kwargs)

@@ -14,7 +14,7 @@ from dsp.layout import Cut
 from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.slices import call_part, error, part, slices
-from dsp.stages import Stage, clean, cut_for
+from dsp.stages import Stage, cut_for
 from dsp.tensors import tensors_in
 
 Cuts = list[Cut | None]
@@ -26,14 +26,13 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
     seen: set[Any] = set()
     handles = []
     for stage in found:
-        own = Stage(stage.name, module_at(model, stage.name), stage.pattern.text)
 
-        def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = own) -> None:
+        def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = stage) -> None:
             if (key := (own.name, describe(*pytree.tree_flatten((args, kwargs))))) not in seen:
                 seen.add(key)
                 calls.append((own, *pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))))
 
-        handles.append(own.module.register_forward_pre_hook(record, with_kwargs=True))
+        handles.append(stage.module.register_forward_pre_hook(record, with_kwargs=True))
     try:
         called(model, args, kwargs)
     finally:
@@ -60,10 +59,6 @@ def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any
 
 def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def module_at(model: nn.Module, clean_name: str) -> nn.Module:
-    return next(m for n, m in model.named_modules() if clean(n) == clean_name)
 
 
 def compare_slices(

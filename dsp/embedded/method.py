@@ -205,8 +205,6 @@ def plan(
     sends inside is sent again, unless `save_exchanges` keeps it. The other arguments are those of `dsp.plan` and
     `parallelize`.
     """
-    if size < 1:
-        raise ValueError(f"size is the number of ranks, got {size}")
     stages, root = prepare(model, method, options)
     goal = Goal(size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges)
     return plan_stages(model, stages, root, args, kwargs, goal)

@@ -85,8 +85,6 @@ def plan(
     how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
     ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
-    if size < 1:
-        raise ValueError(f"size is the number of ranks, got {size}")
     found, root = stages_of(model, stages)
     goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}))
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)

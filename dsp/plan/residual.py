@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsp.planner import Layout, Problem, Solution, price, solve
+from dsp.planner import Layout, Problem, solve
 
 FORBIDDING = 1 << 40  # times the price of what should not move
 
@@ -88,7 +88,7 @@ def residuals(problem: Problem, stages: Sequence[bool], solution: tuple[int, int
             replace(v, itemsize=v.itemsize * FORBIDDING) if i in heavy else v for i, v in enumerate(problem.values)
         )
         best = solve(replace(free, values=values))
-        switched = None if any(m.value in heavy for m in best.moves) else _cost(problem, best)
+        switched = None if any(m.value in heavy for m in best.moves) else (best.bytes, best.calls)
         kept: tuple[int, int] | None = None
         along: Layout = None
         for layout in _layouts(problem, stream):
@@ -97,9 +97,9 @@ def residuals(problem: Problem, stages: Sequence[bool], solution: tuple[int, int
                 own = ops[join.op]
                 choices = tuple(c for c in own.choices if set(c.needs + c.gives) == {layout})
                 ops[join.op] = replace(own, choices=choices)
-            cost = _cost(problem, solve(replace(free, ops=tuple(ops))))
-            if kept is None or cost < kept:
-                kept, along = cost, layout
+            best = solve(replace(free, ops=tuple(ops)))
+            if kept is None or (best.bytes, best.calls) < kept:
+                kept, along = (best.bytes, best.calls), layout
         dims = " ".join(dim for dim, _ in sizes)
         found.append(Residual(dims, len(stream), solution, switched, kept, along))
     return found
@@ -112,11 +112,3 @@ def _layouts(problem: Problem, stream: Sequence[_Join]) -> list[Layout]:
         for j in stream
     ]
     return [layout for layout in every[0] if all(layout in other for other in every)]
-
-
-def _cost(problem: Problem, solution: Solution) -> tuple[int, int]:
-    """(bytes, calls) at true prices."""
-    paid = [price(problem.values[m.value], m.src, m.dst, problem.size) for m in solution.moves]
-    taken = [op.choices[c] for op, c in zip(problem.ops, solution.choices)]
-    inside = sum(c.bytes for c in taken), sum(c.calls for c in taken)
-    return sum(p[0] for p in paid) + inside[0], sum(p[1] for p in paid) + inside[1]

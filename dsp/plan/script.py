@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,6 +76,6 @@ class Sending(NamedTuple):
     dst: Layout = None
     each: tuple[int, ...] = ()
 
-    def sent(self, n: int, rank: int) -> int:
-        each = self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
-        return each[rank]
+    def sent(self, n: int) -> Sequence[int]:
+        """By each of n ranks."""
+        return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)

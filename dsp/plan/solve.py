@@ -34,6 +34,10 @@ class Goal:
     kept_inside: bool = False
     batch: bool = True
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is the number of ranks, got {self.size}")
+
 
 class Step(NamedTuple):
     """An op of a trace, where it applies in a run, and the choice taken of it."""

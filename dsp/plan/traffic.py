@@ -35,8 +35,7 @@ class Traffic:
         self.each[phase][kind] = [a + b for a, b in zip(before, each)], times + calls
 
     def send(self, sending: Sending) -> None:
-        n = self.found.size
-        self.add(sending.phase, sending.kind, [sending.sent(n, rank) for rank in range(n)], sending.calls)
+        self.add(sending.phase, sending.kind, sending.sent(self.found.size), sending.calls)
         self.sendings.append(sending)
 
     def count(self, phase: str, *sent: Sent) -> None:

@@ -141,8 +141,7 @@ def fuses(nbytes: int, n: int) -> bool:
 
 
 class Kind(NamedTuple):
-    """A kind of move: its calls, the bytes of a value that each of n ranks sends in it, from src to dst, and the kind by
-    which a gradient comes back."""
+    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and how a gradient returns."""
 
     calls: int
     sent: Callable[[Value, Layout, Layout, int], list[int]]

@@ -60,7 +60,7 @@ class Word:
         self.script = plan.script
         self.phases = {phase: Tally() for phase in SAID}
         for s in plan.sendings:
-            self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size, rank))
+            self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size)[rank])
 
     @property
     def returns(self) -> bool:
