@@ -282,7 +282,7 @@ def held(mesh: DeviceMesh, case: Case) -> dict[str, float]:
         model.zero_grad()
         out, own, sent = step(model, kwargs, line)
     [plan] = plans.values()
-    promised = sum(s.sent(n, mesh.get_local_rank()) for s in plan.sendings if s.phase == "forward")
+    promised = sum(s.sent(n)[mesh.get_local_rank()] for s in plan.sendings if s.phase == "forward")
     if sent != promised:
         raise RuntimeError(f"{type(model).__name__} sent {sent} bytes where its plan says {promised}")
     group = mesh.get_group()

@@ -141,7 +141,7 @@ def fuses(nbytes: int, n: int) -> bool:
 
 
 class Kind(NamedTuple):
-    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and how a gradient returns."""
+    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and how its gradient comes."""
 
     calls: int
     sent: Callable[[Value, Layout, Layout, int], list[int]]
