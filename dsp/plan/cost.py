@@ -22,9 +22,6 @@ class Loads:
         self.held = [self.largest(step) for step in found.steps]
         self.longest = max((whole for _, whole in self.held), default=0) or 1
 
-    def layouts(self, step: Step) -> list[tuple[int, Layout]]:
-        return list(zip(step.op.inputs + step.op.outputs, step.choice.needs + step.choice.gives))
-
     def local(self, v: int, key: Layout) -> int:
         return self.trace.values[v].local_bytes(key, self.size)
 
@@ -37,15 +34,12 @@ class Loads:
             if stage.around is not None and option.name is not None:
                 return stage.around.share(step.event.sizes, self.size)
             return option.share(self.size)
-        for v, key in self.layouts(step):
-            if key is not None:
-                return self.local(v, key) / max(self.trace.values[v].nbytes, 1)
-        return 1.0
+        return step.op.share(step.choice, self.trace.values, self.size)
 
     def largest(self, step: Step) -> tuple[int, int]:
         if step.event.kind == "output":  # what the caller asked for
             return 0, 0
-        layouts = [(v, key) for v, key in self.layouts(step) if v not in self.trace.stretched]
+        layouts = [(v, key) for v, key in step.op.layouts(step.choice) if v not in self.trace.stretched]
         own = [self.local(v, key) for v, key in layouts]
         whole = [self.trace.values[v].nbytes for v, _ in layouts]
         if step.event.kind == "stage" and step.passing is not None:  # its sums are of everything
@@ -80,7 +74,7 @@ class Loads:
         total, found = max(sum(self.flops), 1), dict[tuple[str, str], Whole]()
         for step, (own, _), work in zip(self.found.steps, self.held, self.flops):
             event = step.event
-            if event.kind not in ("glue", "whole") or any(key for _, key in self.layouts(step)):
+            if event.kind not in ("glue", "whole") or any(key for _, key in step.op.layouts(step.choice)):
                 continue
             if own * self.size < 1.5 * self.longest or self.size == 1:
                 continue
@@ -113,7 +107,7 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
     for step in found.steps:
         stage, option, choice, own = found.stage(step), step.way.option, step.choice, before.get(step.at, [])
         saved += choice.saved
-        peak = saved + choice.work + sum(loads.local(v, key) for v, key in loads.layouts(step))
+        peak = saved + choice.work + sum(loads.local(v, key) for v, key in step.op.layouts(choice))
         sent = sum(m.bytes for m in own) + choice.bytes
         calls = sum(own_call[m] for m in own) + choice.calls
         share = loads.held[step.at][0] / loads.longest

@@ -108,7 +108,7 @@ def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
     """
 
     def uneven(op: Op, c: Choice, stage: bool) -> bool:
-        sizes = (dict(t.values[v].sizes)[k] for v, k in zip(op.inputs + op.outputs, c.needs + c.gives) if k is not None)
+        sizes = (dict(t.values[v].sizes)[k] for v, k in op.layouts(c) if k is not None)
         return any(size % n > 0 if stage else 2 * n * chunk_sizes(size, n)[0] > 3 * size for size in sizes)
 
     stages = [op for op, event in zip(t.ops, t.events) if event.kind == "stage"]

@@ -97,7 +97,7 @@ class Tracer(Recorder, TorchFunctionMode):
             event.flops, event.touched, event.module = flops, (touched, 0), self.inside[-1]
             event.largest = max(event.largest, largest)
             if saved:
-                parts = [replace(c, saved=int(saved * self.part(op, c))) for c in op.choices]
+                parts = [replace(c, saved=int(saved * op.share(c, self.values, self.n))) for c in op.choices]
                 self.ops[-1] = replace(op, choices=tuple(parts))
         return out
 
@@ -124,13 +124,6 @@ class Tracer(Recorder, TorchFunctionMode):
         super().grow(nbytes)
         if self.restarts and SHORT * self.n * self.held <= self.longest:
             raise Longer(self.longest)
-
-    def part(self, op: Op, choice: Choice) -> float:
-        """What one rank holds of what an op works on."""
-        for v, key in zip(op.inputs + op.outputs, choice.needs + choice.gives):
-            if key is not None:
-                return self.values[v].local_bytes(key, self.n) / max(self.values[v].nbytes, 1)
-        return 1.0
 
     def keep(self, kept: list[Tensor]) -> int:
         """Bytes that were not kept for backward before; parameters are there anyway."""

@@ -143,9 +143,8 @@ class Facts:
 
     def touches(self, k: int, i: int, limit: float) -> bool:
         """Whether an op's choice needs or gives a value of more than `limit` bytes whole."""
-        op, choice = self.problem.ops[k], self.problem.ops[k].choices[i]
-        layouts = zip(op.inputs + op.outputs, choice.needs + choice.gives)
-        return any(layout is None and self.problem.values[v].nbytes > limit for v, layout in layouts)
+        op, values = self.problem.ops[k], self.problem.values
+        return any(layout is None and values[v].nbytes > limit for v, layout in op.layouts(op.choices[i]))
 
     def narrow(self, limit: float) -> None:
         """Nothing of more than `limit` bytes is whole, wherever there is another choice; nor is such a copy made on
@@ -160,7 +159,7 @@ class Facts:
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
         for op, own in zip(self.problem.ops, taken):
             for choice in (op.choices[i] for i in own):
-                for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives):
+                for v, layout in op.layouts(choice):
                     named[v].add(layout)
         # alike values share one
         shape = cache(lambda value, layouts: Shape(value, layouts, self.problem.size))
@@ -291,12 +290,7 @@ def _check(problem: Problem) -> list[int]:
                     f"op {op.name!r} has {len(op.inputs)} inputs and {len(op.outputs)} outputs, but a choice with "
                     f"{len(choice.needs)} needs and gives {len(choice.gives)}"
                 )
-    layouts = [
-        (values[v], layout)
-        for op in problem.ops
-        for choice in op.choices
-        for v, layout in zip(op.inputs + op.outputs, choice.needs + choice.gives)
-    ]
+    layouts = [(values[v], k) for op in problem.ops for choice in op.choices for v, k in op.layouts(choice)]
     layouts += [(value, layout) for value in values for layout in value.home]
     for value, layout in layouts:
         if layout is not None and layout not in dict(value.sizes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -76,6 +76,15 @@ class Op:
     outputs: tuple[int, ...]
     choices: tuple[Choice, ...]
 
+    def layouts(self, choice: Choice) -> Iterator[tuple[int, Layout]]:
+        """Of all that it reads and makes."""
+        return zip(self.inputs + self.outputs, choice.needs + choice.gives)
+
+    def share(self, choice: Choice, values: Sequence[Value], n: int) -> float:
+        """What the busiest of n ranks has of it: its chunk of the sharded dim, or everything."""
+        cut = ((values[v], k) for v, k in self.layouts(choice) if k is not None)
+        return next((value.local_bytes(k, n) / max(value.nbytes, 1) for value, k in cut), 1.0)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -141,7 +150,7 @@ def fuses(nbytes: int, n: int) -> bool:
 
 
 class Kind(NamedTuple):
-    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and how its gradient comes."""
+    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and its adjoint."""
 
     calls: int
     sent: Callable[[Value, Layout, Layout, int], list[int]]
