@@ -141,14 +141,16 @@ class Grid:
         """What a stage made, back along the dim that it computes over."""
         dim, along = block.factors.dim, self.along
         held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
-        shape, inside = list(x.shape), list(x.shape)
-        for axis in {pattern.axis_of(dim), pattern.axis_of(along)}:
-            names = pattern.axes[axis]
-            inside[axis], shape[axis] = (math.prod(of[name] for name in names) for of in (held, sizes))
-        if inside != list(x.shape):
+        made, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
+
+        def sized(of: Mapping[str, int]) -> list[int]:
+            return [math.prod(of[name] for name in pattern.axes[i]) if i in axes else s for i, s in enumerate(made)]
+
+        shape, inside = sized(sizes), sized(held)
+        if inside != made:
             raise NotationError(
                 f"{self.stage.where}, run on {held[dim]} of {sizes[dim]} along {dim!r} and {held[along]} of "
-                f"{sizes[along]} along {along!r}, returned {tuple(x.shape)} where '{pattern}' wants {tuple(inside)}: "
+                f"{sizes[along]} along {along!r}, returned {tuple(made)} where '{pattern}' wants {tuple(inside)}: "
                 f"it is not independent along {dim!r}"
             )
         cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
@@ -157,10 +159,7 @@ class Grid:
         fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.own]
         x = x.reshape(fine).narrow(i, 0, sum(there))  # without the dummy row, if it is all there is
         x = torch.ops.dsp.switch_among(x, j, i, back, there, block.ranks, group)
-        for axis in {pattern.axis_of(dim), pattern.axis_of(along)}:
-            names = pattern.axes[axis]
-            shape[axis] = math.prod({**sizes, along: block.along[block.own]}[name] for name in names)
-        return x.reshape(shape)
+        return x.reshape(sized({**sizes, along: block.along[block.own]}))
 
     # --- what it sends ---
 
@@ -174,20 +173,17 @@ class Grid:
         back = [b.across[b.own] * (sum(b.along) - b.along[b.own]) for b in blocks]
         spread = [b.along[b.own] * (n1 - 1) for b in blocks]
         reduced = [sum(b.along) - b.along[b.own] for b in blocks]
-        before = after = adjoint = 0
-        calls = 0
+        before = after = adjoint = calls = 0
         _, bound = self.stage.signature.bind(args, kwargs)
         for b in bound:
             if cut_for(b.pattern, b.tensor.shape, along, sizes) is None:
                 continue
             whole = b.tensor.numel() * b.tensor.element_size() // sizes[along]
             calls += 1
-            if cut_for(b.pattern, b.tensor.shape, dim, sizes) is None:
-                before += max(spread) * whole
-                adjoint += max(reduced) * whole if b.tensor.requires_grad else 0
-            else:
-                before += max(there) * whole // sizes[dim]
-                adjoint += max(back) * whole // sizes[dim] if b.tensor.requires_grad else 0
+            whole_of_dim = cut_for(b.pattern, b.tensor.shape, dim, sizes) is None
+            out, home, of = (spread, reduced, 1) if whole_of_dim else (there, back, sizes[dim])
+            before += max(out) * whole // of
+            adjoint += max(home) * whole // of if b.tensor.requires_grad else 0
         itemsize = bound[0].tensor.element_size()
         for pattern in self.stage.pattern.outputs:
             unknown = [name for name in pattern.names if name not in sizes]
