@@ -112,8 +112,6 @@ def taken_by_index(f: Frame) -> Outcome:
         raise f.refuse("it takes parts of the sharded dim")
     if x.shape[position] != index.shape[position]:
         raise f.refuse("its index differs from it along the sharded dim")
-    assert outcome.cut is not None
-    outcome.cut = Cut(x.ndim + position, outcome.cut.outer)
     return outcome
 
 
@@ -132,8 +130,6 @@ def put_by_index(f: Frame) -> Outcome:
         raise f.refuse("it puts parts into the sharded dim")
     if any(o.shape[position] != x.shape[position] for o in beside):
         raise f.refuse("what it puts there differs along the sharded dim")
-    assert outcome.cut is not None
-    outcome.cut = Cut(x.ndim + position, outcome.cut.outer)
     return outcome
 
 

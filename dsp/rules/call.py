@@ -213,10 +213,10 @@ def apart(
         return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]) if filled else None)
 
 
-def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Outcome]:
+def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:
     """Broadcasting from the right: the cut's shared position (negative), and an Outcome that narrows whole operands.
 
-    The last `skip` dims do not broadcast (matrices). The caller fills in the cut's dim for its output rank.
+    Its result has as many dims as the operand that has most.
     """
     sharded = [(o, o.cut) for o in operands if o.cut is not None]
     o, cut = sharded[0]
@@ -227,11 +227,9 @@ def align(f: Frame, operands: Sequence[Operand], skip: int = 0) -> tuple[int, Ou
                 "its tensors are sharded along different dims",
                 "Compute them in stages that can share a layout, or give the module a pattern of its own",
             )
-    outcome = Outcome(Cut(position, cut.outer), size)
+    outcome = Outcome(Cut(max(o.ndim for o in operands) + position, cut.outer), size)
     for i, other in enumerate(f.operands()):
         if not any(other is x for x in operands) or other.cut is not None or other.ndim < -position:
-            continue
-        if skip and -position <= skip:
             continue
         have = other.shape[position]
         if have == size and size != 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from dsp.layout import Cut
+import torch
+
 from dsp.rules.call import Frame, Outcome, align, apart, rule
 
 ELEMENTWISE = """
@@ -34,11 +35,7 @@ def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
     if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
         raise f.refuse("how many places it finds depends on the numbers")
-    position, outcome = align(f, operands)
-    assert outcome.cut is not None
-    ndim = max(o.ndim for o in operands)
-    outcome.cut = Cut(ndim + position, outcome.cut.outer)
-    return outcome
+    return align(f, operands)[1]
 
 
 @rule("to type_as type")
@@ -60,15 +57,13 @@ apart(
 @rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")
 def loss(f: Frame) -> Outcome:
     outcome = elementwise(f)
-    operands = f.operands()
-    ndim = max(o.ndim for o in operands)
     how = f.kwargs.get("reduction", "mean")
     if any(isinstance(a, (bool, str)) for a in f.args):
         raise f.refuse("pass reduction= by name")
     if how == "none":
         return outcome
     outcome.kwargs = {**f.kwargs, "reduction": "sum"}
-    shape = [max(o.shape[o.ndim - 1 - d] if d < o.ndim else 1 for o in operands) for d in range(ndim)]
+    shape = torch.broadcast_shapes(*(o.shape for o in f.operands()))
     outcome.reduce = float(math.prod(shape)) if how == "mean" else 1.0
     outcome.cut = None
     return outcome

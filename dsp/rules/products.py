@@ -40,10 +40,7 @@ def matmul(f: Frame) -> Outcome:
             if y.cut is not None:
                 raise f.refuse("its tensors are sharded along different dims")
             return Outcome(Cut(ndim + position, x.cut.outer), x.shape[x.cut.dim])
-    position, outcome = align(f, [a, b])
-    assert outcome.cut is not None
-    outcome.cut = Cut(ndim + position, outcome.cut.outer)
-    return outcome
+    return align(f, [a, b])[1]
 
 
 def spelled_out(equation: str, ndims: Sequence[int]) -> tuple[str, str]:
