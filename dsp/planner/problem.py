@@ -41,9 +41,9 @@ class Value:
         numel = prod(size for _, size in self.sizes) if self.numel is None else self.numel
         return numel * self.itemsize
 
-    def local_bytes(self, layout: Layout, n: int, rank: int = 0) -> int:
-        """Bytes of a shard over n ranks, by default of the largest."""
-        return self.parts(layout, n)[rank]
+    def local_bytes(self, layout: Layout, n: int) -> int:
+        """Bytes of a shard over n ranks, of the largest."""
+        return self.parts(layout, n)[0]
 
     def parts(self, layout: Layout, n: int) -> list[int]:
         """Bytes that each of n ranks holds."""
