@@ -12,14 +12,6 @@ from dsp.embedded.timing import Steps, Timing
 from dsp.embedded.ulysses import ulysses_attention
 
 __all__ = [
-    "METHODS",
-    "Steps",
-    "Timing",
-    "low_rank_attention",
-    "parallelize",
-    "plan",
-    "rank_order",
-    "ring_attention",
-    "save_exchanges",
-    "ulysses_attention",
+    "METHODS", "Steps", "Timing", "low_rank_attention", "parallelize", "plan", "rank_order", "ring_attention",
+    "save_exchanges", "ulysses_attention",
 ]  # fmt: skip
