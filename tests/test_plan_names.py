@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dsp
-from dsp.plan.names import origins
 from dsp.plan.table import Plan
 
 
@@ -95,10 +94,3 @@ def test_no_plan_has_a_name_of_our_own(toy: str) -> None:
     plan = dsp.plan(toys.make(toy), kwargs=toys.inputs(toy, 2, 5, 7), size=3, gather_output=False)
     assert not [name for name in names(plan) if "'" in name or re.match(r"dim\d", name)]
     assert not re.search(r"dim\d|'", str(plan))
-
-
-def test_where_a_dim_comes_from() -> None:
-    assert origins((2, 3, 8), (2, 3, 24)) == [0, 1, 2]
-    assert origins((2, 3, 8), (6, 2, 4)) == [0, 2, 2]
-    assert origins((2, 3), (2, 3, 16)) == [0, 1, None]
-    assert origins((2, 12), (2, 3, 4)) == [0, 1, 1]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from runs import Runs
 from slow import slow
-from test_infer import frames, infer, infer_here
+from test_infer import frames, infer
 from test_movie import played
 
 import dsp
@@ -146,10 +146,9 @@ def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, caps
 # --------------------------------------------------------------------------------------------------------- in infer.py
 
 
-def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, whole_world, capsys):
-    """Five frames on four ranks. The pixels are those of one rank but for rounding."""
+def test_prompts_make_clips(run, tmp_path, capsys):
     asked = ["--prompt", "a red boat", "snow", "--guidance", 3, "--steps", 3, "--format", "gif,mp4", "--seed", 4]
-    assert infer(run, *asked, "--out", tmp_path / "one") == 0
+    assert infer(run, *asked, "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert "averaged weights of step 2" in out
     assert re.search(
@@ -157,21 +156,11 @@ def test_prompts_make_clips_alike_on_one_rank_and_on_four(run, tmp_path, whole_w
         r"decoding [\d.]+ s, writing [\d.]+ s; 2 x 30 tokens\n",
         out,
     )
-    names = ["seed-4-0.mp4", "seed-4-1.mp4", "seed-4.gif"]
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
-    whole_world(infer_here, 4, (run, *asked, "--out", tmp_path / "four"))
-    movies = {}
-    for where in ("one", "four"):
-        for i in range(2):
-            movie, rate, codec, _ = played(tmp_path / where / f"seed-4-{i}.mp4")
-            assert (movie.shape, rate, codec) == ((5, 64, 96, 3), 12, "h264")
-            movies[where, i] = movie.int()
-    # a last bit may move a level, and H.264 makes more of it, in noise above all; another clip is further off by far
-    for i in range(2):
-        assert (movies["one", i] - movies["four", i]).abs().float().mean() < 4
-    assert (movies["one", 0] - movies["one", 1]).abs().float().mean() > 20
-    for a, b in zip(frames(tmp_path / "one/seed-4.gif"), frames(tmp_path / "four/seed-4.gif")):
-        assert np.abs(np.asarray(a).astype(int) - np.asarray(b)).mean() < 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seed-4-0.mp4", "seed-4-1.mp4", "seed-4.gif"]
+    one, two = (played(tmp_path / f"seed-4-{i}.mp4") for i in range(2))
+    for movie, rate, codec, _ in (one, two):
+        assert (movie.shape, rate, codec) == ((5, 64, 96, 3), 12, "h264")
+    assert (one[0].int() - two[0].int()).abs().float().mean() > 20
 
 
 def drawn(mesh, config, arguments):
