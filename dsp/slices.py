@@ -191,23 +191,28 @@ class Probe:
 
     def __init__(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any, seed: int = 0) -> None:
         self.module, self.signature, self.seed = module, signature, seed
-        self.args, self.kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
+        self.args, self.kwargs = copied(args, kwargs)
         self.bound = signature.bind(self.args, self.kwargs)[1]
-        self.draws = Draws()
+        self.draws = self.recorder()
         self.runs = 0
-        self.whole, self.constants = self.run(self.args, self.kwargs, self.draws)
+        args, kwargs = copied(self.args, self.kwargs)
+        found, self.constants = self.run(args, kwargs, self.draws)
+        self.whole = [t.detach() for t in found]
 
-    def run(self, args: Any, kwargs: Any, draws: Draws) -> tuple[list[Tensor], list[Any]]:
-        """The tensors that it returns, and the numbers beside them."""
+    def recorder(self) -> Any:
+        """What records of the whole call what its slices need."""
+        return Draws()
+
+    def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:
+        """The tensors that it returns, and the numbers beside them; `seen` sees its operations."""
         before = [(b, b.detach().clone()) for b in self.module.buffers()]
-        args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
         self.runs += 1
         try:
-            with torch.no_grad(), warnings.catch_warnings(), draws:
+            with torch.no_grad(), warnings.catch_warnings(), seen:
                 warnings.simplefilter("ignore")  # of shapes that a model was not made for
                 randomness.seed(self.seed)
                 output = self.module(*args, **kwargs)
-                return [t.detach() for t in tensors_in(output)], constants_in(output)
+                return tensors_in(output), constants_in(output)
         finally:
             for b, value in before:
                 b.detach().copy_(value)
@@ -222,7 +227,8 @@ class Probe:
         for start, length in slices(size):
             try:
                 call = call_part(self.signature, self.args, self.kwargs, cuts, size, start, length)
-                found, constants = self.run(call.args, call.kwargs, Draws(self.draws, size, start, length, outers))
+                a, k = copied(tuple(call.args), call.kwargs)
+                found, constants = self.run(a, k, Draws(self.draws, size, start, length, outers))
             except Exception:  # what does not run on a slice is not independent, for whatever reason
                 return None
             if len(found) != len(self.whole) or not found or constants != self.constants:
@@ -238,8 +244,9 @@ class Probe:
         return [p[0] for p in places]
 
 
-def _copy(t: Tensor) -> Tensor:
-    return t.detach().clone()
+def copied(args: Any, kwargs: Any) -> Any:
+    """The arguments with copies of their tensors."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
 
 
 def _places(own: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:

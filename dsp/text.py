@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Sequence
+from typing import Any
 
 
 def human(size: float) -> str:
@@ -31,3 +34,27 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def generic(name: str) -> str:
     """The name of a module without its numbers: modules that are alike have one."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+class Moving:
+    """A line on stderr that says how far a long job is: on a terminal, or where `shown` asks for it."""
+
+    def __init__(self, job: str, shown: bool | None = None) -> None:
+        self.job, self.shown = job, sys.stderr.isatty() if shown is None else shown
+        self.began = self.told = time.monotonic()
+        self.width = 0
+
+    def __enter__(self) -> Moving:
+        return self
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        if self.shown and now - self.told > 0.1:
+            self.told = now
+            line = f"{self.job}: {text}, {now - self.began:.0f} s"
+            print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+            self.width = len(line)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.width:
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)

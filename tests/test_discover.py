@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from typing import Any
 
 import pytest
 import test_diffusers_latte as diffusers_latte
+import test_diffusers_models as diffusers_models
 import test_third_party as third_party
 import test_zoo_parallel as zoo_models
 import torch
@@ -490,13 +490,84 @@ def test_the_same_seed_finds_the_same() -> None:
     assert found("Grid") == dsp.discover(build("Grid"), kwargs=inputs("Grid"), seed=7)
 
 
-def test_progress_and_cost_are_logged(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["dsp.discover.search"], "SLOW", 0.0)  # the function has the name of its room
+def test_progress_and_cost_are_told(caplog, capsys) -> None:
     with caplog.at_level(logging.INFO, logger="dsp"):
-        dsp.discover(build("Branches"), kwargs=inputs("Branches"))
-    assert any("at space" in m for m in caplog.messages)
+        dsp.discover(build("Branches"), kwargs=inputs("Branches"), progress=True)
     runs = next(m for m in caplog.messages if "runs of submodules on slices" in m)
     assert int(runs.split()[1]) < 400
+    *lines, last = capsys.readouterr().err.split("\r")[:-1]
+    assert any("discover: " in line and "runs of submodules, at " in line for line in lines)
+    assert not last.strip()  # the line is wiped
+    dsp.discover(nn.Sequential(toys.Along(2), toys.Along(1)), torch.randn(2, 7, 5, C))
+    assert not capsys.readouterr().err  # no terminal
+
+
+class Turned(nn.Module):
+    """Mixes the second dim, and returns it in the place of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(x).transpose(1, 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_of_layers_alike_two_run(device: str) -> None:
+    model = Alternating([2, 1, 2, 1, 2]).to(device)
+    called: list[int] = []
+    for n, block in enumerate(model.blocks):
+        block.norm.register_forward_pre_hook(lambda *_, n=n: called.append(n))
+    stages = dsp.discover(model, torch.randn(2, 7, 5, C, device=device))
+    assert stages == {
+        "": "x=b t s c -> b t s c", **{f"blocks.{n}": "b [t] s [c]" if n % 2 else "b t [s c]" for n in range(5)},
+    }  # fmt: skip
+    assert "# 1 layer, blocks.4, not run: taken to be as blocks.0" in str(stages)
+    assert ("by the rules alone" in str(stages)) is (device == "meta")
+    assert eval(str(stages)) == stages
+    # but for the runs that show whether they are alike
+    assert called.count(4) <= 2 < called.count(1)
+
+
+def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
+    model, x = nn.Sequential(*(Turned() for _ in range(4))), torch.randn(2, 4, 4, C)
+    assert "not run" not in str(stages := dsp.discover(model, x))
+    assert stages["0"] == stages["2"] == "b [t] s [c] -> b s [t c]"
+    assert stages["1"] == stages["3"] == "b [s] t [c] -> b t [s c]"
+
+
+@pytest.mark.parametrize("name", slow_but(["Grid", "Folded", "Branches", "Pair"]))
+def test_without_data_the_rules_find_what_slices_do(name: str) -> None:
+    model, kwargs = build(name).to("meta"), {k: v.to("meta") for k, v in inputs(name).items()}
+    assert dsp.discover(model, kwargs=kwargs) == found(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trap", [trap for trap in TRAPS if "shared" not in trap and "of frames" not in trap])
+def test_traps_without_data(trap: str) -> None:
+    f, expect = TRAPS[trap]
+    model = Between(f if isinstance(f, nn.Module) else Odd(f)).to("meta")
+    stages = dsp.discover(model, torch.randn(2, 7, 5, C, device="meta"))
+    assert (stages["space"], stages["time"]) == ("b t [s c]", "b [t] s [c]")
+    assert next((text for path, text in stages.items() if path.startswith("odd")), None) == expect
+
+
+@pytest.mark.parametrize(("name", "runs"), [slow("Wan 14B", 700), slow("HunyuanVideo 13B", 2100)])
+def test_models_at_their_real_depth_and_width(caplog, name: str, runs: int) -> None:
+    """From meta tensors: so many calls of submodules, where 40 layers have some 1000 submodules."""
+    import diffusers
+
+    kind, config, more, _ = diffusers_models.DEEP[name]
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**config)
+    given = {k: torch.cat([v, v]) if isinstance(v, Tensor) else v for k, v in (diffusers_models.GIVEN | more).items()}
+    with caplog.at_level(logging.INFO, logger="dsp"):
+        stages = dsp.discover(model, kwargs=given)
+    assert stages[""].startswith("hidden_states=b c t h w")
+    assert not any("blocks" in path for path in stages)  # all that a plan needs is glue
+    assert "38 layers" in str(stages)
+    assert int(next(m for m in caplog.messages if "runs of submodules" in m).split()[1]) <= runs
 
 
 class FNet(nn.Module):
@@ -558,7 +629,11 @@ def test_errors() -> None:
     says("needs example inputs", Full())
     says("'x' has shape \\(1, 7, 8\\), and a dim of size 1 cannot be sliced", Full(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
-    says("build it, and its inputs, on a real device", Full(), torch.randn(2, 7, 8, device="meta"))
+    bare = {k: v.to("meta") for k, v in inputs("Unplanned").items()}
+    with pytest.raises(
+        ValueError, match=r"Unplanned reads its data: int\(\) at toys.py.*build it, and its inputs, on a"
+    ):
+        dsp.discover(build("Unplanned").to("meta"), kwargs=bare)
     says("no submodule of ReLU", nn.ReLU(), x)
 
 

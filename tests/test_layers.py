@@ -21,7 +21,7 @@ ROOMS = {
         residual picture table solve program traffic cost advice make choose""",
     "run": "homes ledger forward recipes follow glue inputs agreement calls hooks parallel",
     "check": "report compare modes independence check",
-    "discover": "dims nodes search folds choice patterns discover",
+    "discover": "dims nodes shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))

@@ -21,6 +21,14 @@ from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with
 from dsp.rules.functions import known
 from dsp.tensors import tensors_in
 
+MANY = 64  # elements of a dim
+
+
+def ranks_for(size: int) -> tuple[int, int]:
+    """The fewest ranks that divide a dim evenly, and the fewest that do not."""
+    even, odd = (next(n for n in range(2, size + 2) if (size % n == 0) is divides) for divides in (True, False))
+    return even, odd
+
 
 @dataclass(eq=False)
 class Dim:
@@ -202,12 +210,14 @@ class Follower(TorchFunctionMode):
         found: list[tuple[Cut, tuple[Dim, ...]]] = []
         for dim in dict.fromkeys(d for own in where.values() for d in own):
             carriers = {i: own[dim] for i, own in where.items() if dim in own}
-            outcome = self.outcome(name, args, kwargs, shapes, carriers, dim.size)
-            uneven = self.outcome(name, args, kwargs, shapes, carriers, max(dim.size - 1, 1))
+            # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
+            n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
+            outcome = self.outcome(name, args, kwargs, shapes, carriers, n)
+            uneven = self.outcome(name, args, kwargs, shapes, carriers, odd)
             accepts[dim] = outcome is not None and uneven is not None
             tried = [outcome]
             if outcome is None and len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
-                tried = [self.outcome(name, args, kwargs, shapes, {i: c}, dim.size) for i, c in carriers.items()]
+                tried = [self.outcome(name, args, kwargs, shapes, {i: c}, n) for i, c in carriers.items()]
             for i, cut in (outcome.narrow if outcome is not None else {}).items():
                 self.meet(tensors[i], cut, dim)
             cuts = [o.cut for o in tried if o is not None and o.cut is not None]
@@ -228,7 +238,7 @@ class Follower(TorchFunctionMode):
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int
     ) -> Outcome | None:
-        """What the rule says on n ranks: with one element of the dim on each, every structure fits."""
+        """What the rule says on n ranks."""
         operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
         converted = tuple(with_operands(a, operands) for a in args)
         frame = Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, n)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,26 +26,37 @@ from dsp import randomness
 from dsp.collectives import inexact
 from dsp.discover.nodes import Node
 from dsp.discover.patterns import Patterns
+from dsp.discover.repeats import Repeats
 from dsp.discover.search import Search
+from dsp.discover.shapes import Shapes
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.reads import READS, place
+from dsp.plan.skeleton import Skeleton
 from dsp.plan.solve import Goal
-from dsp.private import pytree
+from dsp.private import FakeTensorMode, pytree
 from dsp.rules import GlueError
-from dsp.slices import call_part, copies
+from dsp.slices import Probe, call_part, copies
 from dsp.tensors import tensors_in
+from dsp.text import Moving, number_of
 
 log = logging.getLogger("dsp")
 
 SIZES = (2, 4)  # ranks to plan for
 
 
+WITHOUT = "by the rules alone, as meta tensors have no numbers: what has no rule counts as computed over"
+
+
 class Stages(dict[str, str]):
-    """Submodule pattern to stage string; prints as python, ready to paste."""
+    """Submodule pattern to stage string; prints as python, ready to paste, with what was not verified as comments."""
+
+    notes: Sequence[str] = ()
 
     def __repr__(self) -> str:
-        return "".join(["{\n", *(f"    {json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.items()), "}"])
+        notes, stages = (f"# {note}" for note in self.notes), (f"{json.dumps(k)}: {json.dumps(self[k])}," for k in self)
+        return "\n    ".join(["{", *notes, *stages]) + "\n}"
 
     __str__ = __repr__
 
@@ -55,6 +67,7 @@ def discover(
     kwargs: Mapping[str, Any] | None = None,
     *,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> dict[str, str]:
     """Find out what each submodule of `model` computes over: the stages for `parallelize`, `plan` and `check`.
 
@@ -73,20 +86,52 @@ def discover(
     work as possible is left undivided, then as few bytes as possible are sent. Lengths in proportion to the real ones
     make it the right choice for those.
 
+    A model or inputs on the meta device may have their real sizes. There are no numbers to test then: a submodule is
+    independent along a dim where the rules of glue say so of each operation in it, and on a slice it makes the same
+    ones. What has no rule counts as computed over.
+
+    Of layers that are alike, equal in class, configuration and sizes, and called with tensors alike, two run, and
+    plans are made with two. ``print`` says of both what was not verified, which `check` does.
+
+    progress: whether to say on stderr how far it is, in one line that moves; by default on a terminal.
+
     Raises ValueError when the inputs do not tell enough, or when nothing is left to shard; `GlueError` when an
     operation outside any submodule cannot run on shards. Takes some dozen forwards per submodule.
     """
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    _inspect(model, args, kwargs)
+    _inspect(args, kwargs)
     tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        randomness.seed(seed)
-        clone, some_args, some_kwargs = _randomised(model, args, kwargs)
-        search = Search(clone, some_args, some_kwargs, seed)
-        root = search.settle()
-    return cheapest(model, search, root, *one_sample(search, root, args, kwargs))
+    bare = any(t.is_meta for t in tensors)
+    with Moving("discover", progress) as line, torch.random.fork_rng(devices=cuda):
+        for thin in (True, False):  # where layers are not what was taken for granted: all run
+            randomness.seed(seed)
+            planned, search, root = _searched(model, (args, kwargs), (bare, thin), seed, line.say)
+            if search.repeats.kept(root):
+                break
+        found = cheapest(planned, search, root, *one_sample(search, root, args, kwargs))
+    found.notes = [*([WITHOUT] if bare else []), *search.repeats.told()]
+    return found
+
+
+def _searched(
+    model: nn.Module, given: tuple[Any, Any], how: tuple[bool, bool], seed: int, tell: Callable[[str], None]
+) -> tuple[nn.Module, Search, Node]:
+    """A copy to plan with, and the search. how: whether there are no data, and whether to skip layers alike."""
+    (bare, thin), planned = how, Skeleton(lambda t: t, {}, ()).of(model)
+    with torch.no_grad():
+        mode, copy, own = _without_data(model, given) if bare else _randomised(model, *given)
+        with mode:
+            try:
+                repeats = Repeats(copy, own, [planned]) if thin else Repeats()
+                search = Search(copy, own, seed, repeats, Shapes if bare else Probe, tell)
+                return planned, search, search.settle()
+            except READS as error:
+                raise ValueError(
+                    f"{type(model).__name__} reads its data: {place(error)}. Meta tensors have none: build it, and its "
+                    "inputs, on a real device and with small sizes"
+                ) from None
 
 
 def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: Any) -> Stages:
@@ -95,6 +140,7 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
 
     def cost(stages: Stages) -> tuple[float, int]:
         """The part of all work that every rank does again, in hundredths, and the bytes sent."""
+        search.tell(f"{number_of(len(stages) - 1, 'pattern')} of stages, planned")
         found = stages_of(model, stages)
         plans = [plan_stages(model, *found, args, kwargs, Goal(n, batch=False)) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
@@ -111,7 +157,7 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
         raise type(reason)(f"discover found\n{stages}\nbut between these stages: {reason}") from None
     except Exception as reason:  # a forward that looks at its data is planned as it runs
         log.info("discover: not planned ahead: %s", reason)
-        return stages
+        return Stages(patterns.everywhere())
     better = True
     while better:
         better = False
@@ -120,12 +166,11 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
                 continue
             try:
                 apart = Patterns(search, root, patterns.opened | group)
-                found = Stages(apart.stages())
-                price = cost(found)
+                price = cost(Stages(apart.stages()))
             except (ValueError, GlueError):  # its parts have no patterns
                 continue
             if price < best:
-                best, stages, patterns, better = price, found, apart, True
+                best, patterns, better = price, apart, True
     free = {d for node in patterns.chosen.values() for d in node.free()} - patterns.batch
     if best[0] == 1 and patterns.chosen and not free:
         over = ", ".join(list(patterns.chosen)[:3])
@@ -135,7 +180,7 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
             "parallelism needs stages that leave a sequence dim free, such as attention within each frame and "
             "attention across frames"
         )
-    return stages
+    return Stages(patterns.everywhere())
 
 
 def one_sample(search: Search, root: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -148,13 +193,11 @@ def one_sample(search: Search, root: Node, args: Any, kwargs: Any) -> tuple[Any,
     return call.args, call.kwargs
 
 
-def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _inspect(args: Any, kwargs: Any) -> None:
     """Inputs that cannot tell are refused."""
     tensors = tensors_in((args, kwargs))
     if not tensors:
         raise ValueError("discover needs example inputs: the tensors that the model's forward takes, as args or kwargs")
-    if any(t.is_meta for t in [*tensors, *model.parameters(), *model.buffers()]):
-        raise ValueError("discover runs the model: build it, and its inputs, on a real device and with small sizes")
     for t in tensors:
         if not t.numel():
             raise ValueError(
@@ -162,14 +205,27 @@ def _inspect(model: nn.Module, args: Any, kwargs: Any) -> None:
                 "pass at least two of everything that may grow: samples, frames, tokens"
             )
         counts = not inexact(t) and t.dtype != torch.bool
-        if counts and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
+        if counts and not t.is_meta and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
             raise ValueError(
                 f"discover got an integer input {tuple(t.shape)} whose elements are all {t.flatten()[0].item()}: what "
                 "moves in it cannot be seen; pass values that differ"
             )
 
 
-def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
+    """A copy in train mode on tensors without data, such inputs, and what they live in."""
+    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+
+    def fake(t: Tensor) -> Tensor:
+        with mode:
+            new = torch.empty(tuple(t.shape), dtype=t.dtype, device="cpu" if t.is_meta else t.device)
+        return fakes.setdefault(id(t), nn.Parameter(new, False) if isinstance(t, nn.Parameter) else new)
+
+    copy = Skeleton(fake, {}, ()).of(model).train()
+    return mode, copy, pytree.tree_map_only(Tensor, fake, given)
+
+
+def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Module, Any]:
     """A copy in train mode with random parameters, and inputs that hide nothing by being alike."""
     first: Exception | None = None
     for _, clone, a, k in copies(model, args, kwargs):
@@ -195,7 +251,7 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
                 first = first or reason
                 continue
             if all(t.isfinite().all() for t in out if inexact(t)):
-                return clone, ra, rk
+                return nullcontext(), clone, (ra, rk)
     if first is not None:
         raise first
     raise ValueError("discover: the model returns numbers that are not finite on these inputs")

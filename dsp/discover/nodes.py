@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsp.discover.dims import Axes, Dim, GlueOp, atoms, places
 from dsp.layout import Cut
+from dsp.private import FakeTensor
 
 
 @dataclass
@@ -115,15 +116,23 @@ def structure(node: Node) -> Any:
 
 
 _MODULE = frozenset(vars(nn.Module()))
+SMALL = 4096  # numbers of a buffer that are compared one by one
+
+
+def held(buffer: Tensor) -> Any:
+    """What tells a buffer from another: a mask or a table may be of one shape and not the same."""
+    if buffer.is_meta or isinstance(buffer, FakeTensor):
+        return tuple(buffer.shape)
+    return tuple(buffer.shape), tuple(buffer.flatten().tolist()) if buffer.numel() <= SMALL else id(buffer)
 
 
 def fingerprint(value: Any, depth: int = 0) -> Any:
     """Equal for modules that compute the same function of their parameters."""
     if isinstance(value, nn.Module):
         own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
-        tensors = [*value._parameters.items(), *value._buffers.items()]
-        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors)
-        return (type(value), own, shapes, tuple((k, fingerprint(m, depth)) for k, m in value._modules.items()))
+        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in value._parameters.items())
+        buffers = tuple((k, None if t is None else held(t)) for k, t in value._buffers.items())
+        return (type(value), own, shapes, buffers, tuple((k, fingerprint(m, depth)) for k, m in value._modules.items()))
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
         return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from dsp.discover.choice import Choice
@@ -31,7 +31,13 @@ class Patterns(Choice):
             )
         self.name()
         self.texts = {path: self.render(node) for path, node in self.chosen.items()}
-        return {"": self.render_root(), **self.collapse(self.texts)}
+        return {"": self.render_root(), **self.collapse(self.texts, {n.path for n in self.root.walk()})}
+
+    def everywhere(self) -> dict[str, str]:
+        """`stages`, those in layers that were skipped named as well."""
+        repeats, called = self.search.repeats, {n.path for n in self.root.walk()}
+        texts = {path: self.texts[ran] for path, ran in repeats.everywhere(self.texts).items()}
+        return {"": self.render_root(), **self.collapse(texts, set(repeats.everywhere(called)))}
 
     def repeated(self) -> list[frozenset[str]]:
         """The paths of the stages, those of repeated blocks together."""
@@ -148,9 +154,8 @@ class Patterns(Choice):
             results.append(" ".join(names))
         return ", ".join(texts) + (" -> " + ", ".join(results) if results and all(results) else "")
 
-    def collapse(self, texts: Mapping[str, str]) -> dict[str, str]:
-        """Repeated blocks under one pattern, where all that it matches agree."""
-        called = {n.path for n in self.root.walk()}
+    def collapse(self, texts: Mapping[str, str], called: Set[str]) -> dict[str, str]:
+        """Repeated blocks under one pattern, where all that it matches of the modules `called` agree."""
         found: dict[str, str] = {}
         covered: set[str] = set()
         for path, text in texts.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsp import randomness
 from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
 from dsp.discover.nodes import Group, Node, acts_locally, dim_at, fingerprint, known, structure
+from dsp.discover.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.private import pytree
@@ -22,21 +23,26 @@ from dsp.signature import Signature
 from dsp.slices import Probe, divisors
 from dsp.stages import clean
 from dsp.tensors import tensors_in
+from dsp.text import number_of
 
 log = logging.getLogger("dsp")
 
 
 PASSES = 6
 COMBINATIONS = 64  # ways to slice the tensors of one call along one dim
-SLOW = 3.0  # seconds after which progress is logged
 ANY = StagePattern("", (), (), False)
 
 
 class Search:
     """Runs of the model in which dims are followed and every submodule is tested."""
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, given: tuple[Any, Any], seed: int, repeats: Repeats, probe: type[Probe],
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        args, kwargs = given
         self.model, self.args, self.kwargs, self.seed = model, args, kwargs, seed
+        self.repeats, self.probe, self.tell = repeats, probe, tell
         self.dims = Dims()
         self.paths: dict[int, str] = {}
         for path, module in model.named_modules():
@@ -45,7 +51,7 @@ class Search:
         self.known: dict[Any, list[Group]] = {}
         self.alike: dict[Any, list[Group]] = {}
         self.runs = 0
-        self.start = self.told = time.monotonic()
+        self.start = time.monotonic()
         bound = self.signature.bind(args, kwargs)[1]
         self.params = [b.param for b in bound]
         shapes = [tuple(b.tensor.shape) for b in bound]
@@ -101,7 +107,7 @@ class Search:
         self.follower = Follower(self.dims, self.on_op)
         root: list[Node] = []
         handles = []
-        for module in self.model.modules():
+        for module in dict.fromkeys(runs(self.model)):
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self.leave))
         before = [(b, b.detach().clone()) for b in self.model.buffers()]
@@ -195,7 +201,7 @@ class Search:
     def test(self, node: Node, args: Any, kwargs: Any) -> None:
         self.follower.asleep = True
         try:
-            probe = Probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
+            probe = self.probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
             look = (node.index, structure(node))
             if look not in self.known:
                 kind = (fingerprint(node.module), look[1], describe(*pytree.tree_flatten((args, kwargs))))
@@ -214,9 +220,7 @@ class Search:
             self.runs += probe.runs
         finally:
             self.follower.asleep = False
-        if time.monotonic() - self.told > SLOW:
-            self.told = time.monotonic()
-            log.info("discover: at %s, %d runs of submodules so far", node.path or "the model", self.runs)
+        self.tell(f"{number_of(self.runs, 'run')} of submodules, at {node.path or 'the model'}")
 
     def explore(self, node: Node, probe: Probe) -> None:
         """Every dim of its tensors that the call is independent along."""
@@ -292,7 +296,7 @@ class Search:
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            probe = Probe(self.model, self.signature, self.args, self.kwargs, self.seed)
+            probe = self.probe(self.model, self.signature, self.args, self.kwargs, self.seed)
             ways = itertools.islice(self.ways(root, self.main, axis[0], Cut(0), set()), COMBINATIONS)
             free = any(probe.independent(way, axis[0].size) is not None for way in ways)
         finally:

@@ -1,0 +1,136 @@
+"""Layers alike: of a deep model two of each kind run, and the others hand on what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dsp.discover.nodes import Node, fingerprint, known
+from dsp.private import pytree
+from dsp.slices import copied
+from dsp.stages import clean
+from dsp.tensors import tensors_in
+from dsp.text import number_of
+
+KEPT = 2
+
+
+class Repeats:
+    """The layers of a model that are skipped, and the paths of those that run in their place.
+
+    A list of layers is a ModuleList or a Sequential; those of one `fingerprint` are alike if each is called once, with
+    tensors of one shape, and returns such as it was given. They are skipped in place, in `model` and in `others`,
+    copies of it, where they share the parts of one that runs.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, given: tuple[Any, Any] = ((), {}), others: Collection[nn.Module] = ()
+    ) -> None:
+        self.first: dict[str, str] = {}
+        groups = {} if model is None else layers(model)
+        repeated = [group for group in groups.values() if len(group) > KEPT]
+        if model is None or not repeated:
+            return
+        calls: dict[int, list[Passed | None]] = {id(layer): [] for group in repeated for _, layer in group}
+        handles = [
+            layer.register_forward_hook(lambda m, a, k, out: calls[id(m)].append(passed(a, k, out)), with_kwargs=True)
+            for group in repeated
+            for _, layer in group
+        ]
+        args, kwargs = copied(*given)
+        try:
+            model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for group in repeated:
+            made, first = [calls[id(layer)] for _, layer in group], group[0][0]
+            like = made[0][0] if len(made[0]) == 1 else None
+            if like is not None and all(m == [like] for m in made):
+                for path, layer in group[KEPT:]:
+                    self.first[path] = first
+                    skip(layer, like)
+                    for other in others:  # without parts of its own, which nobody calls
+                        copy = other.get_submodule(path)
+                        copy.__dict__.update(other.get_submodule(first).__dict__)
+                        skip(copy, like)
+
+    def everywhere(self, paths: Iterable[str]) -> dict[str, str]:
+        """The paths, each with itself, and those alike in layers that are skipped, with the one that ran."""
+        found = {path: path for path in paths}
+        for layer, first in sorted(self.first.items(), key=lambda pair: -pair[0].count(".")):  # the innermost first
+            for path, ran in list(found.items()):
+                if path == first or path.startswith(first + "."):
+                    found[layer + path[len(first) :]] = ran
+        return found
+
+    def told(self) -> list[str]:
+        """What was not verified, in a line for each kind of layer."""
+        kinds: dict[str, list[str]] = {}
+        for path, first in self.first.items():
+            kinds.setdefault(first, []).append(path)
+        lines = []
+        for first, paths in kinds.items():
+            ends = " to ".join(dict.fromkeys((paths[0], paths[-1])))
+            lines.append(f"{number_of(len(paths), 'layer')}, {ends}, not run: taken to be as {first}")
+        return lines
+
+    def kept(self, root: Node) -> bool:
+        """Whether the layers in the place of others hand on each dim where it was, as those that are skipped do."""
+        firsts = set(self.first.values())
+        for node in root.walk():
+            if node.path in firsts:
+                given = [known(axes) for axes in node.inputs]
+                if any(known(axes) not in given for axes in node.outputs):
+                    return False
+        return True
+
+
+def layers(model: nn.Module) -> dict[Any, list[tuple[str, nn.Module]]]:
+    """The layers of each list, in groups of those that are alike, by their paths."""
+    groups: dict[Any, list[tuple[str, nn.Module]]] = {}
+    for path, parent in model.named_modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            for name, layer in parent.named_children():
+                if any(True for _ in layer.children()) and any(True for _ in layer.parameters()):
+                    own = clean(f"{path}.{name}".lstrip("."))
+                    groups.setdefault((path, fingerprint(layer)), []).append((own, layer))
+    return groups
+
+
+Passed = tuple[Any, tuple[int, ...], Any]  # what a layer was given, which of it has the shape of each result, and how
+
+
+def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
+    """What a call of a layer was like; None of one whose results are not like what it was given."""
+    given = [(tuple(t.shape), t.dtype) for t in tensors_in((args, kwargs))]
+    leaves, how = pytree.tree_flatten(output)
+    left, places = list(range(len(given))), list[int]()
+    for leaf in leaves:
+        own = (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
+        place = next((i for i in left if given[i] == own), None)
+        if place is None:
+            return None
+        left.remove(place)
+        places.append(place)
+    return (given, tuple(places), how) if places else None
+
+
+def skip(layer: nn.Module, like: Passed) -> None:
+    """Let a layer return what it is given; it keeps its parts and attributes, which nobody calls."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_in((args, kwargs))
+        return pytree.tree_unflatten([tensors[i] for i in like[1]], like[2])
+
+    layer.__class__ = type(type(layer).__name__, (type(layer),), {"forward": forward, "_dsp_skipped": True})
+
+
+def runs(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called: those within skipped layers are not."""
+    if not getattr(model, "_dsp_skipped", False):
+        yield model
+        for child in model.children():
+            yield from runs(child)

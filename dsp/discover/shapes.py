@@ -1,0 +1,146 @@
+"""The slice test where there are no numbers: by the rules of glue, on tensors that have a shape alone.
+
+The rules say of an operation with one operand sharded what each rank computes of its part, and `tests/test_prover.py`
+holds them to slices of the whole. So a submodule is independent along a dim if on a slice it makes the same operations
+of the same numbers, and each of them gives its part by its rule alone: nothing narrowed, no rows, no sums of others.
+Whatever has no rule, or counts in lengths of its own, is computed over: that costs a layout, and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dsp.discover.dims import ranks_for
+from dsp.layout import Cut
+from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands, without_operands
+from dsp.rules.functions import known
+from dsp.slices import Probe, call_part, copied
+from dsp.tensors import tensors_in
+
+
+class Dependent(RuntimeError):
+    """A slice goes another way than the whole."""
+
+
+@dataclass
+class Step:
+    """One operation: its arguments with an Operand for each tensor, these in order, and one for each of its results."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Operand]
+    given: list[Operand] = field(default_factory=list)
+
+    def numbers(self) -> Any:
+        """All but the tensors."""
+        nothing: dict[int, Any] = {id(o): None for o in self.operands}
+        return without_operands((self.args, tuple(sorted(self.kwargs.items()))), nothing)
+
+    def frame(self, cuts: Sequence[Cut | None], n: int) -> Frame:
+        """This step with the operands sharded."""
+        cut: dict[int, Any] = {id(o): Operand(o.shape, c) for o, c in zip(self.operands, cuts)}
+        kwargs = {k: without_operands(v, cut) for k, v in self.kwargs.items()}
+        return Frame(self.name, without_operands(self.args, cut), kwargs, n)
+
+
+class Walk(TorchFunctionMode):
+    """Records the operations of a call, or, given those of the whole call, follows the part of a slice through them.
+
+    size, length: of the dim, and of the slice, which is what the first of size / length ranks holds.
+    """
+
+    def __init__(self, whole: Walk | None = None, size: int = 1, length: int = 1) -> None:
+        super().__init__()
+        self.whole, self.size, self.length = whole, size, length
+        self.steps: list[Step] = []
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        what = known(func)
+        if what.metadata:
+            return func(*args, **kwargs)
+        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
+            return out
+        tensors = tensor_args(args, kwargs)
+        operands = [Operand(tuple(t.shape)) for t in tensors]
+        each = iter(operands)
+        taken = tuple(with_operands(a, each) for a in args)
+        named = {k: with_operands(v, each) for k, v in kwargs.items()}
+        step = Step(what.name, taken, named, operands)
+        cut = self.follow(step, [part_of(t) for t in tensors], what.changing) if self.whole is not None else None
+        out = func(*args, **kwargs)
+        results = tensors_in(out)
+        step.given = [Operand(tuple(t.shape)) for t in results]
+        if self.whole is not None:
+            given = self.whole.steps[len(self.steps)].given
+            if not self.parts(step.given, given, [cut] * len(given)):
+                raise Dependent
+            for t in results:
+                t._dsp_part = cut  # type: ignore[attr-defined]
+        self.steps.append(step)
+        return out
+
+    def follow(self, own: Step, cuts: list[Cut | None], changing: bool) -> Cut | None:
+        """Where the results of a step on the slice will lie in those of the whole, for all that its rule says."""
+        assert self.whole is not None
+        if len(self.steps) == len(self.whole.steps):
+            raise Dependent
+        step = self.whole.steps[len(self.steps)]
+        if own.name != step.name or not self.parts(own.operands, step.operands, cuts):
+            raise Dependent
+        outcome = Outcome(None)
+        if any(cuts):
+            if (changing and cuts[0] is None) or "out" in own.kwargs:
+                raise Dependent  # a part written into what is whole
+            outcome = RULES.get(step.name, no_rule)(step.frame(cuts, self.size // self.length))
+            if outcome.narrow or outcome.rows or outcome.numbers or outcome.reduce is not None:
+                raise Dependent
+        if outcome.args is None and outcome.kwargs is None and own.numbers() != step.numbers():
+            raise Dependent  # a length that is counted
+        return outcome.cut
+
+    def parts(self, own: list[Operand], whole: list[Operand], cuts: Sequence[Cut | None]) -> bool:
+        """Whether tensors of the slice have the shapes of parts of those of the whole call."""
+        if len(own) != len(whole):
+            return False
+        for o, w, cut in zip(own, whole, cuts):
+            shape = list(w.shape)
+            if cut is not None:
+                shape[cut.dim] = shape[cut.dim] * self.length // self.size
+            if list(o.shape) != shape:
+                return False
+        return True
+
+
+def part_of(t: Tensor) -> Cut | None:
+    return getattr(t, "_dsp_part", None)
+
+
+class Shapes(Probe):
+    """`Probe` of a call whose tensors have no data."""
+
+    def recorder(self) -> Any:
+        return Walk()
+
+    def independent(self, cuts: Sequence[Cut | None], size: int) -> list[Cut] | None:
+        """Where each output carries the dim that `cuts` point at in the inputs; None if the rules do not show that."""
+        length = size // ranks_for(size)[0]
+        call = call_part(self.signature, self.args, self.kwargs, cuts, size, 0, length)
+        args, kwargs = copied(tuple(call.args), call.kwargs)
+        for b, cut in zip(self.signature.bind(args, kwargs)[1], cuts):
+            b.tensor._dsp_part = cut  # type: ignore[attr-defined]
+        walk = Walk(self.draws, size, length)
+        with suppress(Exception):  # what does not run on a slice is not independent, for whatever reason
+            found, constants = self.run(args, kwargs, walk)
+            places = [cut for t in found if (cut := part_of(t)) is not None]
+            alike = constants == self.constants and len(walk.steps) == len(self.draws.steps)
+            if alike and found and len(found) == len(self.whole) == len(places):
+                return places
+        return None
