@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from dsp.layout import Cut
@@ -30,6 +31,11 @@ class GlueStep:
     push: list[Cut | None] = field(default_factory=list)
     source: Cut | None = None
     via: list[list[Via]] = field(default_factory=list)  # the copies to be made of each operand first, in this order
+
+    @cached_property
+    def idle(self) -> bool:
+        """Whether it asks for nothing of an operation on whole tensors."""
+        return self.source is None and not any(self.cuts or ()) and not any(self.push)
 
 
 @dataclass

@@ -47,8 +47,9 @@ def follow(op: Operation, recipe: Recipe) -> Any:
     if recipe.outcome.cut is None:
         return parted(run, out, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
-    if recipe.quick is not None and before == [version(t) for t in parts]:
-        recipe.ats = tuple(t.at for t in made)
+    written = 1 if op.what.changing else 0
+    if recipe.quick is not None and before[written:] == [version(t) for t in parts[written:]]:
+        recipe.ready, recipe.ats = True, tuple(t.at for t in made)
     return map_tensors(out, made)
 
 
@@ -128,9 +129,9 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]
         run.lent += [(memory(p.local), memory(t)) for p, t in moved]
-    if recipe.view and op.shells[0] is not None:
+    if recipe.view is not None and op.shells[0] is not None:
         for t in (t for t, itself in zip(wrapped, same) if itself is None):
-            t._dsp_view = op.shells[0], op.func, recipe.frame  # type: ignore[attr-defined]
+            t._dsp_view = op.shells[0], recipe.view  # type: ignore[attr-defined]
     return wrapped
 
 

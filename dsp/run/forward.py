@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +19,7 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
-from dsp.rules import RULES, GlueError, Operand, Outcome, without_operands
+from dsp.rules import GlueError
 from dsp.run.homes import Home, differentiable, home_of, seen, views_of
 from dsp.run.ledger import Account
 from dsp.sharded import ACTIVE, Sharded, carry, plain
@@ -233,15 +232,10 @@ class Run:
         at = None if source == "whole" else source
         local = self.gather(home) if at is None else home.copies[at]
         views = views_of(t)
-        for func, frame in views:
-            x = Operand(frame.args[0].shape, at)
-            again = replace(frame, args=(x, *frame.args[1:]))
-            outcome = RULES[frame.name](again) if at is not None else Outcome(None)
-            call_args = again.args if outcome.args is None else outcome.args
-            call_kwargs = again.kwargs if outcome.kwargs is None else outcome.kwargs
-            table = {id(o): local if o is x else torch.empty(o.shape, device="meta") for o in again.operands()}
-            local = (outcome.func or func)(*without_operands(call_args, table), **call_kwargs)  # view_as: of a shape
-            at = outcome.cut
+        for view in views:
+            again = view.under(at)
+            assert again is not None  # `source` has asked
+            local, at = again.of(local), again.cut
         # a view that was made without gradient has none now either
         return local.detach() if views and t.grad_fn is None else local
 

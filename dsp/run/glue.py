@@ -28,9 +28,9 @@ from dsp.private import (
 )
 from dsp.rules import GlueError, tensor_args
 from dsp.rules.functions import UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
-from dsp.run.follow import follow, source, writes
+from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
-from dsp.run.recipes import RECIPES, Odd, Operation, Recipe, derive, key_of
+from dsp.run.recipes import RECIPES, Odd, Operation, Quick, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
@@ -86,7 +86,6 @@ class Glue(TorchFunctionMode):
             refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
-        args = args if what.kind is None else without_kind(args, what.kind)
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
             return out
         if run.aside:
@@ -95,43 +94,43 @@ class Glue(TorchFunctionMode):
             note_checkpoint(run)
         if self.uncounted:
             return self.operate(-1, func, what, args, kwargs, types)
-        index = run.glue_index
+        index, script = run.glue_index, run.script
         run.glue_index += 1
-        if run.script is not None and run.strayed is None:
-            names = run.script.names
-            if index >= len(names) or names[index] != what.name:
-                run.strayed = ("glue", index, what.name), names[index] if index < len(names) else None
-        if run.script is not None and index in run.script.same and not run.strayed and isinstance(args[0], Sharded):
-            return args[0]  # of a part it might be a copy, as of one that is not contiguous
+        if script is not None and run.strayed is None:
+            if index >= len(script.names) or script.names[index] != what.name:
+                run.strayed = ("glue", index, what.name), script.names[index] if index < len(script.names) else None
+            elif index in script.same and isinstance(args[0], Sharded):
+                return args[0]  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
+            args = args if what.kind is None else without_kind(args, what.kind)
             run.observe("record", index, what.name, args, kwargs, out, what.changing)
         return out
 
     def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
         run = self.run
-        step = run.script.glue.get(index) if run.script else None
+        script, step = run.script, run.script.glue.get(index) if run.script else None
         if step is not None and step.name != what.name:
             step = None
-        if (
-            step is None
-            and not types
-            and not run.lends
-            and not any(isinstance(t, DTensor) for t in tensor_args(args, kwargs))
-        ):
+        if (step is None or step.idle) and not types and not run.lends and not dtensors(args, kwargs):
             run.where = ("glue", index, what.name)
-            return func(*args, **kwargs) if what.changing else plainly(func(*args, **kwargs))
-        script = run.script
+            out = func(*args, **kwargs)
+            return out if what.changing or torch.is_grad_enabled() else plainly(out)
+        args = args if what.kind is None else without_kind(args, what.kind)
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
         try:
-            key: Any = (func, mark, *map(key_of, args), *map(key_of, kwargs.items()))
+            key: Any = (func, mark, key_of(args), key_of(kwargs), key_of(kwargs.values())) if kwargs else ()
+            key = key or (func, mark, key_of(args))
             recipe = run.recipes.get(key)
         except (Odd, TypeError):
             key = recipe = None
-        if recipe is not None and recipe.ats and not run.stale:
-            return self.quickly(recipe, recipe.quick, func, args, kwargs)
+        if recipe is not None and not run.stale:
+            if recipe.ready and not (recipe.quick.changes and self.watched(args[0])):
+                return self.quickly(recipe, recipe.quick, func, args, kwargs)
+            if recipe.whole and not run.lends:
+                return parted(run, func(*args, **kwargs), recipe.push)
         run.where = ("glue", index, what.name)
         tensors = tensor_args(args, kwargs)
         shells = [run.open(t) for t in tensors]
@@ -154,26 +153,38 @@ class Glue(TorchFunctionMode):
                 run.recipes[key] = recipe
         return follow(op, recipe)
 
-    def quickly(self, recipe: Recipe, quick: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def watched(self, t: Sharded) -> bool:
+        """Whether others may have to see what is written into it, beside those that share its memory."""
+        return bool(self.run.lent) or "_dsp_lent" in t.__dict__ or torch.is_inference_mode_enabled()
+
+    def quickly(self, recipe: Recipe, quick: Quick, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that moves nothing, as it ran before."""
-        first = args[0] if args else None
+        first, graded = args[0] if args else None, torch.is_grad_enabled()
         if quick.parts:
             args = list(args)
             for i, cut in quick.parts:
                 args[i] = self.run.axis.narrow(args[i], cut)
-        own = _sharded(args, kwargs)
+        own = _sharded(args, kwargs) if quick.own is None else [args[i] for i in quick.own]
         for t in own:  # as `bare` does
-            t.__class__ = Tensor  # type: ignore[assignment]
+            t.__class__ = Tensor
         try:
-            out = quick.call(*args, **kwargs) if quick.rest is None else quick.call(first, *quick.rest)
-            if not torch.is_grad_enabled():
+            if quick.changes and graded:
+                _ = args[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
+            if quick.rest is None:
+                out = quick.call(*args, **kwargs)
+            else:
+                rest = list(quick.rest)
+                for i in quick.kept:
+                    rest[i - 1] = args[i]
+                out = quick.call(first, *rest)
+            if not graded and (type(out) is not Tensor or out.requires_grad):
                 out = plainly(out)
             if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
                 out = out.clone()
         finally:
             for t in own:
                 t.__class__ = Sharded
-        if type(out) is Sharded:
+        if type(out) is Sharded or out is None:
             return out  # an argument as it was
         if type(out) is Tensor:
             out.__class__ = Sharded
@@ -186,12 +197,12 @@ class Glue(TorchFunctionMode):
         else:
             made = [carry(t, at) for t, at in zip(tensors_in(out), recipe.ats)]
             out = map_tensors(out, made)
-        if recipe.view:
+        if recipe.view is not None:
             for t in made:
-                t._dsp_view = first, func, recipe.frame
+                t._dsp_view = first, recipe.view
         if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
             for t in made:
-                if recipe.view or memory(t) == memory(args[0]):
+                if recipe.view is not None or memory(t) == memory(args[0]):
                     t._dsp_lent = lent
         return out
 
@@ -207,6 +218,14 @@ class Glue(TorchFunctionMode):
             with NO():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def dtensors(args: Any, kwargs: Any) -> bool:
+    """Whether there is a DTensor among the arguments."""
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, DTensor) or (type(a) in (list, tuple) and dtensors(a, None)):
+            return True
+    return False
 
 
 def _sharded(args: Any, kwargs: Any) -> list[Sharded]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, GlueError, Operand
+from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, without_operands
 from dsp.sharded import Sharded, plain
 from dsp.tensors import version
 
@@ -57,22 +57,64 @@ def home_of(t: Sharded) -> Home:
     return home
 
 
-def views_of(t: Sharded) -> list[tuple[Any, Frame]]:
+def views_of(t: Sharded) -> list[View]:
     """What made `t` of its home, in order."""
     views = []
     while (view := t.__dict__.get("_dsp_view")) is not None:
-        t, func, frame = view
-        views.append((func, frame))
+        t, made = view
+        views.append(made)
     return views[::-1]
 
 
-def seen(views: Sequence[tuple[Any, Frame]], cut: Cut) -> Cut | None:
+def seen(views: Sequence[View], cut: Cut) -> Cut | None:
     """Where a cut of the home lies in its view; None if it cannot pass."""
     found: Cut | None = cut
-    for _, frame in views:
-        again = replace(frame, args=(Operand(frame.args[0].shape, found), *frame.args[1:]))
+    for view in views:
+        again = view.under(found)
+        if again is None:
+            return None
+        found = again.cut
+    return found
+
+
+HERE = object()  # in arguments, where the tensor comes that a view is taken of
+
+
+class Again(NamedTuple):
+    """A view of a part: the call, and where the result is cut."""
+
+    call: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cut: Cut | None
+
+    def of(self, local: Tensor) -> Any:
+        return self.call(*[local if a is HERE else a for a in self.args], **self.kwargs)
+
+
+class View:
+    """An operation that made the same data in another shape, and how it does so under other cuts of its argument."""
+
+    def __init__(self, func: Any, frame: Frame) -> None:
+        self.func, self.frame = func, frame
+        self.found: dict[Cut | None, Again | None] = {}
+
+    def under(self, cut: Cut | None) -> Again | None:
+        """With its argument cut so, or whole; None if the cut cannot pass."""
+        if cut not in self.found:
+            self.found[cut] = self.again(cut)
+        return self.found[cut]
+
+    def again(self, cut: Cut | None) -> Again | None:
+        x = Operand(self.frame.args[0].shape, cut)
+        frame = replace(self.frame, args=(x, *self.frame.args[1:]))
         try:
-            found = RULES[frame.name](again).cut
+            outcome = RULES[frame.name](frame) if cut is not None else Outcome(None)
         except GlueError:
             return None
-    return found
+        # others give a shape alone, as those of view_as
+        table: dict[int, Any] = {id(o): torch.empty(o.shape, device="meta") for o in frame.operands()} | {id(x): HERE}
+        args = without_operands(frame.args if outcome.args is None else outcome.args, table)
+        return Again(
+            outcome.func or self.func, args, frame.kwargs if outcome.kwargs is None else outcome.kwargs, outcome.cut
+        )

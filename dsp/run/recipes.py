@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from dsp.plan.script import GlueStep, Via
 from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
 from dsp.rules.functions import ALIASES, DENSE, Function, draws
 from dsp.run.forward import Run
+from dsp.run.homes import View
 from dsp.sharded import Sharded
 
 log = logging.getLogger("dsp")
@@ -29,8 +30,8 @@ class Recipe:
 
     frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
     be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
-    the result is the same data; draws: it takes random numbers. A `quick` one moves nothing: once it ran, `ats` tell
-    where its results lie.
+    the result is the same data; draws: it takes random numbers. A `quick` one moves nothing: once it ran, it is `ready`
+    and `ats` tell where its results lie. One `whole` has no sharded tensor: at the most it shares out its results.
     """
 
     frame: Frame
@@ -38,9 +39,11 @@ class Recipe:
     via: list[list[Via]]
     outcome: Outcome | None
     push: list[Cut | None]
-    view: bool
+    view: View | None
     draws: bool
+    whole: bool
     quick: Quick | None = None
+    ready: bool = False
     ats: tuple[At, ...] = ()
 
 
@@ -49,7 +52,10 @@ class Quick(NamedTuple):
 
     call: Any
     rest: tuple[Any, ...] | None
+    kept: list[int]  # of those given the places where its own stand
     parts: list[tuple[int, Cut]]
+    own: list[int] | None  # where its sharded tensors stand; None: not among the arguments themselves alone
+    changes: bool  # it writes into the first argument
     aliases: bool  # its results may be views of the first argument
     copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
 
@@ -58,24 +64,26 @@ class Odd(Exception):
     """An argument that no key can be made of, or a tensor that has to be opened first."""
 
 
-def key_of(value: Any) -> Any:
-    """What of an argument a recipe depends on. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
-    kind = type(value)
-    if kind is Sharded:
-        return value.at
-    if kind is int or value is None:
-        return value
-    if kind is Tensor or kind is nn.Parameter:
-        return value.shape
-    if kind is tuple or kind is list or kind is torch.Size:
-        return kind, *map(key_of, value)
-    if kind is slice:
-        return kind, key_of(value.start), key_of(value.stop), key_of(value.step)
-    if isinstance(value, (DTensor, Sharded)):
-        raise Odd
-    if isinstance(value, Tensor):
-        return kind, value.shape
-    return kind, value
+def key_of(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What of arguments a recipe depends on. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
+    key: list[Any] = []
+    for v in values:
+        kind = type(v)
+        if kind is Sharded:
+            key.append(v.at)
+        elif kind is int or v is None:
+            key.append(v)
+        elif kind is Tensor or kind is nn.Parameter:
+            key.append(v.shape)
+        elif kind is tuple or kind is list or kind is torch.Size:
+            key.append((kind, key_of(v)))
+        elif kind is slice:
+            key.append((kind, key_of((v.start, v.stop, v.step))))
+        elif isinstance(v, (DTensor, Sharded)):
+            raise Odd
+        else:
+            key.append((kind, v.shape if isinstance(v, Tensor) else v))
+    return tuple(key)
 
 
 @dataclass(eq=False)
@@ -156,8 +164,10 @@ def derive(op: Operation) -> Recipe:
     view = outcome is not None and outcome.view and run.script is not None and op.index not in run.script.copies
     via = op.step.via if op.step is not None else []
     random = draws(op.what.name, frame.args, frame.kwargs)
-    recipe = Recipe(frame, wanted, via, outcome, op.push, view, random)
-    if list(map(cut_at, op.shells)) == list(wanted) and not (changing or any(op.push) or any(via)):
+    whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
+    made = View(op.func, frame) if view else None
+    recipe = Recipe(frame, wanted, via, outcome, op.push, made, random, whole)
+    if list(map(cut_at, op.shells)) == list(wanted) and not (any(op.push) or any(via)):
         recipe.quick = quick(op, recipe)
     return recipe
 
@@ -181,15 +191,24 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     parts = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
     if parts and name in ALIASES:  # of which views would have to be marked
         return None
-    rest = None
+    rest, kept = None, list[int]()
     if outcome.args is not None:
-        if outcome.args[0] is not frame.args[0] or any(map(has_operands, outcome.args[1:])):
+        if outcome.args[0] is not frame.args[0]:
+            return None
+        kept = [i for i, (a, b) in enumerate(zip(outcome.args, frame.args)) if i and a is b and isinstance(a, Operand)]
+        if any(has_operands(a) for i, a in enumerate(outcome.args) if i and i not in kept):
             return None
         rest = outcome.args[1:]
     elif outcome.kwargs is not None and frame.kwargs:
         return None
     alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
-    return Quick(outcome.func or op.func, rest, parts, alone and (outcome.view or name in ALIASES), bool(op.copies))
+    if op.what.changing and not alone:
+        return None
+    own = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
+    if len(own) < sum(s is not None for s in op.shells):
+        own = None  # type: ignore[assignment]
+    aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
+    return Quick(outcome.func or op.func, rest, kept, parts, own, op.what.changing, aliases, bool(op.copies))
 
 
 def has_operands(value: Any) -> bool:
