@@ -276,12 +276,12 @@ def held(mesh: DeviceMesh, case: Case) -> dict[str, float]:
     with Attentions() as attentions:
         expected, inputs, _ = step(single, kwargs, line)
     dsp.parallelize(model, mesh, {"": line}, gather_output=False)
-    plans: Any = model.forward.__self__.plans  # type: ignore[union-attr]
+    kinds: Any = model.forward.__self__.kinds  # type: ignore[union-attr]
     out, own, sent = step(model, kwargs, line)
-    if any(plan is None or plan.script.recorded for plan in plans.values()):  # it reads its data
+    if any(kind.plan is None or kind.plan.script.recorded for kind in kinds.values()):  # it reads its data
         model.zero_grad()
         out, own, sent = step(model, kwargs, line)
-    [plan] = plans.values()
+    [plan] = [kind.plan for kind in kinds.values()]
     promised = sum(s.sent(n)[mesh.get_local_rank()] for s in plan.sendings if s.phase == "forward")
     if sent != promised:
         raise RuntimeError(f"{type(model).__name__} sent {sent} bytes where its plan says {promised}")
