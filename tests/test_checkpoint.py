@@ -107,6 +107,18 @@ def test_another_number_of_ranks(group, tmp_path, ranks):
     assert sum(path.suffix == ".distcp" for path in (tmp_path / "step-00000002").iterdir()) == 4
 
 
+def test_rows_that_ranks_hold_in_another_order_are_stored_in_the_models_own(group, tmp_path):
+    model, optimizer = toy()
+    step(model, optimizer, 1)
+    order = torch.tensor([3, 1, 0, 2, 6, 4, 5])  # row i of this run's is row order[i] of the model's own
+    orders = {"0.weight": order}
+    checkpoint.save(tmp_path, 1, Contents(model, optimizer, identity=IDENTITY, orders=orders))
+    for given, index in (({}, order.argsort()), (orders, slice(None))):
+        other, its_optimizer = toy(seed=1)
+        checkpoint.load(tmp_path, Contents(other, its_optimizer, identity=IDENTITY, orders=given))
+        assert torch.equal(values(other)["0.weight"], values(model)["0.weight"][index])
+
+
 def test_what_is_on_disk(run):
     directory, _ = run
     path = directory / "step-00000002"
