@@ -26,7 +26,8 @@ class count_comm(TorchDispatchMode):
 
     Attributes `forward`, `backward` and `recompute` (forward work repeated inside backward by activation checkpointing)
     are `Traffic`; `calls` and `bytes` are the totals of all three. Bytes are those this rank sends to others, which is
-    what travels: its own part stays. One context covers forward and backward together.
+    what travels: its own part stays. One context covers forward and backward together, of the thread that entered it;
+    a backward that another thread calls is counted by a context there.
 
     Collectives other than DSP's that go through torch's functional collectives (a stray DTensor redistribution, say)
     are counted under their own names.
