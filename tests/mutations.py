@@ -294,13 +294,6 @@ FAULTS = [
         "test_host",
     ),
     Fault(
-        "a view of what is whole already is switched once more",
-        "dsp/run/forward.py",
-        "if None not in home.copies and separable(t.at.shape",
-        "if separable(t.at.shape",
-        "test_plan_word::test_a_view_of_what_is_whole_already_is_not_switched_once_more",
-    ),
-    Fault(
         "a tensor that is compared with a word counts as read",
         "dsp/plan/operations.py",
         "elif out is not NotImplemented:",

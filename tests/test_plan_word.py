@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import toys
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -111,6 +113,66 @@ def left(mesh: DeviceMesh) -> int:
 
 def test_a_forward_leaves_no_garbage(ranks) -> None:
     assert ranks(left, 2) == [0, 0]
+
+
+class DualPath(nn.Module):
+    """Recurrences within chunks and across them in turn, each on a fold of its own, with residuals and a norm."""
+
+    stages = {"": "x=b k s c", "within.*": "(b s) [k c] -> (b s) [k d], [n] (b s) [d]",
+              "across.*": "(b k) [s c] -> (b k) [s d], [n] (b k) [d]"}  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.across = (nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, k, s, c = x.shape
+        for within, across in zip(self.within, self.across):
+            y = within(x.transpose(1, 2).reshape(b * s, k, c))[0].view(b, s, k, c).transpose(1, 2)
+            x = x + F.layer_norm(y, (c,))
+            y = across(x.reshape(b * k, s, c))[0].view(b, k, s, c)
+            x = x + F.layer_norm(y, (c,))
+        return x
+
+
+class Pairs(nn.Module):
+    """A pair representation's block, named by its root alone: two triangles, attention along rows and columns."""
+
+    stages = {"": "z=b i j d"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.g = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.qkv, self.bias, self.out = nn.Linear(4, 12), nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def triangle(self, z: Tensor, equation: str) -> Tensor:
+        x = F.layer_norm(z, (4,))
+        a, b = (self.p(x) * self.g(x).sigmoid()).chunk(2, -1)
+        return F.layer_norm(torch.einsum(equation, a, b), (4,))
+
+    def attention(self, z: Tensor) -> Tensor:
+        q, k, v = self.qkv(z).unflatten(-1, (2, 6)).transpose(2, 3).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, self.bias(z).permute(0, 3, 1, 2)[:, None])
+        return self.out(y.transpose(2, 3).flatten(3))
+
+    def forward(self, z: Tensor) -> Tensor:
+        z = z + self.triangle(z, "bikd,bjkd->bijd")
+        z = z + self.triangle(z, "bkid,bkjd->bijd")
+        z = z + self.attention(z)
+        return z + self.attention(z.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "n"),
+    [
+        slow(DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), slow(Pairs, (1, 7, 7, 4), 3),
+    ],
+)  # fmt: skip
+def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n: int) -> None:
+    for own, promised, _, told in ranks(sent, n, build, torch.randn(shape)):
+        assert own == promised
+        assert own[1] > 0
+        assert told == []
 
 
 class Wayward(nn.Module):
