@@ -30,6 +30,12 @@ def flags(*shape: int) -> Tensor:
     return ints(*shape, high=3) > 0
 
 
+def definite(*batch: int) -> Tensor:
+    """Positive definite matrices."""
+    near = 0.2 * x(*batch, 3, 3, grad=False)
+    return (near @ near.mT + torch.diag(torch.tensor([1.0, 2.0, 3.0]).double())).requires_grad_()
+
+
 def logits(length: int) -> Tensor:
     """(4, length) logits near -900, whose exponential is 0; parts are masked, and of the last row everything."""
     low = x(4, length, grad=False) - 900
@@ -131,6 +137,7 @@ EQUATIONS: list[tuple[str, list[tuple[int, ...]]]] = [
     ("...ij,jk->...ik", [A, (3, 2)]),
     ("bij,b->bij", [A, (4,)]), ("bii->bi", [(4, 3, 3)]), ("ikc,jkc->ijc", [(4, 6, 3), (5, 6, 3)]), ("i,j->ij",
     [(4,), (6,)]), ("bij,bij", [A, A]),
+    ("bid,bjd->bij", [(1, 1, 3), (1, 1, 3)]),
     ("bij,1jk->bik", [(4, 6, 3), (1, 3, 2)]), ("bi,bi,bi->b", [(4, 3)] * 3),
 ]
 
@@ -275,6 +282,13 @@ FORMS: dict[str, list[Form]] = {
     **each("matmul bmm mm rmatmul", [*PRODUCTS, form(x(4, 3), other=x(3, 5)), form(x(4, 3), mat2=x(3, 5))]),
     "einsum": [form(e, *(x(*s) for s in shapes)) for e, shapes in EQUATIONS] + [form(e, [x(*s)
         for s in shapes]) for e, shapes in EQUATIONS[:3]],
+    "cdist": [form(x(*A), x(4, 5, 3)), form(x(6, 2), x(4, 2), 1.0), form(x(2, 6, 3), x(4, 3), p=2.0),
+        form(x(26, 2), x(3, 2))],
+    "cross": [form(x(*A), x(*A), dim=-1), form(x(*A), x(6, 3), dim=2), form(x(4, 3, 2), x(4, 3, 2), dim=1)],
+    **each("inv inverse pinv det logdet slogdet matrix_exp cholesky qr svd svdvals eigh eigvalsh",
+        [form(definite(4)), form(definite(2, 3))]),
+    "grid_sample": [form(x(2, 4, 5, 6), x(2, 3, 4, 2), align_corners=False), form(x(4, 1, 3, 2, 2), x(4, 2, 2, 2, 3),
+        "nearest", "border", True)],
     "scaled_dot_product_attention": ATTENTION,
     "embedding": [form(ints(4, 6), x(3, 5)), form(input=ints(4, 6), weight=x(3, 5)), form(ints(5), x(3, 2)),
         form(x(3, 5), ints(4, 6)), form(ints(4, 6), x(3, 5), 0)],
@@ -302,5 +316,6 @@ FORMS: dict[str, list[Form]] = {
     "pad": [form(x(*A), (1, 1)), form(x(*A), (0, 0, 2, 1)), form(x(*A), [0, 0, 0, 0, 1, 0], "constant", 0.5),
         form(x(*A), pad=(1, -1), mode="constant"), form(x(*A), (1, 1), mode="reflect"),
             form(x(*A), (0, 0, 0, 1)), form(x(*A), (2, 0), "replicate"), form(x(1, 2, 3, 5), (0, 0, 9, 4), "replicate"),
+            form(x(9, 2), (0, 0, 3, 2), "reflect"), form(x(1, 2, 3, 5), (1, 2, 2, 2), "reflect"),
             form(x(*A), (0, 0, -1, 3), value=2.0), form(x(*A), (0, 0, 4, -5)), form(x(*A), (0, 0, -4, 0))],
 }

@@ -46,11 +46,24 @@ GLUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mask": lambda x, v: x.masked_fill((x > 0).any(-1, keepdim=True) & (x.amax(1, keepdim=True) > 1), 0.0) + v,
     "the type of a sharded tensor": lambda x, v: x + v.type_as(x) * x.to(v) + v.to(x),
     "no rule": lambda x, v: torch.fft.fft(x, dim=1).real + torch.kron(x[0, 0], v)[: x.shape[2], :C],
+    "functions written out": lambda x, v: of_parts(x, v),
+    "mirrored": lambda x, v: F.pad(x.flatten(0, 1).mT, (2, 3), "reflect")[..., 1:-4].mT.unflatten(0, x.shape[:2]) * v,
+    "type by name": lambda x, v: x * v.type(x.type()),
     "triangle": lambda x, v: torch.einsum("btsc,busc->btuc", x, x).mean(2, keepdim=True) * v + x,
     "written frame": lambda x, v: written(x, v),
     "written in other layouts": lambda x, v: (x * 1).cumsum(1).add_(v).cumsum_(2).mul_(2) + x,
     "written whole": lambda x, v: filled(x, v),
 }
+
+
+def of_parts(x: Tensor, v: Tensor) -> Tensor:
+    y = torch.addmm(v, x.flatten(0, 2), torch.outer(v, v)).view(x.shape)
+    matrices = torch.outer(v, v).expand(x.shape[0] * x.shape[1], C, C)
+    y = y + torch.baddbmm(v, x.flatten(0, 1), matrices, beta=0.5).view_as(x)
+    y = F.prelu(y.movedim(-1, 1), v).movedim(1, -1) + F.cosine_similarity(x, y, -1)[..., None]
+    loss = F.cross_entropy(y.movedim(-1, 1), x.detach().argmax(-1)) + F.kl_div(y, x.detach().exp(), reduction="sum")
+    y = torch.hstack([y[:, :1], y.diff(dim=1)]) * torch.linalg.det(torch.outer(v, v) + torch.eye(C).to(v)) + loss
+    return y + torch.cdist(x, y.detach()).mean(-1, keepdim=True)
 
 
 def token_per_frame(x: Tensor, v: Tensor) -> Tensor:

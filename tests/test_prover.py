@@ -12,69 +12,70 @@ from prover import Call, Proof, functions, prove, prove_source
 from prover_forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
 from slow import slow
 from torch import Tensor
+from torch.testing import assert_close
 
 from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
 from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name
 from dsp.rules.sources import FILLED
+from dsp.rules.written_out import WRITTEN_OUT
 from dsp.tensors import tensors_in
 
 RANDOM = {"dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "empty_like"}  # shapes alone
 # torch functions without a rule: on a sharded tensor they run whole, gathered by the plan
 WHOLE = frozenset(
     """
-__bool__ __complex__ __float__ __int__ __long__ adaptive_max_pool1d adaptive_max_pool1d_with_indices
-adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices addbmm addmm
-addmv addr affine_grid affine_grid_generator alias_copy allclose aminmax apply argwhere array array_wrap as_strided
-as_strided_copy as_strided_scatter atleast_1d atleast_2d atleast_3d autocast autocast_to_full_precision
-autocast_to_reduced_precision baddbmm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt
-batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats bilinear
-binary_cross_entropy_by_number bincount binomial block_diag broadcast_tensors bucketize cartesian_prod cauchy
-ccol_indices ccol_indices_copy cdist chain_matmul channel_shuffle cholesky cholesky_ex cholesky_inverse cholesky_solve
-choose_qparams_optimized clear_non_serializable_cached_data coalesce coalesced col_indices col_indices_copy
-column_stack combinations cond const_data_ptr constant_pad_nd contains conv_tbc convolution corrcoef
-cosine_embedding_loss cosine_similarity cov cpu cross cross_entropy crow_indices crow_indices_copy ctc_loss cuda cummax
-cummin cumulative_trapezoid deepcopy dense_dim dequantize det detach_copy diag diag_embed diagflat diagonal
-diagonal_copy diagonal_scatter diff dimI dimV dim_order dist dlpack dlpack_device dot dsmm dsplit dstack eig eigh
-eigvals eigvalsh embedding_bag embedding_of_weight equal expand_copy exponential fake_quantize_per_channel_affine
-fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
-fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight
-fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fill_diagonal
-fliplr flipud fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+__bool__ __complex__ __float__ __int__ __long__ adaptive_max_pool1d adaptive_max_pool1d_with_indices adaptive_max_pool2d
+adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices addbmm addmm addmv addr
+affine_grid affine_grid_generator alias_copy allclose aminmax apply argwhere array array_wrap as_strided as_strided_copy
+as_strided_scatter atleast_1d atleast_2d atleast_3d autocast autocast_to_full_precision autocast_to_reduced_precision
+baddbmm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats bilinear binary_cross_entropy_by_number
+bincount binomial block_diag broadcast_tensors bucketize cartesian_prod cauchy ccol_indices ccol_indices_copy
+chain_matmul channel_shuffle cholesky_ex cholesky_inverse cholesky_solve choose_qparams_optimized
+clear_non_serializable_cached_data coalesce coalesced col_indices col_indices_copy column_stack combinations cond
+const_data_ptr constant_pad_nd contains conv_tbc convolution corrcoef cosine_embedding_loss cosine_similarity cov cpu
+cross_entropy crow_indices crow_indices_copy ctc_loss cuda cummax cummin cumulative_trapezoid deepcopy dense_dim
+dequantize detach_copy diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter diff dimI dimV dim_order dist
+dlpack dlpack_device dot dsmm dsplit dstack eig eigvals embedding_bag embedding_of_weight equal expand_copy exponential
+fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
+fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
+fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fft_hfft2 fft_hfftn fft_ihfft2
+fft_ihfftn fill_diagonal fliplr flipud fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
 fractional_max_pool3d_with_indices frexp frobenius_norm fused_moving_avg_obs_fake_quant gaussian_nll_loss geometric
-geqrf ger gradient grid_sample grid_sampler grid_sampler_2d grid_sampler_3d gru_cell gumbel_softmax hash_tensor
-hinge_embedding_loss histc histogram histogramdd householder_product hsmm hsplit hspmm hstack idiv ifloordiv imod index
-index_fill index_put index_reduce indices indices_copy inner int_repr inv inv_ex inverse ipu is_coalesced
-is_distributed is_nonzero is_set_to is_view isin istft item kl_div kron kthvalue ldl_factor ldl_factor_ex ldl_solve
-linear_cross_entropy lobpcg local_response_norm log_normal logdet lp_pool1d lp_pool2d lp_pool3d lstm_cell lstsq lu
-lu_factor lu_factor_ex lu_solve lu_unpack map map2 margin_ranking_loss masked_scatter masked_select matrix_exp
-matrix_norm matrix_power matrix_rank max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
-max_unpool1d max_unpool2d max_unpool3d meshgrid miopen_batch_norm miopen_convolution miopen_convolution_add_relu
-miopen_convolution_relu miopen_convolution_transpose miopen_depthwise_convolution miopen_rnn mode module_load msort
-mtia multi_dot multi_head_attention_forward multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
-multinomial mv nanmedian nanquantile narrow_copy native_batch_norm native_channel_shuffle native_dropout
-native_group_norm native_layer_norm native_norm nested_tensor_size nested_tensor_storage_offsets nested_tensor_strides
-nll_loss nnz nonzero nonzero_static norm_except_dim normal nuclear_norm numpy orgqr ormqr outer pairwise_distance
-pca_lowrank pdist permute_copy pin_memory pinv pinverse poisson poisson_nll_loss prelu put q_per_channel_axis
-q_per_channel_scales q_per_channel_zero_points q_scale q_zero_point qr qscheme quantile quantize_per_channel
-quantize_per_tensor quantize_per_tensor_dynamic quantized_batch_norm quantized_gru_cell quantized_lstm_cell
-quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d quantized_rnn_relu_cell quantized_rnn_tanh_cell random
-record_stream register_post_accumulate_grad_hook renorm resize resize_as resize_as_sparse reversed rnn_relu_cell
-rnn_tanh_cell rot90 row_indices row_indices_copy row_stack rrelu saddmm scatter_reduce searchsorted select_copy
-select_scatter set setstate share_memory slice_copy slice_inverse slice_scatter slogdet smm soft_margin_loss solve
-solve_ex solve_triangular sparse_dim sparse_mask sparse_mask_projection sparse_resize sparse_resize_and_clear
-special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
-special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
-special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
-special_log_softmax special_logsumexp special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-special_shifted_chebyshev_polynomial_w special_softmax special_spherical_bessel_j0 split_copy split_with_sizes_copy
-spmm squeeze_copy sspaddmm stft storage storage_type sum_to_size svd svd_lowrank svdvals sym_float sym_int sym_ite
-sym_max sym_min sym_not sym_sqrt sym_sum t_copy take tensordot tensorinv tensorsolve to_dense to_mkldnn to_sparse
-tolist trace transpose_copy trapezoid trapz triangular_solve triplet_margin_loss triplet_margin_with_distance_loss
-unbind_copy unfold_copy uniform unique unique_consecutive unravel_index unsafe_split_with_sizes unsqueeze_copy values
-values_copy vander vdot vecdot view_as_complex_copy view_as_real_copy view_copy vsplit vstack xpu
+geqrf ger gradient grid_sampler grid_sampler_2d grid_sampler_3d gru_cell gumbel_softmax hash_tensor hinge_embedding_loss
+histc histogram histogramdd householder_product hsmm hsplit hspmm hstack idiv ifloordiv imod index index_fill index_put
+index_reduce indices indices_copy inner int_repr inv_ex ipu is_coalesced is_distributed is_nonzero is_set_to is_view
+isin istft item kl_div kron kthvalue ldl_factor ldl_factor_ex ldl_solve linear_cross_entropy lobpcg local_response_norm
+log_normal lp_pool1d lp_pool2d lp_pool3d lstm_cell lstsq lu lu_factor lu_factor_ex lu_solve lu_unpack map map2
+margin_ranking_loss masked_scatter masked_select matrix_norm matrix_power matrix_rank max_pool1d_with_indices
+max_pool2d_with_indices max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d meshgrid miopen_batch_norm
+miopen_convolution miopen_convolution_add_relu miopen_convolution_relu miopen_convolution_transpose
+miopen_depthwise_convolution miopen_rnn mode module_load msort mtia multi_dot multi_head_attention_forward
+multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss multinomial mv nanmedian nanquantile narrow_copy
+native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm native_norm
+nested_tensor_size nested_tensor_storage_offsets nested_tensor_strides nll_loss nnz nonzero nonzero_static
+norm_except_dim normal nuclear_norm numpy orgqr ormqr outer pairwise_distance pca_lowrank pdist permute_copy pin_memory
+pinverse poisson poisson_nll_loss prelu put q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale
+q_zero_point qscheme quantile quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic quantized_batch_norm
+quantized_gru_cell quantized_lstm_cell quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d
+quantized_rnn_relu_cell quantized_rnn_tanh_cell random record_stream register_post_accumulate_grad_hook renorm resize
+resize_as resize_as_sparse reversed rnn_relu_cell rnn_tanh_cell rot90 row_indices row_indices_copy row_stack rrelu
+saddmm scatter_reduce searchsorted select_copy select_scatter set setstate share_memory slice_copy slice_inverse
+slice_scatter smm soft_margin_loss solve solve_ex solve_triangular sparse_dim sparse_mask sparse_mask_projection
+sparse_resize sparse_resize_and_clear special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0
+special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+special_legendre_polynomial_p special_log_softmax special_logsumexp special_modified_bessel_i0
+special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
+special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_softmax
+special_spherical_bessel_j0 split_copy split_with_sizes_copy spmm squeeze_copy sspaddmm stft storage storage_type
+sum_to_size svd_lowrank sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum t_copy take tensordot
+tensorinv tensorsolve to_dense to_mkldnn to_sparse tolist trace transpose_copy trapezoid trapz triangular_solve
+triplet_margin_loss triplet_margin_with_distance_loss unbind_copy unfold_copy uniform unique unique_consecutive
+unravel_index unsafe_split_with_sizes unsqueeze_copy values values_copy vander vdot vecdot view_as_complex_copy
+view_as_real_copy view_copy vsplit vstack xpu
 """.split()
 )
 # what reads numbers out of a tensor, or moves it off its device, and shares its name with a function of tensors
@@ -246,6 +247,35 @@ def test_every_torch_function_is_known() -> None:
         pytest.skip(f"functions that torch 2.13 does not have run whole: {' '.join(new)}")
     assert not new, f"give these a rule, or list them as run whole: {' '.join(new)}"
     assert not WHOLE & set(RULES), "these have a rule now"
+
+
+HOW = ("mean", "sum", "none")
+CLASSES, SOME = ints(4, 3, high=5), torch.where(flags(4, 3), ints(4, 3, high=5), -100)
+PARTS = [
+    Call(torch.addmm, (x(5), x(4, 3), x(3, 5))), Call(Tensor.addmm, (x(4, 1), x(4, 3), x(3, 5)), {"beta": 0.5}),
+    Call(torch.baddbmm, (x(1, 4, 5), x(2, 4, 3), x(2, 3, 5)), {"beta": 0, "alpha": 2.0}),
+    Call(torch.hstack, ([x(3), x(2)],)), Call(torch.hstack, ([x(3, 2, 2), x(3, 1, 2)],)),
+    Call(torch.vstack, ([x(3), x(2, 3)],)), Call(torch.column_stack, ([x(3), x(3, 2)],)),
+    Call(torch.diff, (x(4, 5), 2, 0)), Call(Tensor.diff, (x(4, 5),)),
+    *(Call(F.prelu, both) for both in [(x(2, 3, 4) - 0.5, x(3)), (x(2, 3) - 0.5, x(1)), (x(4) - 0.5, x(1))]),
+    Call(F.cosine_similarity, (x(2, 3, 4), x(3, 4)), {"dim": -1}),
+    Call(torch.cosine_similarity, (x(2, 3), x(2, 3), 1, 9.0)),
+    Call(F.kl_div, (x(3, 4), x(3, 4)), {"reduction": "batchmean"}),
+    Call(F.kl_div, (x(3, 4), x(3, 4)), {"reduction": "sum", "log_target": True}),
+    *(Call(F.cross_entropy, (x(4, 5, 3), SOME), {"reduction": how, "label_smoothing": 0.1}) for how in HOW),
+    *(Call(f, (x(4, 5, 3), CLASSES)) for f in (F.cross_entropy, F.nll_loss)),
+    Call(F.cross_entropy, (x(5), CLASSES[0, 0])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", PARTS, ids=lambda call: call.func.__name__)
+def test_what_is_written_out_is_the_function(call: Call) -> None:
+    inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.requires_grad]
+    expected, found = call.func(*call.args, **call.kwargs), WRITTEN_OUT[call.func](*call.args, **call.kwargs)
+    assert_close(found, expected)
+    weight = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype).view(found.shape)
+    grads = [torch.autograd.grad((y * weight).sum(), inputs, materialize_grads=True) for y in (found, expected)]
+    assert_close(*grads)
 
 
 def test_what_reads_numbers_is_refused() -> None:

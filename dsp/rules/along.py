@@ -96,7 +96,22 @@ def is_length(f: Frame, dims: int) -> bool:
     return kind in ("fro", None) or (kind == 2 and (dims == 1 or f.name == "vector_norm"))
 
 
+MATRICES = "inv inverse pinv det logdet slogdet matrix_exp cholesky qr svd svdvals eigh eigvalsh"
 apart("tril triu", "it counts positions along the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
+apart(MATRICES, "it mixes the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
+
+
+@rule("cross")
+def cross(f: Frame) -> Outcome:
+    a, b = f.get(0, "input"), f.get(1, "other")
+    position, outcome = align(f, [a, b])
+    ndim = max(a.ndim, b.ndim)
+    dim = f.get(2, "dim", -1 if f.func is torch.linalg.cross else None)
+    if dim is None:
+        raise f.refuse("no dim is named", "Write dim=")
+    if ndim + position == f.normal(dim, ndim):
+        raise f.refuse("it mixes the sharded dim")
+    return outcome
 
 
 @rule("gather take_along_dim")

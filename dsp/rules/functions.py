@@ -138,6 +138,8 @@ class Function(NamedTuple):
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
         """What it gives by its parts, each of them seen by `mode`; None of a call that is not written out."""
         assert self.parts is not None
+        if kwargs.get("out") is not None:
+            return None
         with mode:
             return self.parts(*args, **kwargs)
 

@@ -66,6 +66,11 @@ def einsum(f: Frame) -> Outcome:
     operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
     if not isinstance(equation, str):
         raise f.refuse("write the equation as a string")
+    return by_equation(f, equation, operands)
+
+
+def by_equation(f: Frame, equation: str, operands: Sequence[Operand]) -> Outcome:
+    """Of a sum of products, or what mixes dims as one does, as einsum writes it."""
     inputs, output = spelled_out(equation, [o.ndim for o in operands])
     terms = inputs.split(",")
     letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}
@@ -74,15 +79,28 @@ def einsum(f: Frame) -> Outcome:
     ((letter, outer),) = letters
     if letter not in output:
         raise f.refuse(f"it sums over the sharded dim {letter!r}")
-    outcome = Outcome(Cut(output.index(letter), outer))
+    sizes = {o.shape[term.index(letter)] for term, o in zip(terms, operands) if letter in term}
+    outcome = Outcome(Cut(output.index(letter), outer), next(iter(sizes - {1}), 1))
     for i, (term, o) in enumerate(zip(terms, operands)):
         if term.count(letter) > 1:
             raise f.refuse(f"it takes a diagonal of the sharded dim {letter!r}")
-        size = o.shape[term.index(letter)] if letter in term else 1
-        if size > 1:  # else it broadcasts
-            outcome.size = size
-            if o.cut is None:
-                outcome.narrow[i] = Cut(term.index(letter), outer)
+        have = o.shape[term.index(letter)] if letter in term else 1
+        if o.cut is not None and have != outcome.size:
+            raise f.refuse(f"a tensor has {have} where the sharded dim has {outcome.size}")
+        if o.cut is None and have > 1:  # else it broadcasts
+            outcome.narrow[i] = Cut(term.index(letter), outer)
+    return outcome
+
+
+@rule("cdist")
+def distances(f: Frame) -> Outcome:
+    """By products where the whole has many points, as torch does by itself, whose choice would be of the part's."""
+    a, b, mode = f.get(0, "x1"), f.get(1, "x2"), f.get(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
+    if mode == "use_mm_for_euclid_dist_if_necessary":
+        many = a.shape[-2] > 25 or b.shape[-2] > 25
+        mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"
+    outcome = by_equation(f, "...pm,...rm->...pr", [a, b])
+    outcome.args, outcome.kwargs = (a, b, f.get(2, "p", 2.0), mode), {}
     return outcome
 
 

@@ -253,6 +253,8 @@ def pad(f: Frame) -> Outcome:
     before, after = (amounts + [0] * (k + 2))[k : k + 2]
     if not (before or after):
         return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+    if mode == "reflect" and cut.outer == 1:
+        return mirrored(f, x, cut, before, after)
     if mode not in ("constant", "replicate"):
         raise f.refuse(f"its padding is made of the {mode} rows of the sharded dim")
     out, end = x.shape[cut.dim] + before + after, x.shape[cut.dim]
@@ -272,3 +274,44 @@ def pad(f: Frame) -> Outcome:
         f, x, cut, out, reads, run, fill=None if mode == "replicate" else value or 0.0,
         crop=lambda start, row: start - before - row, args=(x,), kwargs={},
     )  # fmt: skip
+
+
+def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int) -> Outcome:
+    """Padding by the rows next to the ends, in the opposite order: each rank reads the span in which its own lie."""
+    dim, end, out = cut.dim, x.shape[cut.dim], x.shape[cut.dim] + before + after
+    if min(before, after) < 0:
+        raise f.refuse("it mirrors one end and cuts the other")
+
+    def place(row: int) -> int:
+        return end - 1 - abs(end - 1 - abs(row))
+
+    spans = []
+    for rank in range(f.n):
+        start, length = chunk(out, f.n, rank)
+        a, b = start - before, start - before + length
+        found = [place(row) for row in (a, b - 1, *(turn for turn in (0, end - 1) if a <= turn < b))]
+        spans.append((min(found), max(found) + 1) if length else (0, 0))
+    start, length = chunk(out, f.n, f.rank)
+    amounts = list(f.get(1, "pad"))
+    k = 2 * (x.ndim - 1 - dim)
+    amounts[k : k + 2] = 0, 0
+
+    def local(rows: torch.Tensor) -> torch.Tensor:
+        if length and (start < before or start + length > before + end):
+            of = torch.arange(start - before, start - before + length, device=rows.device)
+            of = end - 1 - (end - 1 - of.abs()).abs()
+            rows = rows.index_select(dim, of - spans[f.rank][0])
+        return F.pad(rows, amounts, "reflect" if length else "constant") if any(amounts) else rows
+
+    return Outcome(cut, out, rows={0: (Rows(dim, end, tuple(spans)),)}, func=local, args=(x,), kwargs={})
+
+
+@rule("grid_sample")
+def grid_sample(f: Frame) -> Outcome:
+    x, grid = f.get(0, "input"), f.get(1, "grid")
+    cuts = [(o.cut.dim + (o is grid and o.cut.dim > 0), o) for o in (x, grid) if o.cut]  # as dims of the result
+    places = {(dim, o.cut.outer, o.shape[o.cut.dim]) for dim, o in cuts if o.cut}
+    if len(places) > 1 or any(dim > 1 if o is x else dim == grid.ndim for dim, o in cuts):
+        raise f.refuse("it takes from anywhere in the sharded dim")
+    ((dim, outer, size),) = places
+    return Outcome(Cut(dim, outer), size, {i: Cut(0, outer) for i, o in enumerate(f.operands()) if not (o.cut or dim)})

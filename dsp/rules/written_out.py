@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,110 @@ def expand_as(x: Tensor, other: Tensor) -> Tensor:
     return x.expand(other.shape)
 
 
+def type_of(x: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """A name, without a type."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=x.dtype, device=x.device).type() if dtype is None else None
+
+
+def add_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`addmm` and `baddbmm`: beta x + alpha a @ b, and of beta 0 without x; a linear map stays one."""
+    if x.dim() == 1 and a.dim() == 2 and beta == alpha == 1:
+        return F.linear(a, b.t(), x)
+    y = a @ b if alpha == 1 else alpha * (a @ b)
+    return y if beta == 0 else y + (x if beta == 1 else beta * x)
+
+
+def hstack(tensors: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(tensors), int(tensors[0].dim() > 1)) if min(t.dim() for t in tensors) else None
+
+
+def vstack(tensors: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([t[None] if t.dim() == 1 else t for t in tensors]) if min(t.dim() for t in tensors) else None
+
+
+def column_stack(tensors: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([t[:, None] if t.dim() == 1 else t for t in tensors], 1) if min(t.dim() for t in tensors) else None
+
+
+def difference(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor | None:
+    """Of rows that follow each other."""
+    if prepend is not None or append is not None or x.dtype is torch.bool or n > x.shape[dim]:
+        return None
+    for _ in range(n):
+        x = x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)
+    return x
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    slope = weight.view(-1, *[1] * (x.dim() - 2)) if x.dim() > 1 and weight.numel() > 1 else weight
+    return torch.where(x > 0, x, slope * x)
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Lengths below eps count as eps, and are differentiated as they are, as torch does it."""
+
+    def unit(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        return x / (length + (length.clamp_min(eps) - length).detach())
+
+    return (unit(x1) * unit(x2)).sum(dim)
+
+
+def kl_div(
+    x: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+    log_target: bool = False,
+) -> Tensor | None:  # fmt: skip
+    if size_average is not None or reduce is not None:
+        return None
+    each = target.exp() * (target - x) if log_target else torch.xlogy(target, target) - target * x
+    if reduction == "batchmean":
+        return each.sum() / x.shape[0]
+    return getattr(each, reduction)() if reduction in ("mean", "sum") else each
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """Of (b classes ...) and classes (b ...); None of weighted classes, and of a target that is a distribution."""
+    if weight is not None or size_average is not None or reduce is not None or x.dim() == target.dim():
+        return None
+    logits = x.log_softmax(int(x.dim() > 1))
+    return likelihood(logits, target, None, None, ignore_index, None, reduction, label_smoothing)
+
+
+def likelihood(
+    x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", smooth: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """`F.nll_loss`, and that of a target which is by `smooth` evenly distributed."""
+    if weight is not None or size_average is not None or reduce is not None:
+        return None
+    dim = int(x.dim() > 1)
+    ignored = target == ignore_index
+    each = -x.gather(dim, target.masked_fill(ignored, 0).unsqueeze(dim)).squeeze(dim)
+    if smooth:
+        each = (1 - smooth) * each - smooth * x.mean(dim)
+    each = each.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return each
+    return each.sum() if reduction == "sum" else each.sum() / (~ignored).sum()
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.expand_as: expand_as,
     F.multi_head_attention_forward: multi_head_attention,
+    Tensor.type: type_of,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), add_product),
+    torch.hstack: hstack,
+    **dict.fromkeys((torch.vstack, torch.row_stack), vstack),
+    torch.column_stack: column_stack,
+    **dict.fromkeys((torch.diff, Tensor.diff), difference),
+    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
+    **dict.fromkeys((F.cosine_similarity, torch.cosine_similarity), cosine_similarity),
+    F.kl_div: kl_div,
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: likelihood,
     **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
