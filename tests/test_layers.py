@@ -53,7 +53,7 @@ def test_a_file_imports_from_layers_before_its_own(file: Path) -> None:
 
 
 # the public functions whose options are all named, and what follows a signature of torch
-WIDE = {"plan", "choose", "cross_entropy", "likelihood", "multi_head_attention", "trailing", "windowed", "_backward", "_"}
+WIDE = set("plan choose cross_entropy likelihood multi_head_attention trailing windowed _backward _".split())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(HOME).as_posix())
