@@ -256,7 +256,7 @@ PARTS = [
     Call(torch.baddbmm, (x(1, 4, 5), x(2, 4, 3), x(2, 3, 5)), {"beta": 0, "alpha": 2.0}),
     Call(torch.hstack, ([x(3), x(2)],)), Call(torch.hstack, ([x(3, 2, 2), x(3, 1, 2)],)),
     Call(torch.vstack, ([x(3), x(2, 3)],)), Call(torch.column_stack, ([x(3), x(3, 2)],)),
-    Call(torch.diff, (x(4, 5), 2, 0)), Call(Tensor.diff, (x(4, 5),)),
+    Call(F.pad, (x(4, 5), (1, torch.tensor(2)))), Call(torch.diff, (x(4, 5), 2, 0)), Call(Tensor.diff, (x(4, 5),)),
     *(Call(F.prelu, both) for both in [(x(2, 3, 4) - 0.5, x(3)), (x(2, 3) - 0.5, x(1)), (x(4) - 0.5, x(1))]),
     Call(F.cosine_similarity, (x(2, 3, 4), x(3, 4)), {"dim": -1}),
     Call(torch.cosine_similarity, (x(2, 3), x(2, 3), 1, 9.0)),

@@ -111,6 +111,11 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.where(x > 0, x, slope * x)
 
 
+def pad(x: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None) -> Tensor | None:
+    """By amounts that are tensors, which are read."""
+    return F.pad(x, list(map(int, pad)), mode, value) if any(isinstance(a, Tensor) for a in pad) else None
+
+
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Lengths below eps count as eps, and are differentiated as they are, as torch does it."""
 
@@ -167,6 +172,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention,
     Tensor.type: type_of,
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), add_product),
+    F.pad: pad,
     torch.hstack: hstack,
     **dict.fromkeys((torch.vstack, torch.row_stack), vstack),
     torch.column_stack: column_stack,
