@@ -280,20 +280,20 @@ def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
     if backend == "inductor":  # before torch 2.13 it compiles no attention in float64 on CPU
         single, model, rounding = single.float(), model.float(), {"rtol": 1e-4, "atol": 1e-5}
         kwargs = {name: x.float() for name, x in kwargs.items()}
-    if whole_block:
-        for group in (model.space, model.time):
-            for i, block in enumerate(group):
-                group[i] = torch.compile(block, backend=backend)
-    dsp.parallelize(model, mesh, gather_output=False)
-    if not whole_block:
-        for block in [*model.space, *model.time]:
-            block.forward = torch.compile(block.forward, backend=backend)
 
     def gradients(*of: Any) -> dict[str, Tensor]:
         return {n.replace("_orig_mod.", ""): g for n, g in averaged(*of).items()}
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
+        if whole_block:
+            for group in (model.space, model.time):
+                for i, block in enumerate(group):
+                    group[i] = torch.compile(block, backend=backend)
+        dsp.parallelize(model, mesh, gather_output=False)
+        if not whole_block:
+            for block in [*model.space, *model.time]:
+                block.forward = torch.compile(block.forward, backend=backend)
         beside(single, model, mesh, kwargs, gradients=gradients, **rounding)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from toys import Along, C, Glued
 
 import dsp
+from dsp.run.agreement import small
 
 STAGES = Glued.stages
 
@@ -321,3 +322,11 @@ def caches(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_a_model_keeps_is_of_its_own_runs(ranks, n: int) -> None:
     ranks(caches, n)
+
+
+def test_a_checksum_is_of_the_numbers_alone() -> None:
+    """However they lie in memory: a step of a sampler is one number that was expanded, which has any stride."""
+    x = torch.randn(3, 4)
+    for t in (x[0, 0].expand(1), x[:1, 0].expand(4), x.t(), x[:, ::2][:1, :1], x.bfloat16()[:, :1], x.cfloat().conj()):
+        assert small(t) == small(t.clone(memory_format=torch.contiguous_format))
+    assert small(x) != small(-x)

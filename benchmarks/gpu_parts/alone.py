@@ -59,11 +59,11 @@ def read_beside(machine: Machine) -> Row:
     """The host learns that ranks agree while the device is still busy with what it was given before and since."""
     agreement = Agreement(Axis.of(alone(machine)), ["x"])
     x = torch.randn(machine.of(8192, 64), machine.of(8192, 64), device=machine.device)
-    agreement.start((x,), {}, "key", wait=True)
-    agreement.start((x,), {}, "key", wait=False)
+    agreement.start((x,), {}, 7, wait=True)
+    agreement.start((x,), {}, 7, wait=False)
     machine.wait()
     began = time.perf_counter()
-    agreement.start((x,), {}, "key", wait=False)
+    agreement.start((x,), {}, 7, wait=False)
     time.sleep(0.05)
     for _ in range(machine.of(20, 1)):  # a third of a second on an H200, in fp32
         x @ x
