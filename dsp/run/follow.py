@@ -114,11 +114,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         elif op.copies is None and op.what.name in DENSE:
             dense = copied(t, parts[0], op.tensors[0], cut, shape)
         # an argument as it was, with its copies: a rank that has nothing of it must not make them again
-        shell = op.shells[0] if op.shells else None
-        kept = own is shell and dense is t and not op.what.changing
-        if kept and shell is not None and target not in (None, cut):
-            run.move(shell, target)  # where the plan wants the one is where it will look for the other
-            target = None
+        kept = own is op.shells[0] and dense is t and target in (None, cut) and not op.what.changing
         written = op.what.changing and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))
