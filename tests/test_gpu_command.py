@@ -3,70 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HOME = Path(__file__).parents[1]
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
-def fails() -> dict[str, Any]:
-    raise ZeroDivisionError(f"in {HOME}/nowhere.py")
-
-
-def hangs() -> dict[str, Any]:
-    if os.fork() == 0:  # and so does what it started
-        time.sleep(200)
-    time.sleep(200)
-    return {}
-
-
-def dies() -> dict[str, Any]:
-    print("the last words", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def run(script: Any, tmp_path: Path, cases: dict[str, dict[str, Any]], seconds: float = 140, **more: Any) -> Any:
-    """The report of parts that have these cases, and the parts that were in it each time it was kept."""
-    runner, kept = script("gpu_parts.runner"), list[list[str]]()
-    machine = script("gpu_parts").Machine("cuda", "a GPU")
-    parts = [
-        script("gpu_parts").Part(
-            name, f"The part {name}", lambda m, earlier, own=own: own, **{"limit": 120, **more.get(name, {})}
-        )
-        for name, own in cases.items()
-    ]
-    found = runner.run(parts, machine, tmp_path, time.monotonic() + seconds, lambda report: kept.append([*report]))
-    return found, kept
+def at_work(which: str, tmp_path: Path) -> Any:
+    """What parts leave, run as the command runs them: forked from a process that has used no thread of torch."""
+    command = [sys.executable, str(HOME / "tests/failing_parts.py"), which, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_what_fails_hangs_or_dies_is_in_the_report(script, tmp_path: Path) -> None:
-    right = {"one": lambda: {"ok": True, "error of it": 1e-9}}
-    began = time.monotonic()
-    found, kept = run(
-        script, tmp_path,
-        {
-            "right": right, "wrong": {"two": fails, **right}, "late": {**right, "three": hangs},
-            "dead": {**right, "x": dies}, "lacking": right, "last": right,
-        },
-        late={"limit": 5}, lacking={"needs": ("no_such_module",)}, last={"alone": True},
-    )  # fmt: skip
-    assert time.monotonic() - began < 150
+def test_what_fails_hangs_or_dies_is_in_the_report(tmp_path: Path) -> None:
+    found, kept = at_work("failing", tmp_path)
     status = {name: part["status"] for name, part in found.items()}
     assert status == {
         "right": "ok", "wrong": "failed", "late": "stopped", "dead": "died", "lacking": "left out", "last": "ok"
-    }  # fmt: skip
+    }, found  # fmt: skip
     assert found["wrong"]["cases"]["two"]["error"].startswith(
-        "ZeroDivisionError: in nowhere.py (tests/test_gpu_command.py:"
+        "ZeroDivisionError: in nowhere.py (tests/failing_parts.py:"
     )
     assert all(found[name]["cases"]["one"]["ok"] for name in status if name != "lacking")  # what was found before stays
     assert "limit of 5 s" in found["late"]["error"]
@@ -78,18 +41,10 @@ def test_what_fails_hangs_or_dies_is_in_the_report(script, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_parts_that_measure_run_alone_and_are_told_what_was_found(script, tmp_path: Path) -> None:
-    machine, parts = script("gpu_parts").Machine("cpu", "no GPU"), script("gpu_parts").Part
-    told = parts("told", "", lambda m, earlier: {"seen": lambda: {"ok": "first" in earlier}}, 120, alone=True)
-    first = parts("first", "", lambda m, earlier: {"one": lambda: {"ok": True}}, 120)
-    assert [[p.name for p in batch] for batch in script("gpu_parts.runner").batches([told, first])] == [
-        ["first"],
-        ["told"],
-    ]
-    ends = time.monotonic() + 140
-    found = script("gpu_parts.runner").run([told, first], machine, tmp_path, ends, lambda report: None)
+def test_parts_that_measure_run_alone_and_are_told_what_was_found(tmp_path: Path) -> None:
+    batches, found, late = at_work("alone", tmp_path)
+    assert batches == [["first"], ["told"]]
     assert found["told"]["cases"]["seen"]["ok"]
-    late = script("gpu_parts.runner").run([told], machine, tmp_path, time.monotonic(), lambda report: None)
     assert (late["told"]["status"], late["told"]["error"]) == ("left out", "no time was left for it")
 
 

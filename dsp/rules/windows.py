@@ -253,14 +253,14 @@ def pad(f: Frame) -> Outcome:
     before, after = (amounts + [0] * (k + 2))[k : k + 2]
     if not (before or after):
         return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]))
+    amounts[k : k + 2] = 0, 0
     if mode == "reflect" and cut.outer == 1:
-        return mirrored(f, x, cut, before, after)
+        return mirrored(f, x, cut, before, after, amounts)
     if mode not in ("constant", "replicate"):
         raise f.refuse(f"its padding is made of the {mode} rows of the sharded dim")
     out, end = x.shape[cut.dim] + before + after, x.shape[cut.dim]
     if out < 1 or (mode == "replicate" and min(before, after) < 0):
         raise f.refuse("nothing is left of it")
-    amounts[k : k + 2] = 0, 0
 
     def reads(a: int, b: int) -> tuple[int, int]:
         if mode == "replicate":  # of a stretch that lies beyond an end, the row there
@@ -276,8 +276,11 @@ def pad(f: Frame) -> Outcome:
     )  # fmt: skip
 
 
-def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int) -> Outcome:
-    """Padding by the rows next to the ends, in the opposite order: each rank reads the span in which its own lie."""
+def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: list[int]) -> Outcome:
+    """Padding by the rows next to the ends, in the opposite order: each rank reads the span in which its own lie.
+
+    others: what the other dims are padded by, as F.pad takes it.
+    """
     dim, end, out = cut.dim, x.shape[cut.dim], x.shape[cut.dim] + before + after
     if min(before, after) < 0:
         raise f.refuse("it mirrors one end and cuts the other")
@@ -292,16 +295,13 @@ def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int) -> Outcome
         found = [place(row) for row in (a, b - 1, *(turn for turn in (0, end - 1) if a <= turn < b))]
         spans.append((min(found), max(found) + 1) if length else (0, 0))
     start, length = chunk(out, f.n, f.rank)
-    amounts = list(f.get(1, "pad"))
-    k = 2 * (x.ndim - 1 - dim)
-    amounts[k : k + 2] = 0, 0
 
     def local(rows: torch.Tensor) -> torch.Tensor:
         if length and (start < before or start + length > before + end):
             of = torch.arange(start - before, start - before + length, device=rows.device)
             of = end - 1 - (end - 1 - of.abs()).abs()
             rows = rows.index_select(dim, of - spans[f.rank][0])
-        return F.pad(rows, amounts, "reflect" if length else "constant") if any(amounts) else rows
+        return F.pad(rows, others, "reflect" if length else "constant") if any(others) else rows
 
     return Outcome(cut, out, rows={0: (Rows(dim, end, tuple(spans)),)}, func=local, args=(x,), kwargs={})
 

@@ -145,8 +145,8 @@ def cross_entropy(
     """Of (b classes ...) and classes (b ...); None of weighted classes, and of a target that is a distribution."""
     if weight is not None or size_average is not None or reduce is not None or x.dim() == target.dim():
         return None
-    logits = x.log_softmax(int(x.dim() > 1))
-    return likelihood(logits, target, None, None, ignore_index, None, reduction, label_smoothing)
+    x = x.log_softmax(int(x.dim() > 1))
+    return likelihood(x, target, ignore_index=ignore_index, reduction=reduction, smooth=label_smoothing)
 
 
 def likelihood(

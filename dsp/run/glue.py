@@ -121,8 +121,9 @@ class Glue(TorchFunctionMode):
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
         try:
-            key: Any = (func, mark, key_of(args), key_of(kwargs), key_of(kwargs.values())) if kwargs else ()
-            key = key or (func, mark, key_of(args))
+            key: Any = (func, mark, key_of(args))
+            if kwargs:
+                key += (*kwargs, key_of(kwargs.values()))
             recipe = run.recipes.get(key)
         except (Odd, TypeError):
             key = recipe = None

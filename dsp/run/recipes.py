@@ -204,9 +204,8 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
     if op.what.changing and not alone:
         return None
-    own = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
-    if len(own) < sum(s is not None for s in op.shells):
-        own = None  # type: ignore[assignment]
+    at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
+    own = at if len(at) == sum(s is not None for s in op.shells) else None
     aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
     return Quick(outcome.func or op.func, rest, kept, parts, own, op.what.changing, aliases, bool(op.copies))
 
