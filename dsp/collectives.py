@@ -11,18 +11,14 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dsp.exchange import CARRIED, as_sent, exchanged, place, ranks, switch_plan, switch_plan_of_parts, wait
 from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group
 
 _lib = torch.library.Library("dsp", "DEF")
 _lib.define("switch(Tensor x, int src, int dst, int src_size, str group) -> Tensor")
@@ -35,42 +31,6 @@ _lib.define("reduce_scatter(Tensor x, int dim, str group) -> Tensor")
 _lib.define("all_reduce(Tensor x, str group) -> Tensor")
 
 
-def ranks(group: str) -> tuple[int, int]:
-    """(size, rank) of a process group by name."""
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    return pg.size(), pg.rank()
-
-
-# what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
-_CARRIED = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-})  # fmt: skip
-
-
-def _as_sent(x: Tensor) -> tuple[Tensor, int]:
-    """A dense tensor as a backend takes it, and how many of its numbers make one of x."""
-    if x.dtype in _CARRIED:
-        return x.resolve_neg(), 1
-    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
-
-
-def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
-    """To each rank its part of a flat tensor; if `later`, to be waited for."""
-    flat, width = _as_sent(send)
-    if width > 1:
-        out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if later:
-        out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
-    else:  # half the host time
-        out = flat.new_empty(sum(out_splits))
-        dist.all_to_all_single(out, flat, out_splits, in_splits, _resolve_process_group(group))  # type: ignore[arg-type]
-    return out if flat.dtype == send.dtype else out.view(send.dtype)
-
-
-def wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor.default(x)
-
-
 def inexact(x: Tensor) -> bool:
     """Whether a tensor holds real or complex numbers, which may have a gradient."""
     return x.is_floating_point() or x.is_complex()
@@ -78,7 +38,7 @@ def inexact(x: Tensor) -> bool:
 
 def added_in(dtype: torch.dtype) -> torch.dtype:
     """The type in which an all-reduce adds: its own, but for those that no backend adds up."""
-    if dtype in _CARRIED or (dtype.is_complex and dtype.itemsize > 4):  # complex: two real numbers
+    if dtype in CARRIED or (dtype.is_complex and dtype.itemsize > 4):  # complex: two real numbers
         return dtype
     if dtype.is_complex:
         return torch.complex64
@@ -94,85 +54,6 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
 
 
-class SwitchPlan:
-    """Sizes and block order of one switch on one rank: pack, exchange, unpack.
-
-    A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest.
-    When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
-    `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
-    order is a function of global sizes alone: strides may differ from rank to rank.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int
-    ) -> None:
-        self.shape, self.src, self.dst, self.dst_parts = shape, src, dst, list(dst_parts)
-        n, src_size = len(src_parts), sum(src_parts)
-        own_src, own_dst = src_parts[rank], dst_parts[rank]
-        if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
-            raise RuntimeError(
-                f"rank {rank} holds {shape[src]} x {shape[dst]} of dims {src} and {dst}, not its part {own_src} of "
-                f"{src_size} and all of {sum(dst_parts)}"
-            )
-        rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
-        self.in_splits = [own_src * d * rest for d in self.dst_parts]
-        self.out_splits = [s * own_dst * rest for s in src_parts]
-
-        def out(src_size: int) -> list[int]:
-            return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
-
-        self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
-        self.received = [out(s) for s in src_parts]
-        self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
-        # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
-        self.even = len(set(self.dst_parts)) == 1
-        self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
-        front = (dst, src + (src > dst))
-        self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
-
-    def pack(self, x: Tensor) -> Tensor:
-        if self.dst_leads:
-            return x.reshape(-1).contiguous()  # a flat view may still have a stride
-        if self.even:
-            return x.view(self.counted).permute(self.order).reshape(-1).contiguous()
-        send = x.new_empty(x.numel())
-        blocks = x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
-        for part, block in zip(send.split(self.in_splits), blocks):
-            part.view(block.shape).copy_(block)
-        return send
-
-    def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
-        return exchanged(send, self.out_splits, self.in_splits, group, later=later)
-
-    def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
-        """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
-        n, _ = ranks(group)
-        if any(a >= b for a, b in pairwise(among)):
-            raise ValueError(f"ranks {list(among)} should be in ascending order, in which what they send arrives")
-        splits = [0] * n, [0] * n
-        for i, peer in enumerate(among):
-            splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
-        return exchanged(send, *splits, group)
-
-    def unpack(self, received: Tensor) -> Tensor:
-        if self.dst_leads:
-            blocks = received.split(self.out_splits)
-            return torch.cat([b.view(shape) for b, shape in zip(blocks, self.received)], self.src).contiguous()
-        return received.view(self.joined).movedim(0, self.src).contiguous()
-
-
-@lru_cache(maxsize=4096)
-def _switch_plan(shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> SwitchPlan:
-    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank)
-
-
-_switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
-
-
-def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
-    return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
-
-
 def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
     plan = switch_plan(x, src, dst, src_size, group)
     return plan.unpack(plan.exchange(plan.pack(x), group))
@@ -182,25 +63,29 @@ def _switch_among(
     x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
 ) -> Tensor:
     rank = among.index(ranks(group)[1])
-    plan = _switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank)
+    plan = switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank)
     return plan.unpack(plan.exchange_among(plan.pack(x), among, group))
 
 
 def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
     """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
-    raw = len({x.dtype for x in xs}) > 1  # as bytes, then
+    if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
+        raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
+        return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
     plans = [switch_plan(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
-    width = [x.element_size() if raw else 1 for x in xs]
-    packed = [p.pack(x).view(torch.uint8) if raw else p.pack(x) for p, x in zip(plans, xs)]
-    n = len(plans[0].in_splits)
-    ins = [[p.in_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
-    outs = [[p.out_splits[r] * w for p, w in zip(plans, width)] for r in range(n)]
-    blocks = zip(*(flat.split(sizes) for flat, sizes in zip(packed, zip(*ins))))
-    send = torch.cat([block for to_one in blocks for block in to_one])
+    ins, outs = ([[*sizes] for sizes in zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
+    send = xs[0].new_empty(sum(map(sum, ins)))
+    if all(p.even for p in plans):
+        for rooms, plan, x in zip(send.view(len(ins), sum(ins[0])).split(ins[0], 1), plans, xs):
+            blocks = plan.blocks(x)
+            rooms.view(blocks.shape).copy_(blocks)
+    else:
+        rooms = send.split([size for sizes in ins for size in sizes])
+        for i, (plan, x) in enumerate(zip(plans, xs)):
+            place(rooms[i :: len(xs)], plan.blocks(x))
     received = exchanged(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group)
     parts = received.split([size for sizes in outs for size in sizes])
-    joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]
-    return [p.unpack(flat.view(x.dtype) if raw else flat) for p, flat, x in zip(plans, joined, xs)]
+    return [plan.join(parts[i :: len(xs)]) for i, plan in enumerate(plans)]
 
 
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
@@ -208,7 +93,7 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     parts = chunk_sizes(size, n)
     lead = x.movedim(dim, 0).contiguous()
     if len(set(parts)) == 1:
-        out = wait(torch.ops._c10d_functional.all_gather_into_tensor(_as_sent(lead)[0], n, group)).view(x.dtype)
+        out = wait(torch.ops._c10d_functional.all_gather_into_tensor(as_sent(lead)[0], n, group)).view(x.dtype)
     else:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)

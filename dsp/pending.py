@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.collectives import switch_plan, wait
+from dsp.exchange import switch_plan, wait
 from dsp.listening import back, remember, tell
 
 

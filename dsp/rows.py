@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.collectives import exchanged, implement, ranks, summed_in
+from dsp.collectives import implement, summed_in
+from dsp.exchange import exchanged, ranks
 from dsp.listening import back, remember
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes

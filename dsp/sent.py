@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsp.collectives import added_in, ranks
+from dsp.collectives import added_in
+from dsp.exchange import ranks
 from dsp.planner import chunk_sizes
 
 

@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "small switches that share an exchange come back in another order",
         "dsp/collectives.py",
-        "joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]",
-        "joined = [torch.cat(parts[i :: len(xs)][::-1]) for i in range(len(xs))]",
+        "return [plan.join(parts[i :: len(xs)]) for i, plan in enumerate(plans)]",
+        "return [plan.join(parts[i :: len(xs)][::-1]) for i, plan in enumerate(plans)]",
         "test_ops test_parallel",
     ),
     Fault(
@@ -247,13 +247,13 @@ FAULTS = [
     Fault(
         "what was written in place is switched where it was written",
         "dsp/plan/program.py",
-        "apart = step.event.written or step.event.kind == \"source\"",
-        "apart = step.event.kind == \"source\"",
+        'apart = step.event.written or step.event.kind == "source"',
+        'apart = step.event.kind == "source"',
         "test_hostile::test_refused_by_name",
     ),
     Fault(
         "complex numbers travel as they are",
-        "dsp/collectives.py",
+        "dsp/exchange.py",
         "return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()",
         "return x, 1",
         "test_dtypes",

@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 import dsp
 import dsp.embedded
 import zoo
-from dsp import collectives
 from dsp.embedded import blocks
+from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut, chunk
 from dsp.plan.watch import Watch
 from dsp.planner import chunk_sizes
@@ -231,7 +231,7 @@ def test_sizes_of_a_switch_over_1024_ranks(shape: tuple[int, int, int]) -> None:
     n, (batch, t, s), channels = 1024, shape, 256
     of_t, of_s = chunk_sizes(t, n), chunk_sizes(s, n)
     some = [*range(0, n, 50), t % n, n - 1]
-    plans = [collectives.SwitchPlan((batch, of_t[r], s, channels), 1, 2, of_t, of_s, r) for r in some]
+    plans = [SwitchPlan((batch, of_t[r], s, channels), 1, 2, of_t, of_s, r) for r in some]
     sent = [[plan.in_splits[r] for r in some] for plan in plans]
     assert [list(row) for row in zip(*sent)] == [[plan.out_splits[r] for r in some] for plan in plans]
     for r, plan in zip(some, plans):

@@ -10,7 +10,7 @@ import pytest
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private notation planner hardware
-tensors listening collectives pending sent rows count gradients layout sharded moves ops randomness
+tensors listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded
 """.split()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import dsp
 import zoo
 import zoo.attention
-from dsp.collectives import SwitchPlan
+from dsp.exchange import SwitchPlan
 from dsp.planner import chunk_sizes
 from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
 from gpu_parts.runner import told

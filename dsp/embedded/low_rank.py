@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore
+from dsp.exchange import ranks
 from dsp.inside import Peers, Place, Sends
 
 

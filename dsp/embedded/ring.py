@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsp.collectives import ranks
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore
 from dsp.embedded.low_rank import LowRank
+from dsp.exchange import ranks
 from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
 from dsp.private import _resolve_process_group

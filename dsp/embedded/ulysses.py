@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.collectives import ranks
 from dsp.embedded.core import AttentionCore
+from dsp.exchange import ranks
 from dsp.inside import Peers, Place, Sends
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes

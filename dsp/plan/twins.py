@@ -208,4 +208,3 @@ def once(
     for twin, group in enumerate(groups):
         for module in group:
             module.forward = wrapped(module.forward, twin)  # type: ignore[method-assign]
-

@@ -1,0 +1,153 @@
+"""One exchange with exact sizes, and what a switch puts into it: pack, exchange, unpack, on one rank.
+
+All sizes follow `torch.chunk`, or are told by part. `group` is the name of a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsp.planner import chunk_sizes
+from dsp.private import _resolve_process_group
+
+
+def ranks(group: str) -> tuple[int, int]:
+    """(size, rank) of a process group by name."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    return pg.size(), pg.rank()
+
+
+# what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
+CARRIED = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+})  # fmt: skip
+
+
+def as_sent(x: Tensor) -> tuple[Tensor, int]:
+    """A dense tensor as a backend takes it, and how many of its numbers make one of x."""
+    if x.dtype in CARRIED:
+        return x.resolve_neg(), 1
+    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
+
+
+def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
+    """To each rank its part of a flat tensor; if `later`, to be waited for."""
+    flat, width = as_sent(send)
+    if width > 1:
+        out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
+    if later:
+        out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
+    else:  # half the host time
+        out = flat.new_empty(sum(out_splits))
+        dist.all_to_all_single(out, flat, out_splits, in_splits, _resolve_process_group(group))  # type: ignore[arg-type]
+    return out if flat.dtype == send.dtype else out.view(send.dtype)
+
+
+def wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor.default(x)
+
+
+class SwitchPlan:
+    """Sizes and block order of one switch on one rank: pack, exchange, unpack.
+
+    A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest.
+    When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
+    `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
+    order is a function of global sizes alone: strides may differ from rank to rank.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int
+    ) -> None:
+        self.shape, self.src, self.dst, self.dst_parts = shape, src, dst, list(dst_parts)
+        n, src_size = len(src_parts), sum(src_parts)
+        own_src, own_dst = src_parts[rank], dst_parts[rank]
+        if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
+            raise RuntimeError(
+                f"rank {rank} holds {shape[src]} x {shape[dst]} of dims {src} and {dst}, not its part {own_src} of "
+                f"{src_size} and all of {sum(dst_parts)}"
+            )
+        rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
+        self.in_splits = [own_src * d * rest for d in self.dst_parts]
+        self.out_splits = [s * own_dst * rest for s in src_parts]
+
+        def out(src_size: int) -> list[int]:
+            return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
+
+        self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
+        self.received = [out(s) for s in src_parts]
+        self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
+        # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
+        self.even = len(set(self.dst_parts)) == 1
+        self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
+        front = (dst,) if self.dst_leads else (dst, src + (src > dst))
+        self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
+
+    def blocks(self, x: Tensor) -> Any:
+        """Views of what goes to each rank, in the order in which it is sent; equal ones in one tensor, ranks first."""
+        if self.even:
+            return x.view(self.counted).permute(self.order)
+        if self.dst_leads:
+            return x.split(self.dst_parts, self.dst)
+        return x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
+
+    def pack(self, x: Tensor) -> Tensor:
+        blocks = x if self.dst_leads else self.blocks(x)
+        if isinstance(blocks, Tensor):
+            return blocks.reshape(-1).contiguous()  # a flat view may still have a stride
+        send = x.new_empty(x.numel())
+        place(send.split(self.in_splits), blocks)
+        return send
+
+    def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
+        return exchanged(send, self.out_splits, self.in_splits, group, later=later)
+
+    def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
+        """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
+        n, _ = ranks(group)
+        if any(a >= b for a, b in pairwise(among)):
+            raise ValueError(f"ranks {list(among)} should be in ascending order, in which what they send arrives")
+        splits = [0] * n, [0] * n
+        for i, peer in enumerate(among):
+            splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
+        return exchanged(send, *splits, group)
+
+    def unpack(self, received: Tensor) -> Tensor:
+        if self.dst_leads:
+            return self.join(received.split(self.out_splits))
+        return received.view(self.joined).movedim(0, self.src).contiguous()
+
+    def join(self, received: Sequence[Tensor]) -> Tensor:
+        """The same of a flat tensor from each rank, in one copy."""
+        if self.dst_leads:
+            parts = [part.view(shape) for part, shape in zip(received, self.received)]
+        else:
+            lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
+            parts = [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
+        return torch.cat(parts, self.src).contiguous()
+
+
+def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
+    """Blocks into flat tensors."""
+    for room, block in zip(rooms, blocks):
+        room.view(block.shape).copy_(block)
+
+
+@lru_cache(maxsize=4096)
+def _switch_plan(shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> SwitchPlan:
+    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank)
+
+
+switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
+
+
+def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
+    return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
