@@ -423,6 +423,25 @@ s1 = Scribble()
 def forward(self, x: (b, t, s, c)):
     return self.s1(self.s0(x.softmax(-1), x))
 """,
+    "an argument that comes back as it was, and is wanted elsewhere": """
+b, t, h, w, c = 1, 1, 3, 4, 7
+stages = {"": "x=b t h w c", "s0": "b t h w [c], b t h w [c] -> b t h w [c], b t h w [c]"}
+s0 = Gate()
+def forward(self, x: (b, t, h, w, c)):
+    x4 = x.flatten(0, 2).movedim(-1, 1).reshape(x.shape)
+    x6 = torch.dropout(input=+x4, p=0.5, train=False)
+    return self.s0(x, x4)
+""",
+    "dropout of nothing, which returns it": """
+b, t, s, c = 1, 3, 5, 4
+stages = {"": "x=b t s c", "s0": "b t [s] [c]", "s1": "b [t] s [c]"}
+s0 = Attend(2)
+s1 = Attend(1)
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    x2 = F.dropout(x1, 1e-13, True)
+    return self.s0(x2), self.s1(x2), self.s1(x1), self.s0(x1)
+""",
 }
 
 

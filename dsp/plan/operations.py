@@ -19,12 +19,17 @@ from dsp.plan.operation import Combo, Operation, Ways
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
-from dsp.rules.functions import DENSE, PRODUCTS
+from dsp.rules.functions import DENSE, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
 from dsp.tensors import memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
-SAME = frozenset("contiguous flatten ravel to type type_as float double half bfloat16 real conj resolve_conj".split())
+SAME = frozenset(
+    """
+contiguous flatten ravel to type type_as float double half bfloat16 bool byte short int long cpu cuda real conj
+conj_physical resolve_conj resolve_neg positive dropout alpha_dropout feature_dropout feature_alpha_dropout
+""".split()
+)
 
 COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
 
@@ -50,7 +55,7 @@ class Operations(Values):
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
             if written and op.syms[0] is not None:
                 self.edges[op.syms[0].value].add(overwritten(tracked[0]))
-            if name in SAME and args and out is args[0]:
+            if name in SAME and out is tracked[0] and not draws(name, args, kwargs):
                 self.same.add(index)
             elif out is not NotImplemented:  # x == "a" is False, says Python then
                 self.glue(op, out)

@@ -113,8 +113,9 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
             dense = t.clone()
         elif op.copies is None and op.what.name in DENSE:
             dense = copied(t, parts[0], op.tensors[0], cut, shape)
-        # an argument as it was, with its copies: a rank that has nothing of it must not make them again
-        kept = own is op.shells[0] and dense is t and target in (None, cut) and not op.what.changing
+        # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives
+        # such a rank its argument, and the others something new
+        kept = own is op.shells[0] and dense is t and target in (None, cut) and not (op.what.changing or recipe.draws)
         written = op.what.changing and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))

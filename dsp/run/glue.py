@@ -99,8 +99,8 @@ class Glue(TorchFunctionMode):
         if script is not None and run.strayed is None:
             if index >= len(script.names) or script.names[index] != what.name:
                 run.strayed = ("glue", index, what.name), script.names[index] if index < len(script.names) else None
-            elif index in script.same and isinstance(args[0], Sharded):
-                return args[0]  # of a part it might be a copy, as of one that is not contiguous
+            elif index in script.same and isinstance(first := tensor_args(args, kwargs)[0], Sharded):
+                return first  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             args = args if what.kind is None else without_kind(args, what.kind)
