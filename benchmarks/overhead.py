@@ -35,7 +35,6 @@ import zoo
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.tracing import trace
-from dsp.run.agreement import all_gather
 from dsp.run.inputs import describe, taken_apart
 
 FEW, MANY = 10, 60
@@ -163,6 +162,7 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
     runtime = one.forward.__self__
     small, large = torch.randn(SHAPE), torch.randn(1, 64, 256, 64)
 
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     group, sixteen = mesh.get_group(), torch.zeros(16, dtype=torch.int64)
     everyone = sixteen.new_empty(16 * mesh.size())
 

@@ -40,6 +40,12 @@ LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
 
 
+def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
+    """`torch.distributed`'s, under way, to be waited for: by the group itself, in two thirds of the host time."""
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base  # renamed in torch 2.13
+    return gather(everyone, mine)
+
+
 def uncompiled(func: Any) -> Any:
     """Not to be made part of a compiled caller, which calls it as it runs; the compiler is not loaded for that."""
     func._torchdynamo_disable = True
@@ -117,6 +123,7 @@ __all__ = [
     "_push_mode",
     "_resolve_process_group",
     "after_backward",
+    "all_gather",
     "backward_node",
     "backward_pass",
     "checkpoint_frame",

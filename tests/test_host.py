@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from toys import Along, C, Glued
 
 import dsp
+from dsp.private import all_gather
 from dsp.run.agreement import small
 
 STAGES = Glued.stages
@@ -88,15 +88,14 @@ def test_ranks_that_are_told_different_things_are_named(ranks, n: int | str) -> 
 
 def one_collective(mesh: DeviceMesh) -> None:
     sent: list[int] = []
-    gather = dist.all_gather_single
 
-    def counted(everyone: Tensor, mine: Tensor, **options: Any) -> Any:
+    def counted(everyone: Tensor, mine: Tensor, group: Any) -> Any:
         sent.append(mine.numel() * mine.element_size())
-        return gather(everyone, mine, **options)
+        return all_gather(everyone, mine, group)
 
     alone = DeviceMesh("cpu", torch.arange(mesh.size())[:, None], mesh_dim_names=("dp", "sp"))["sp"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_single", counted)
+        patch.setattr("dsp.run.agreement.all_gather", counted)
         dsp.parallelize(Model(), alone)
         assert sent == []
         dsp.parallelize(Model(), mesh)

@@ -308,6 +308,9 @@ def strided_shards(mesh: DeviceMesh) -> None:
 def groups(mesh: DeviceMesh) -> None:
     group = private._resolve_process_group(mesh.get_group().group_name)
     assert (group.size(), group.rank()) == (mesh.size(), mesh.get_local_rank())
+    everyone = torch.zeros(group.size(), dtype=torch.int64)
+    private.all_gather(everyone, torch.tensor([group.rank()]), group).wait()
+    assert everyone.tolist() == list(range(group.size()))
 
 
 def functional_collectives(mesh: DeviceMesh) -> None:

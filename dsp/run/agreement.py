@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import Axis
+from dsp.private import all_gather
 from dsp.run.inputs import named
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
@@ -22,6 +24,7 @@ PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memor
 ROWS = 64  # of a tensor that weigh differently
 SMALL = 2**16  # bytes that one call of zlib reads faster than four of torch
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OF_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.cfloat, torch.cdouble})
 
 
 def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -59,14 +62,10 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
         return
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
     sums = torch.cat([checksum(p.detach()).to(device) for _, p in whole])
-    everyone = sums.new_empty(axis.size)
-    all_gather(everyone, checksum(sums), group=axis.mesh.get_group())
-    if alike(everyone):
+    if alike(gathered(axis, checksum(sums))):
         return
-    each = sums.new_empty(axis.size * len(whole))
-    all_gather(each, sums, group=axis.mesh.get_group())
-    rows = each.view(axis.size, -1).tolist()
-    odd = [k for (k, _), column in zip(whole, zip(*rows)) if len(set(column)) > 1]
+    columns = gathered(axis, sums).view(axis.size, -1).unbind(1)
+    odd = [k for (k, _), column in zip(whole, columns) if not alike(column)]
     raise RuntimeError(
         f"the ranks of one sequence-parallel group hold different weights: {some(odd)}. Build the model from one seed "
         "or one file on all of them, and average gradients over them before each optimizer step; a parameter of which "
@@ -77,10 +76,13 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
 def same(axis: Axis, key: Any) -> bool:
     """Whether what has this repr is the same on all ranks: 8 bytes a rank."""
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
-    mine = torch.tensor([number(key)], device=device)
-    everyone = mine.new_empty(axis.size)
-    all_gather(everyone, mine, group=axis.mesh.get_group())
-    return alike(everyone)
+    return alike(gathered(axis, torch.tensor([number(key)], device=device)))
+
+
+def gathered(axis: Axis, mine: Tensor) -> Tensor:
+    everyone = mine.new_empty(axis.size * len(mine))
+    all_gather(everyone, mine, axis.mesh.get_group()).wait()
+    return everyone
 
 
 def alike(everyone: Tensor) -> bool:
@@ -110,11 +112,6 @@ def number(key: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-def all_gather(everyone: Tensor, mine: Tensor, **options: Any) -> Any:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return gather(everyone, mine, **options)
-
-
 class Agreement:
     """One small asynchronous all-gather a step, looked at as the next one begins."""
 
@@ -124,6 +121,8 @@ class Agreement:
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
         self.numbers: dict[int, Tensor] = {}  # on the device
+        self.own = np.zeros(SLOTS + 1, dtype=np.int64)  # on the host; what is sent is these numbers, where they lie
+        self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * (SLOTS + 1), dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         return Agreement(self.axis, self.positional)  # what is on its way is not asked for twice
@@ -134,10 +133,15 @@ class Agreement:
             return  # a CUDA graph: what it replays was agreed on in the calls before
         self.finish()
         checked = [i for i, v in enumerate(leaves) if compared(v)]
-        mine = (self.on_device if self.device == "cuda" else on_host)(number, [leaves[i] for i in checked])
-        everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
-        work = all_gather(everyone, mine, group=self.group, async_op=True)
-        arrived, answer = self.to_host(work, everyone) if self.device == "cuda" else (work.wait, everyone)
+        whole = [leaves[i] for i in checked]
+        if self.device == "cuda":
+            mine = self.on_device(number, whole)
+            everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
+            arrived, answer = self.to_host(all_gather(everyone, mine, self.group), everyone)
+        else:
+            self.own[:] = on_host(number, whole)
+            mine, everyone = self.sent
+            arrived, answer = all_gather(everyone, mine, self.group).wait, everyone
         self.pending = arrived, answer, (spec, checked), (mine, everyone)
         if wait:
             self.finish()
@@ -199,18 +203,19 @@ def compared(v: Any) -> bool:
     return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
 
 
-def on_host(number: int, tensors: list[Tensor]) -> Tensor:
+def on_host(number: int, tensors: list[Tensor]) -> list[int]:
     """What is compared of these inputs, where nothing waits for a device."""
     sums = [number, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
     if len(sums) > SLOTS + 1:
         sums[SLOTS:] = [zlib.crc32(repr(sums[SLOTS:]).encode())]
-    return torch.tensor(sums + [0] * (SLOTS + 1 - len(sums)))
+    return sums + [0] * (SLOTS + 1 - len(sums))
 
 
 def small(x: Tensor) -> int:
-    dense = x.detach().resolve_conj().resolve_neg().contiguous()
-    # dims of size 1 may have any stride, by which numbers cannot be seen as bytes
-    return zlib.crc32(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if x.dtype not in OF_NUMPY:
+        x = x.detach().resolve_conj()
+        x = x.view(KINDS[x.element_size()])
+    return zlib.crc32(np.ascontiguousarray(x.numpy(force=True)))  # type: ignore[arg-type]
 
 
 def checksum(x: Tensor) -> Tensor:
