@@ -11,6 +11,7 @@ of a process group.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -206,63 +207,58 @@ def _keep(names: str) -> Any:
     return setup
 
 
-torch.library.register_autograd(
-    "dsp::switch",
-    lambda ctx, g: (back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group), *[None] * 4),
-    setup_context=_keep("src dst src_size group"),
-    lib=_lib,
-)
+def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> None:
+    """The backward of an op on one tensor, by its other arguments, which are `given`."""
+
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return send(ctx, g), *[None] * len(given.split())
+
+    torch.library.register_autograd(f"dsp::{name}", backward, setup_context=_keep(given), lib=_lib)
 
 
-def _switch_among_back(ctx: Any, g: Tensor) -> Any:
+def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
     where = ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group
-    return back(ctx, torch.ops.dsp.switch_among, g, *where), None, None, None, None, None, None
+    return back(ctx, torch.ops.dsp.switch_among, g, *where)
 
 
-torch.library.register_autograd(
-    "dsp::switch_among",
-    _switch_among_back,
-    setup_context=_keep("src dst src_parts dst_parts among group"),
-    lib=_lib,
-)
-
-
-def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def keep_many(ctx: Any, xs: list[Tensor]) -> None:
+    """In the forward of an op on several tensors: which of them ask for a gradient."""
     remember(ctx)
     ctx.set_materialize_grads(False)
-    xs, ctx.src, ctx.dst, _, ctx.group = inputs
-    ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
     ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
 
 
-def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
-    # what nobody used has no gradient, and all ranks agree on that
+def back_many(ctx: Any, grads: list[Tensor | None], send: Callable[[list[int]], list[Tensor]]) -> list[Tensor | None]:
+    """In its backward: `send` takes the numbers of those that ask. What nobody used has no gradient, and all ranks
+    agree on that."""
     asks = [i for i in ctx.asks if grads[i] is not None]
-    found: list[Tensor | None] = [None] * len(grads)
-    if asks:
+    found = dict(zip(asks, send(asks))) if asks else {}
+    return [found.get(i) for i in range(len(grads))]
+
+
+def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    xs, ctx.src, ctx.dst, _, ctx.group = inputs
+    ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
+    keep_many(ctx, xs)
+
+
+def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
+    def send(asks: list[int]) -> list[Tensor]:
         where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-        moved = back(ctx, torch.ops.dsp.switch_many, [grads[i] for i in asks], *where, ctx.group)
-        for i, g in zip(asks, moved):
-            found[i] = g
-    return found, None, None, None, None
+        return back(ctx, torch.ops.dsp.switch_many, [grads[i] for i in asks], *where, ctx.group)
+
+    return back_many(ctx, grads, send), None, None, None, None
 
 
 torch.library.register_autograd("dsp::switch_many", _switch_many_back, setup_context=_keep_many, lib=_lib)
-torch.library.register_autograd(
-    "dsp::gather",
-    lambda ctx, g: (back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group), None, None, None),
-    setup_context=_keep("dim size group"),
-    lib=_lib,
-)
-torch.library.register_autograd(
-    "dsp::reduce_scatter",
-    lambda ctx, g: (back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group), None, None),
-    setup_context=_keep("dim group"),
-    lib=_lib,
-)
-torch.library.register_autograd(
-    "dsp::all_reduce",
-    lambda ctx, g: (back(ctx, torch.ops.dsp.all_reduce, g, ctx.group), None),
-    setup_context=_keep("group"),
-    lib=_lib,
-)
+_adjoint(
+    "switch", "src dst src_size group",
+    lambda ctx, g: back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group),
+)  # fmt: skip
+_adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
+_adjoint("gather", "dim size group", lambda ctx, g: back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group))
+_adjoint(
+    "reduce_scatter", "dim group",
+    lambda ctx, g: back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group),
+)  # fmt: skip
+_adjoint("all_reduce", "group", lambda ctx, g: back(ctx, torch.ops.dsp.all_reduce, g, ctx.group))

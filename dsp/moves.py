@@ -38,7 +38,7 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
         return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     fine, (i, j) = factor(shape, (src, dst))
-    out = torch.ops.dsp.switch(x.reshape(localize(fine, i, sp)), i, j, fine[i], sp.group)
+    out = torch.ops.dsp.switch(x.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i], sp.group)
     return out.reshape(sp.local_shape(shape, dst))
 
 
@@ -60,7 +60,7 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     if len(small) > 1:
         opened = [factor(parts[i].shape, (parts[i].src, parts[i].dst)) for i in small]
         moved = torch.ops.dsp.switch_many(
-            [parts[i].local.reshape(localize(fine, at[0], sp)) for i, (fine, at) in zip(small, opened)],
+            [parts[i].local.reshape(sp.local_shape(fine, Cut(at[0]))) for i, (fine, at) in zip(small, opened)],
             [at[0] for _, at in opened],
             [at[1] for _, at in opened],
             [fine[at[0]] for fine, at in opened],
@@ -75,12 +75,8 @@ def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
     if cut.outer == 1:
         return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group)
     fine, (i,) = factor(shape, (cut,))
-    out = torch.ops.dsp.gather(x.reshape(localize(fine, i, sp)), i, fine[i], sp.group)
+    out = torch.ops.dsp.gather(x.reshape(sp.local_shape(fine, Cut(i))), i, fine[i], sp.group)
     return out.reshape(tuple(shape))
-
-
-def localize(fine: list[int], dim: int, sp: Axis) -> tuple[int, ...]:
-    return sp.local_shape(fine, Cut(dim))
 
 
 class SplitInput(torch.autograd.Function):

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from dsp.gradients import connected_local, covered_exit
+from dsp.gradients import connected_local, covered_exit, global_stride
 from dsp.layout import Axis, Cut, factor, sp_view
-from dsp.moves import SplitInput, gather_local, localize, mean_local, sums, switch_local
+from dsp.moves import SplitInput, gather_local, mean_local, sums, switch_local
 from dsp.pending import PendingSwitch
 from dsp.sharded import as_dtensor
 
@@ -66,7 +66,7 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
         return SwitchHandle(lambda: x)
     fine, (src, dst) = factor(shape, (cut, target))
     local = connected_local(x)
-    pending = PendingSwitch(local.reshape(localize(fine, src, sp)), src, dst, fine[src], sp.group)
+    pending = PendingSwitch(local.reshape(sp.local_shape(fine, Cut(src))), src, dst, fine[src], sp.group)
     return SwitchHandle(lambda: _rewrap(pending.wait().reshape(sp.local_shape(shape, target)), x, sp, index, target))
 
 
@@ -159,12 +159,8 @@ def _free_dim(x: DTensor, dim: int, index: int, what: str) -> int:
 def _rewrap(local: Tensor, like: DTensor, sp: Axis, index: int, cut: Cut | None) -> DTensor:
     if like.device_mesh.ndim == 1 and cut is not None:
         return sp.wrap(local, cut, like.shape, guard=True)
-    from torch.distributed.tensor import Replicate
-
     placements = list(like.placements)
     placements[index] = cut.placement() if cut else Replicate()
-    from dsp.gradients import global_stride
-
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=global_stride(local, like.shape)
     )

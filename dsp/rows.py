@@ -7,16 +7,16 @@ to whom follows from the spans, which all ranks know, so that all rows travel in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsp.collectives import implement, summed_in
+from dsp.collectives import back_many, implement, keep_many, summed_in
 from dsp.exchange import exchanged, ranks
-from dsp.listening import back, remember
+from dsp.listening import back
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes
 
@@ -88,18 +88,18 @@ def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], gro
 
 def _swap(pieces: list[list[Tensor]], shapes: list[list[list[int]]], group: str) -> list[list[Tensor]]:
     """To each rank its pieces, one of every tensor, in one exchange; what comes from each, in these shapes."""
-    kinds = {p.dtype for p in pieces[0]}
-    raw = len(kinds) > 1  # as bytes, then
+    dtypes = [p.dtype for p in pieces[0]]
+    raw = len(set(dtypes)) > 1  # as bytes, then
     flat = [[p.reshape(-1).contiguous() for p in own] for own in pieces]
     flat = [[p.view(torch.uint8) for p in own] for own in flat] if raw else flat
-    dtypes = [p.dtype for p in pieces[0]]
     width = [p.element_size() if raw else 1 for p in pieces[0]]
-    lengths = [[w * torch.Size(s).numel() for w, s in zip(width, own)] for own in shapes]
+    lengths = [[w * math.prod(s) for w, s in zip(width, own)] for own in shapes]
     received = exchanged(
         torch.cat([p for own in flat for p in own]), [sum(own) for own in lengths],
         [sum(p.numel() for p in own) for own in flat], group,
     )  # fmt: skip
-    parts = iter(received.split([k for own in lengths for k in own]))
+    came = received.split([k for own in lengths for k in own])
+    parts = iter([p.clone() for p in came] if raw else came)  # bytes of another type begin anywhere
     return [[next(parts).view(t).view(s) for t, s in zip(dtypes, own)] for own in shapes]
 
 
@@ -150,24 +150,19 @@ def _(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    remember(ctx)
-    ctx.set_materialize_grads(False)
     xs, ctx.dims, ctx.sizes, ctx.spans, ctx.group = inputs
-    ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
+    keep_many(ctx, xs)
 
 
 def _adjoint(op: str) -> Any:
     def adjoint(ctx: Any, grads: list[Tensor | None]) -> Any:
-        # what nobody used has no gradient, and all ranks agree on that
-        asks = [i for i in ctx.asks if grads[i] is not None]
-        found: list[Tensor | None] = [None] * len(grads)
-        if asks:
+        def send(asks: list[int]) -> list[Tensor]:
             n, _ = ranks(ctx.group)
             spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
             where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
-            for i, g in zip(asks, back(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)):
-                found[i] = g
-        return found, None, None, None, None
+            return back(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
+
+        return back_many(ctx, grads, send), None, None, None, None
 
     return adjoint
 
@@ -176,22 +171,22 @@ torch.library.register_autograd("dsp::rows", _adjoint("rows_home"), setup_contex
 torch.library.register_autograd("dsp::rows_home", _adjoint("rows"), setup_context=_keep, lib=_lib)
 
 
-@counts("rows", "rows")
-def _sent(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
-    _, rank = ranks(group)
-    found = 0
-    for x, w in zip(xs, ways_of(dims, sizes, spans, group)):
-        found += nbytes(x) // max(x.shape[w.dim], 1) * sum(k for r, (_, k) in enumerate(w.given) if r != rank)
-    return found
+def _sent(way: str) -> Callable[..., int]:
+    """The bytes of the rows that lie in one way, `given` or `taken`, and not here."""
+
+    def sent(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
+        _, rank = ranks(group)
+        found = 0
+        for x, w in zip(xs, ways_of(dims, sizes, spans, group)):
+            own = sum(k for r, (_, k) in enumerate(getattr(w, way)) if r != rank)
+            found += nbytes(x) // max(x.shape[w.dim], 1) * own
+        return found
+
+    return sent
 
 
-@counts("rows", "rows_home")
-def _sent_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
-    _, rank = ranks(group)
-    found = 0
-    for g, w in zip(grads, ways_of(dims, sizes, spans, group)):
-        found += nbytes(g) // max(g.shape[w.dim], 1) * sum(k for q, (_, k) in enumerate(w.taken) if q != rank)
-    return found
+counts("rows", "rows")(_sent("given"))
+counts("rows", "rows_home")(_sent("taken"))
 
 
 def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:

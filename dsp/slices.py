@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -205,17 +206,12 @@ class Probe:
 
     def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:
         """The tensors that it returns, and the numbers beside them; `seen` sees its operations."""
-        before = [(b, b.detach().clone()) for b in self.module.buffers()]
         self.runs += 1
-        try:
-            with torch.no_grad(), warnings.catch_warnings(), seen:
-                warnings.simplefilter("ignore")  # of shapes that a model was not made for
-                randomness.seed(self.seed)
-                output = self.module(*args, **kwargs)
-                return tensors_in(output), constants_in(output)
-        finally:
-            for b, value in before:
-                b.detach().copy_(value)
+        with keeping_buffers(self.module), torch.no_grad(), warnings.catch_warnings(), seen:
+            warnings.simplefilter("ignore")  # of shapes that a model was not made for
+            randomness.seed(self.seed)
+            output = self.module(*args, **kwargs)
+            return tensors_in(output), constants_in(output)
 
     def independent(self, cuts: Sequence[Cut | None], size: int) -> list[Cut] | None:
         """Where each output carries the dim that `cuts` point at in the inputs; None if the call depends on it.
@@ -242,6 +238,17 @@ class Probe:
                 return None
         assert places is not None
         return [p[0] for p in places]
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Leaves the buffers as they were."""
+    before = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        for b, value in before:
+            b.detach().copy_(value)
 
 
 def copied(args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ class Stage:
             cuts: list[Cut | None] = []
             fits = True
             for b in bound:
-                cut = cut_for(b.pattern, b.tensor.shape, name, sizes) if b.pattern else None
+                cut = cut_for(b.pattern, b.tensor.shape, name, sizes)
                 cuts.append(cut)
                 fits = fits and (cut is None or fits_fold(b.pattern, name, sizes, n))
             if fits and any(c is not None for c in cuts):
@@ -125,25 +126,16 @@ def cut_for(pattern: TensorPattern | None, shape: Any, name: str, sizes: Mapping
         return None
     axis = pattern.axis_of(name)
     names = pattern.axes[axis]
-    product = 1
-    for n in names:
-        product *= sizes[n]
-    if shape[axis] != product:
+    if shape[axis] != math.prod(sizes[n] for n in names):
         return None
-    outer = 1
-    for n in names[: names.index(name)]:
-        outer *= sizes[n]
-    return Cut(axis, outer)
+    return Cut(axis, math.prod(sizes[n] for n in names[: names.index(name)]))
 
 
 def fits_fold(pattern: TensorPattern | None, name: str, sizes: Mapping[str, int], n: int) -> bool:
     if pattern is None or name not in pattern.names:
         return True
     names = pattern.axes[pattern.axis_of(name)]
-    inner = 1
-    for other in names[names.index(name) + 1 :]:
-        inner *= sizes[other]
-    return fold_fits(sizes[name], inner, n)
+    return fold_fits(sizes[name], math.prod(sizes[other] for other in names[names.index(name) + 1 :]), n)
 
 
 def clean(name: str) -> str:

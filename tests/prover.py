@@ -26,9 +26,9 @@ from dsp.rules import (
     Operand,
     Outcome,
     localize_source,
+    replaced,
     source_cuts,
     tensor_args,
-    with_operands,
     without_operands,
 )
 from dsp.rules.functions import in_place, op_name
@@ -156,8 +156,7 @@ class _Whole:
             inputs[i] = read[0] if len(read) == 1 else read
         if operands is None:
             stream: Any = iter(inputs)
-            args = tuple(with_operands(a, stream) for a in args)
-            kwargs = {k: with_operands(v, stream) for k, v in kwargs.items()}
+            args, kwargs = replaced(args, kwargs, stream)
         else:
             table = {id(o): t for o, t in zip(operands, inputs)}
             args, kwargs = without_operands(args, table), {k: without_operands(v, table) for k, v in kwargs.items()}
@@ -181,8 +180,7 @@ class _Whole:
         for rank in range(n):
             operands = [Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)]
             stream = iter(operands)
-            args = tuple(with_operands(a, stream) for a in call.args)
-            kwargs = {k: with_operands(v, stream) for k, v in call.kwargs.items()}
+            args, kwargs = replaced(call.args, call.kwargs, stream)
             try:
                 outcome = RULES[call.name](Frame(call.name, args, kwargs, n, rank, call.func))
             except GlueError as refusal:
@@ -319,8 +317,7 @@ def _frame(call: Call, n: int, rank: int) -> tuple[Frame, dict[int, Tensor]]:
     tensors = tensor_args(call.args, call.kwargs)
     operands = [Operand(tuple(t.shape)) for t in tensors]
     stream = iter(operands)
-    args = tuple(with_operands(a, stream) for a in call.args)
-    kwargs = {k: with_operands(v, stream) for k, v in call.kwargs.items()}
+    args, kwargs = replaced(call.args, call.kwargs, stream)
     return Frame(call.name, args, kwargs, n, rank, call.func), {id(o): t for o, t in zip(operands, tensors)}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsp.check.compare import Call, compare
-from dsp.slices import TOLERANCE, copies
+from dsp.slices import TOLERANCE, copies, keeping_buffers
 
 
 @dataclass
@@ -64,9 +64,5 @@ def prepared(
 
 def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0) -> Call:
     """A call that leaves the buffers as they were."""
-    before = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
+    with keeping_buffers(model):
         return Call(model, args, kwargs, grad, seed=seed)
-    finally:
-        for b, value in before:
-            b.detach().copy_(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands
+from dsp.rules import RULES, Frame, Operand, Outcome, replaced, tensor_args
 from dsp.rules.functions import known
 from dsp.tensors import tensors_in
 
@@ -240,10 +240,8 @@ class Follower(TorchFunctionMode):
     ) -> Outcome | None:
         """What the rule says on n ranks."""
         operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
-        converted = tuple(with_operands(a, operands) for a in args)
-        frame = Frame(name, converted, {k: with_operands(v, operands) for k, v in kwargs.items()}, n)
         try:
-            return RULES.get(name, no_rule)(frame)
+            return Frame(name, *replaced(args, kwargs, operands), n).outcome()
         except Exception:  # GlueError says no; a rule given what it was not made for says nothing
             return None
 

@@ -20,7 +20,7 @@ from dsp.notation import StagePattern
 from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.signature import Signature
-from dsp.slices import Probe, divisors
+from dsp.slices import Probe, divisors, keeping_buffers
 from dsp.stages import clean
 from dsp.tensors import tensors_in
 from dsp.text import number_of
@@ -110,17 +110,14 @@ class Search:
         for module in dict.fromkeys(runs(self.model)):
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self.leave))
-        before = [(b, b.detach().clone()) for b in self.model.buffers()]
         self.on_root = root.append
         try:
             randomness.seed(self.seed)
-            with self.follower:
+            with keeping_buffers(self.model), self.follower:
                 self.model(*args, **kwargs)
         finally:
             for h in handles:
                 h.remove()
-            for buffer, value in before:
-                buffer.detach().copy_(value)
         return root[0]
 
     def on_op(self, op: GlueOp) -> None:

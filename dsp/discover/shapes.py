@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.discover.dims import ranks_for
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, Operand, Outcome, no_rule, tensor_args, with_operands, without_operands
+from dsp.rules import Frame, Operand, Outcome, replaced, tensor_args, without_operands
 from dsp.rules.functions import known
 from dsp.slices import Probe, call_part, copied
 from dsp.tensors import tensors_in
@@ -70,10 +70,7 @@ class Walk(TorchFunctionMode):
             return out
         tensors = tensor_args(args, kwargs)
         operands = [Operand(tuple(t.shape)) for t in tensors]
-        each = iter(operands)
-        taken = tuple(with_operands(a, each) for a in args)
-        named = {k: with_operands(v, each) for k, v in kwargs.items()}
-        step = Step(what.name, taken, named, operands)
+        step = Step(what.name, *replaced(args, kwargs, iter(operands)), operands)
         cut = self.follow(step, [part_of(t) for t in tensors], what.changing) if self.whole is not None else None
         out = func(*args, **kwargs)
         results = tensors_in(out)
@@ -99,7 +96,7 @@ class Walk(TorchFunctionMode):
         if any(cuts):
             if (changing and cuts[0] is None) or "out" in own.kwargs:
                 raise Dependent  # a part written into what is whole
-            outcome = RULES.get(step.name, no_rule)(step.frame(cuts, self.size // self.length))
+            outcome = step.frame(cuts, self.size // self.length).outcome()
             if outcome.narrow or outcome.rows or outcome.numbers or outcome.reduce is not None:
                 raise Dependent
         if outcome.args is None and outcome.kwargs is None and own.numbers() != step.numbers():

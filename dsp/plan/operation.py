@@ -12,7 +12,7 @@ from torch import Tensor
 from dsp.layout import Cut
 from dsp.plan.events import Sym
 from dsp.planner import Choice, Layout
-from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
+from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.sources import EXPANDED
 from dsp.tensors import memory
 
@@ -62,12 +62,11 @@ class Operation:
     def frame(self, cuts: Mapping[int, Cut | None]) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
         operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
-        converted = tuple(with_operands(a, operands) for a in self.args)
-        return Frame(self.name, converted, {k: with_operands(v, operands) for k, v in self.kwargs.items()}, self.n)
+        return Frame(self.name, *replaced(self.args, self.kwargs, operands), self.n)
 
     def outcome(self, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
         try:
-            return RULES.get(self.name, no_rule)(self.frame(cuts))
+            return self.frame(cuts).outcome()
         except GlueError as error:
             return error
 

@@ -16,9 +16,8 @@ from dsp.rules.call import (
     Operand,
     Outcome,
     Rule,
-    no_rule,
+    replaced,
     tensor_args,
-    with_operands,
     without_operands,
 )
 from dsp.rules.sources import SOURCES, localize_source, source_cuts
@@ -26,6 +25,6 @@ from dsp.rules.sources import SOURCES, localize_source, source_cuts
 MODULES = along, elementwise, joins, products, sequences, shape, windows  # each puts its own into RULES
 
 __all__ = [
-    "RULES", "SOURCES", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "no_rule", "source_cuts",
-    "tensor_args", "with_operands", "without_operands",
+    "RULES", "SOURCES", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",
+    "source_cuts", "tensor_args", "without_operands",
 ]  # fmt: skip

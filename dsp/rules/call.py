@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,6 +91,10 @@ class Frame:
         visit(tuple(self.kwargs.values()))
         return found
 
+    def outcome(self) -> Outcome:
+        """What the rule says. Raises GlueError where it refuses, or where there is none."""
+        return RULES.get(self.name, no_rule)(self)
+
     def refuse(self, reason: str, advice: str = "") -> GlueError:
         shapes = ", ".join(
             f"{list(o.shape)}" + (f" sharded along dim {o.cut.dim}" if o.cut else "") for o in self.operands()
@@ -144,13 +148,17 @@ def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def with_operands(value: Any, operands: Iterator[Operand]) -> Any:
-    """The same arguments with the tensors replaced, in order."""
+def with_operands(value: Any, new: Iterator[Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return next(operands)
+        return next(new)
     if type(value) in (list, tuple):
-        return type(value)(with_operands(v, operands) for v in value)
+        return type(value)(with_operands(v, new) for v in value)
     return value
+
+
+def replaced(args: Any, kwargs: Mapping[str, Any], new: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with the tensors among its arguments replaced, in order."""
+    return with_operands(tuple(args), new), {k: with_operands(v, new) for k, v in kwargs.items()}
 
 
 def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
-from dsp.rules import Outcome, localize_source, with_operands, without_operands
+from dsp.rules import Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.homes import home_of
@@ -55,9 +55,7 @@ def follow(op: Operation, recipe: Recipe) -> Any:
 
 def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], push: Sequence[Cut | None] = ()) -> Any:
     """The call on whole tensors, and of its results this rank's part where the plan wants it."""
-    stream: Any = iter(tensors)
-    args = tuple(with_operands(a, stream) for a in op.args)
-    kwargs = {k: with_operands(v, stream) for k, v in op.kwargs.items()}
+    args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
     with writes(op, tensors, cuts) as views:
         out = views(op.func(*args, **kwargs))
     return parted(op.run, out, push)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, without_operands
+from dsp.rules import Frame, GlueError, Operand, Outcome, without_operands
 from dsp.sharded import Sharded, plain
 from dsp.tensors import version
 
@@ -109,7 +109,7 @@ class View:
         x = Operand(self.frame.args[0].shape, cut)
         frame = replace(self.frame, args=(x, *self.frame.args[1:]))
         try:
-            outcome = RULES[frame.name](frame) if cut is not None else Outcome(None)
+            outcome = frame.outcome() if cut is not None else Outcome(None)
         except GlueError:
             return None
         # others give a shape alone, as those of view_as

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dsp.layout import At, Cut
 from dsp.plan.script import GlueStep, Via
-from dsp.rules import RULES, Frame, GlueError, Operand, Outcome, no_rule, with_operands
+from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.functions import ALIASES, DENSE, Function, draws
 from dsp.run.forward import Run
 from dsp.run.homes import View
@@ -123,9 +123,7 @@ class Operation:
         """The call with Operands for tensors, cut so."""
         stream = iter([Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)])
         axis = self.run.axis
-        converted = tuple(with_operands(a, stream) for a in self.args)
-        named = {k: with_operands(v, stream) for k, v in self.kwargs.items()}
-        return Frame(self.what.name, converted, named, axis.size, axis.rank, self.func)
+        return Frame(self.what.name, *replaced(self.args, self.kwargs, stream), axis.size, axis.rank, self.func)
 
 
 def cut_at(t: Sharded | None) -> Cut | None:
@@ -146,7 +144,7 @@ def derive(op: Operation) -> Recipe:
         try:
             if changing and op.shells[0] is None:
                 raise frame.refuse("it writes a sharded tensor into a whole one")
-            outcome = RULES.get(op.what.name, no_rule)(frame)
+            outcome = frame.outcome()
         except GlueError as refusal:
             if run.script is not None and not (run.script.recorded or run.strayed):
                 raise
@@ -223,7 +221,7 @@ def detour(op: Operation) -> tuple[list[Cut | None], Frame, Outcome] | None:
         cuts = [Cut(dim) if s is not None else None for s in op.shells]
         frame = op.frame(cuts)
         try:
-            return cuts, frame, RULES.get(op.what.name, no_rule)(frame)
+            return cuts, frame, frame.outcome()
         except GlueError:
             continue
     return None
