@@ -7,6 +7,7 @@ to whom follows from the spans, which all ranks know, so that all rows travel in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.planner import chunk_sizes
+from dsp.rows import Rows, read_rows
 
 ASKS = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -86,6 +87,10 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
     mixed = ops.switch_many([part(whole, 1), part(other, 1)], [1, 1], [2, 2], [shape[1]] * 2, group)
     same(mixed[0], part(whole, 2))
     same(mixed[1], part(other, 2))
+    every = Rows(1, shape[1], ((0, shape[1]),) * n)
+    read = read_rows([part(other, 1), part(whole, 1)], [every, every], group)  # the second begins at any byte
+    same(read[0], other)
+    same(read[1], whole)
 
 
 def every(mesh: DeviceMesh) -> None:

@@ -21,9 +21,13 @@ class Program:
         for step in found.steps:
             for v, key in zip(step.op.inputs, step.choice.needs):
                 self.used.setdefault(v, set()).add(key)
+        inputs = {v: self.used.get(v, set()) for v in self.trace.inputs.values()}
+        # the layout into which the model's input is split as it enters: the only one in which it is used
+        self.entry = {v: next(iter(layouts)) for v, layouts in inputs.items() if len(layouts) == 1}
         self.moves: dict[int, list[Move]] = {}
         for m in found.solution.moves:
-            self.moves.setdefault(m.value, []).append(m)
+            if m.kind != "split" or m.dst != self.entry.get(m.value):
+                self.moves.setdefault(m.value, []).append(m)
         self.push = self.pushes()
         self.meet()
 
@@ -96,8 +100,7 @@ class Program:
         copies, same, fresh = map(frozenset, (t.copies, t.same, t.fresh))
         script = Script({}, [], {}, t.random_glue, copies, same=same, fresh=fresh, names=tuple(t.names))
         for param, v in t.inputs.items():
-            layouts = self.used.get(v, set())
-            script.inputs[param] = self.cut(v, next(iter(layouts))) if len(layouts) == 1 else None
+            script.inputs[param] = self.cut(v, self.entry.get(v))
         homes = dict(self.found.solution.homes)
         for step in self.found.steps:
             homes.update(zip(step.op.outputs, step.choice.gives))

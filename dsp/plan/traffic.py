@@ -135,9 +135,8 @@ class Traffic:
         summed = list(t.whole_grads)
         for v in t.inputs.values():
             if t.grads[v] and t.values[v].home == (None,):
-                layouts = self.program.used.get(v, set())
-                if len(layouts) == 1 and None not in layouts:
-                    self.send(Sending("backward", INPUTS, "gather", 1, t.values[v], next(iter(layouts)), None))
+                if (layout := self.program.entry.get(v)) is not None:
+                    self.send(Sending("backward", INPUTS, "gather", 1, t.values[v], layout, None))
                 else:
                     summed.append(t.values[v].nbytes)
         for size in summed:
