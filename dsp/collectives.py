@@ -11,7 +11,7 @@ of a process group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,46 +155,35 @@ for _name, _kernel in [
     implement(_lib, _name, _kernel)
 
 
-@torch.library.register_fake("dsp::switch", lib=_lib)
-def _(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
+def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
+    """What an op makes of a tensor without data: one of this shape."""
+    torch.library.register_fake(f"dsp::{name}", lambda x, *where: x.new_empty(shape(x.shape, *where)), lib=_lib)
+
+
+def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
+    return [sizes.get(d, size) for d, size in enumerate(shape)]
+
+
+def _own(size: int, group: str) -> int:
     n, rank = ranks(group)
-    shape = list(x.shape)
-    shape[src], shape[dst] = src_size, chunk_sizes(int(x.shape[dst]), n)[rank]
-    return x.new_empty(shape)
+    return chunk_sizes(int(size), n)[rank]
 
 
-@torch.library.register_fake("dsp::switch_among", lib=_lib)
-def _(
-    x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
-) -> Tensor:
-    shape = list(x.shape)
-    shape[src], shape[dst] = sum(src_parts), dst_parts[among.index(ranks(group)[1])]
-    return x.new_empty(shape)
+_shapes("switch", lambda s, src, dst, src_size, group: _resized(s, {src: src_size, dst: _own(s[dst], group)}))
+_shapes(
+    "switch_among",
+    lambda s, src, dst, src_parts, dst_parts, among, group: _resized(
+        s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
+    ),
+)
+_shapes("gather", lambda s, dim, size, group: _resized(s, {dim: size}))
+_shapes("reduce_scatter", lambda s, dim, group: _resized(s, {dim: _own(s[dim], group)}))
+_shapes("all_reduce", lambda s, group: s)
 
 
 @torch.library.register_fake("dsp::switch_many", lib=_lib)
 def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
     return [torch.ops.dsp.switch(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
-
-
-@torch.library.register_fake("dsp::gather", lib=_lib)
-def _(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = size
-    return x.new_empty(shape)
-
-
-@torch.library.register_fake("dsp::reduce_scatter", lib=_lib)
-def _(x: Tensor, dim: int, group: str) -> Tensor:
-    n, rank = ranks(group)
-    shape = list(x.shape)
-    shape[dim] = chunk_sizes(int(x.shape[dim]), n)[rank]
-    return x.new_empty(shape)
-
-
-@torch.library.register_fake("dsp::all_reduce", lib=_lib)
-def _(x: Tensor, group: str) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _keep(names: str) -> Any:

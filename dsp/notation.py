@@ -17,6 +17,7 @@ sum of f over the slices of x. This module only parses; it knows no tensors.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -266,9 +267,7 @@ def solve_sizes(
         waiting = []
         for pattern, axis, size in folds:
             known_sizes = {n: sizes.get(n, root.get(n)) for n in axis}
-            product = 1
-            for value in known_sizes.values():
-                product *= value if value is not None else 1
+            product = math.prod(value for value in known_sizes.values() if value is not None)
             unknown = [n for n, value in known_sizes.items() if value is None]
             if len(unknown) > 1:
                 waiting.append((pattern, axis, size))

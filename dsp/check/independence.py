@@ -13,7 +13,7 @@ from dsp.check.report import Report
 from dsp.layout import Cut
 from dsp.private import pytree
 from dsp.run.inputs import describe
-from dsp.slices import call_part, error, part, slices
+from dsp.slices import call_part, copied, error, part, slices
 from dsp.stages import Stage, cut_for
 from dsp.tensors import tensors_in
 
@@ -30,7 +30,7 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
         def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = stage) -> None:
             if (key := (own.name, describe(*pytree.tree_flatten((args, kwargs))))) not in seen:
                 seen.add(key)
-                calls.append((own, *pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))))
+                calls.append((own, *copied(args, kwargs)))
 
         handles.append(stage.module.register_forward_pre_hook(record, with_kwargs=True))
     try:

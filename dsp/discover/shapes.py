@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -28,26 +27,23 @@ class Dependent(RuntimeError):
     """A slice goes another way than the whole."""
 
 
-@dataclass
-class Step:
-    """One operation: its arguments with an Operand for each tensor, these in order, and one for each of its results."""
+class Step(NamedTuple):
+    """One operation, and an Operand for each of its results."""
 
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: list[Operand]
-    given: list[Operand] = field(default_factory=list)
+    frame: Frame
+    given: list[Operand]
 
-    def numbers(self) -> Any:
-        """All but the tensors."""
-        nothing: dict[int, Any] = {id(o): None for o in self.operands}
-        return without_operands((self.args, tuple(sorted(self.kwargs.items()))), nothing)
 
-    def frame(self, cuts: Sequence[Cut | None], n: int) -> Frame:
-        """This step with the operands sharded."""
-        cut: dict[int, Any] = {id(o): Operand(o.shape, c) for o, c in zip(self.operands, cuts)}
-        kwargs = {k: without_operands(v, cut) for k, v in self.kwargs.items()}
-        return Frame(self.name, without_operands(self.args, cut), kwargs, n)
+def numbers(frame: Frame) -> Any:
+    """All but the tensors."""
+    nothing: dict[int, Any] = {id(o): None for o in frame.operands()}
+    return without_operands((frame.args, tuple(sorted(frame.kwargs.items()))), nothing)
+
+
+def sharded(frame: Frame, cuts: Sequence[Cut | None], n: int) -> Frame:
+    cut: dict[int, Any] = {id(o): Operand(o.shape, c) for o, c in zip(frame.operands(), cuts)}
+    kwargs = {k: without_operands(v, cut) for k, v in frame.kwargs.items()}
+    return Frame(frame.name, without_operands(frame.args, cut), kwargs, n)
 
 
 class Walk(TorchFunctionMode):
@@ -69,12 +65,11 @@ class Walk(TorchFunctionMode):
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
             return out
         tensors = tensor_args(args, kwargs)
-        operands = [Operand(tuple(t.shape)) for t in tensors]
-        step = Step(what.name, *replaced(args, kwargs, iter(operands)), operands)
-        cut = self.follow(step, [part_of(t) for t in tensors], what.changing) if self.whole is not None else None
+        frame = Frame(what.name, *replaced(args, kwargs, iter([Operand(tuple(t.shape)) for t in tensors])), n=1)
+        cut = self.follow(frame, [part_of(t) for t in tensors], what.changing) if self.whole is not None else None
         out = func(*args, **kwargs)
         results = tensors_in(out)
-        step.given = [Operand(tuple(t.shape)) for t in results]
+        step = Step(frame, [Operand(tuple(t.shape)) for t in results])
         if self.whole is not None:
             given = self.whole.steps[len(self.steps)].given
             if not self.parts(step.given, given, [cut] * len(given)):
@@ -84,22 +79,22 @@ class Walk(TorchFunctionMode):
         self.steps.append(step)
         return out
 
-    def follow(self, own: Step, cuts: list[Cut | None], changing: bool) -> Cut | None:
+    def follow(self, own: Frame, cuts: list[Cut | None], changing: bool) -> Cut | None:
         """Where the results of a step on the slice will lie in those of the whole, for all that its rule says."""
         assert self.whole is not None
         if len(self.steps) == len(self.whole.steps):
             raise Dependent
-        step = self.whole.steps[len(self.steps)]
-        if own.name != step.name or not self.parts(own.operands, step.operands, cuts):
+        frame = self.whole.steps[len(self.steps)].frame
+        if own.name != frame.name or not self.parts(own.operands(), frame.operands(), cuts):
             raise Dependent
         outcome = Outcome(None)
         if any(cuts):
             if (changing and cuts[0] is None) or "out" in own.kwargs:
                 raise Dependent  # a part written into what is whole
-            outcome = step.frame(cuts, self.size // self.length).outcome()
+            outcome = sharded(frame, cuts, self.size // self.length).outcome()
             if outcome.narrow or outcome.rows or outcome.numbers or outcome.reduce is not None:
                 raise Dependent
-        if outcome.args is None and outcome.kwargs is None and own.numbers() != step.numbers():
+        if outcome.args is None and outcome.kwargs is None and numbers(own) != numbers(frame):
             raise Dependent  # a length that is counted
         return outcome.cut
 
