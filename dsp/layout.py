@@ -28,6 +28,10 @@ class Cut(NamedTuple):
     def placement(self) -> Placement:
         return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.outer)
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape can be sharded so."""
+        return self.dim < len(shape) and shape[self.dim] % self.outer == 0
+
 
 def cut_of(placement: Placement) -> Cut | None:
     if isinstance(placement, _StridedShard):

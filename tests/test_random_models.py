@@ -442,6 +442,27 @@ def forward(self, x: (b, t, s, c)):
     x2 = F.dropout(x1, 1e-13, True)
     return self.s0(x2), self.s1(x2), self.s1(x1), self.s0(x1)
 """,
+    "copies of which one is made of another": """
+b, t, s, c = 2, 6, 3, 4
+stages = {"": "y=b t s c"}
+p0 = param(s)
+def forward(self, y: (b, t, s, c)):
+    x1 = torch.zeros_like(y)
+    x1[:, :, :, 2] = self.p0
+    x7 = x1.permute(3, 1, 2, 0).reshape(6, 3, 4, 2)
+    return x1.logcumsumexp(0)
+""",
+    "a forward that leaves its plan, and has fewer dims where that shards one": """
+b, t, s, c = 1, 1, 1, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    x2 = x.flatten(0, 2)
+    if self.other:
+        x2 = torch.cat([x2, x2 * 2], 1).narrow(1, 1, x2.shape[1])
+    x3 = x2.cumsum(1) / 3
+    x4 = x3.reshape(b, s, c)
+    return x4.cumsum(-1)
+""",
 }
 
 
@@ -511,8 +532,24 @@ def test_reading_memory_as_it_lies_is_refused(ranks) -> None:
     assert "as_strided() between stages" in verdict.reason
 
 
-def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks) -> None:
-    """A fold with a batch of 2 is told apart on 4 ranks, and switched at once: what is written then it cannot see."""
-    (verdict,) = Judge(ranks)([TORN], 4)
+ASTRAY = """
+b, t, s, c = 2, 3, 1, 4
+stages = {"": "x=b t s c"}
+s0 = Mlp()
+def forward(self, x: (b, t, s, c)):
+    x1 = self.s0(x)
+    if self.other:
+        x1 = x1.flatten().view(x1.shape)
+    x1.masked_fill_(x1 > 0.9, 0.25)
+    x3 = torch.einsum("abcd,abcd->dbac", x1, x1)
+    return torch.einsum("abcd,Dbac->aDc", x1, x3)
+"""
+
+
+@pytest.mark.parametrize(("text", "n"), [(TORN, 4), (ASTRAY, 3)])
+def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks, text: str, n: int) -> None:
+    """A fold with a batch of 2 is told apart on 4 ranks, and switched at once: what is written then it cannot see. Nor
+    can what a forward that left its plan switched for a view, and writes into."""
+    (verdict,) = Judge(ranks)([text], n)
     assert verdict.kind == "refused", verdict
-    assert "Write it out of place" in verdict.reason
+    assert "rite it out of place" in verdict.reason

@@ -22,6 +22,7 @@ class Traffic:
         self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
         self.sendings: list[Sending] = []
         self.own_call: dict[Move, int] = {}
+        self.rounds = self.in_turn()
         self.count_moves()
         for step in found.steps:
             self.count_step(step)
@@ -71,10 +72,24 @@ class Traffic:
             yield "recompute", m.kind, m.src, m.dst
 
     def collective(self, m: Move) -> Hashable:
-        """The same for moves that share one: switches of small tensors at one place."""
+        """The same for moves that share one: switches of small tensors at one place, but for a copy made of another."""
         if m.kind != "switch" or not fuses(self.trace.values[m.value].nbytes, self.found.size):
             return m
-        return ("push", m.after) if self.program.pushed(m) else ("use", m.before)
+        return ("push", m.after) if self.program.pushed(m) else ("use", m.before, self.rounds[m])
+
+    def in_turn(self) -> dict[Move, int]:
+        """Before an op copies are made together, until one is to be made of these (`Run.copy_first`): how often so."""
+        rounds: dict[Move, int] = {}
+        for k, event in enumerate(self.trace.events):
+            now, made = 0, set[tuple[int, Layout]]()
+            for v in dict.fromkeys(s.value for s in event.operands if s is not None):
+                for m in (m for m in self.program.moves.get(v, []) if m.before == k and not self.program.pushed(m)):
+                    if (v, m.src) in made:
+                        now, made = now + 1, set()
+                    rounds[m] = now
+                    if m.kind == "switch":
+                        made.add((v, m.dst))
+        return rounds
 
     # --- what recomputation repeats ---
 

@@ -62,10 +62,11 @@ def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], 
 
 
 def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
-    """Of whole results this rank's part where the plan wants it."""
+    """Of whole results this rank's part where the plan wants it; in a run that has left its plan it may not fit."""
     if not any(push):
         return out
-    own = [t if c is None else run.carry(run.axis.narrow(t, c), c, t.shape) for t, c in zip(tensors_in(out), push)]
+    cuts = [c if c is not None and c.fits(t.shape) else None for t, c in zip(tensors_in(out), push)]
+    own = [t if c is None else run.carry(run.axis.narrow(t, c), c, t.shape) for t, c in zip(tensors_in(out), cuts)]
     return map_tensors(out, own)
 
 
@@ -106,6 +107,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         shape = list(t.shape)
         shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
         target = recipe.push[k] if k < len(recipe.push) else None
+        target = target if target is not None and target.fits(shape) else None
         dense = t
         if op.copies and memory(t) == memory(parts[0]):
             dense = t.clone()

@@ -72,13 +72,8 @@ class Run:
         """A sharded tensor as glue holds it; None for any other."""
         if isinstance(t, Sharded):
             t = t.__dict__.get("now", t)
-        for missed, name in self.stale if isinstance(t, Tensor) and not isinstance(t, DTensor) else ():
-            if missed == memory(t):
-                raise GlueError(
-                    f"{name} wrote in place into a tensor that had to be switched or gathered for it or for a view, "
-                    "and what it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
-                    "of place"
-                )
+        if self.stale and isinstance(t, Tensor) and not isinstance(t, DTensor):
+            self.seen_writes(t)
         if isinstance(t, Sharded):
             return t
         if not isinstance(t, DTensor):
@@ -93,6 +88,16 @@ class Run:
             )
         return self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
 
+    def seen_writes(self, t: Tensor) -> None:
+        """Raises GlueError if its memory has missed a write in place."""
+        for missed, name in self.stale:
+            if missed == memory(t):
+                raise GlueError(
+                    f"{name} wrote in place into a tensor that had to be switched or gathered for it or for a view, "
+                    "and what it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
+                    "of place"
+                )
+
     def move(self, t: Sharded, cut: Cut | None) -> Tensor:
         """This rank's part under another cut (None: whole)."""
         return self.move_all([(t, cut)])[0]
@@ -101,6 +106,8 @@ class Run:
         """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
         if all(cut == t.at.cut for t, cut in wanted):
             return [plain(t) for t, _ in wanted]
+        for t in (t for t, cut in wanted if self.stale and cut != t.at.cut):  # a view may see what its home missed
+            self.seen_writes(home_of(t).local)
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
         sources = [self.source(t, cut) for t, cut in wanted]
         for (t, _), source in zip(wanted, sources):

@@ -7,7 +7,7 @@ rules of `dsp.rules` and the decisions of the plan, and kept for all operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from dsp.layout import Cut
 from dsp.listening import listening
 from dsp.private import (
     FakeTensor,
@@ -139,7 +140,7 @@ class Glue(TorchFunctionMode):
         if recipe is None:
             if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
                 raise GlueError(f"{what.name}() {KEPT}")
-            if step is not None and step.cuts is not None and len(step.cuts) != len(shells):
+            if step is not None and step.cuts is not None and not fit(step.cuts, shells):
                 run.strayed, op.step = (run.where, step.name), None  # x + 0 before, x + y now
             if not any(s is not None for s in shells):
                 if op.step is not None and op.step.source is not None:
@@ -219,6 +220,13 @@ class Glue(TorchFunctionMode):
             with NO():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def fit(cuts: Sequence[Cut | None], tensors: Sequence[Sharded | None]) -> bool:
+    """Whether these are as many tensors as a plan has cuts for, and can be cut so."""
+    return len(cuts) == len(tensors) and all(
+        c is None or t is None or c.fits(t.at.shape) for c, t in zip(cuts, tensors)
+    )
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:

@@ -215,7 +215,7 @@ def has_operands(value: Any) -> bool:
 def detour(op: Operation) -> tuple[list[Cut | None], Frame, Outcome] | None:
     """The first dim along which all sharded operands could be cut for this operation."""
     shapes = [s.at.shape for s in op.shells if s is not None]
-    for dim in range(max(map(len, shapes))):
+    for dim in range(max(map(len, shapes), default=0)):
         if any(dim >= len(shape) or shape[dim] < 2 for shape in shapes):
             continue
         cuts = [Cut(dim) if s is not None else None for s in op.shells]
