@@ -119,6 +119,13 @@ class Dims:
             axes.append(tuple(axis))
         return axes
 
+    def claim(self, t: Tensor, cut: Cut, dims: tuple[Dim, ...], key: Any) -> None:
+        """A followed tensor turns out to have these dims there."""
+        axes = axes_of(t)
+        if axes is not None:
+            found: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
+            follow(t, self.fill(t.shape, [*found, (cut, dims)], key), is_live(t))
+
     def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
         """The part of a fold that spans [start, end) of it, as products of sizes."""
         at, taken = 1, []
@@ -218,8 +225,8 @@ class Follower(TorchFunctionMode):
             tried = [outcome]
             if outcome is None and len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
                 tried = [self.outcome(name, args, kwargs, shapes, {i: c}, n) for i, c in carriers.items()]
-            for i, cut in (outcome.narrow if outcome is not None else {}).items():
-                self.meet(tensors[i], cut, dim)
+            for i, cut in (outcome.narrow if outcome is not None else {}).items():  # whole, and it has the dim, too
+                self.dims.claim(tensors[i], cut, (dim,), ("op", self.index))
             cuts = [o.cut for o in tried if o is not None and o.cut is not None]
             for k, cut in enumerate(dict.fromkeys(cuts)):
                 found.append((cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size)))
@@ -227,13 +234,6 @@ class Follower(TorchFunctionMode):
         for k, t in enumerate(out):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
             follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
-
-    def meet(self, t: Tensor, cut: Cut, dim: Dim) -> None:
-        """A whole tensor that the operation narrows has the dim, too."""
-        axes = axes_of(t)
-        if axes is not None:
-            known: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
-            follow(t, self.dims.fill(t.shape, [*known, (cut, (dim,))], ("op", self.index)), is_live(t))
 
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int

@@ -150,7 +150,7 @@ class Search:
                 dim = self.dim_of(node, g)
                 for i, (t, cut) in enumerate(zip(tensors, g.cuts)):
                     if cut is not None and dim is not None:
-                        self.claim(t, cut, dim, ("arg", node.index, i))
+                        self.dims.claim(t, cut, dim, ("arg", node.index, i))
             node.inputs = [axes_of(t) or [] for t in tensors]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -169,7 +169,7 @@ class Search:
                 if taken & set(dim):  # one dim in two operands, sliced apart: two dims in the output
                     dim = self.dims.born(("apart", node.index, n), g.size)
                 taken |= set(dim)
-                self.claim(t, g.outputs[k], dim, ("out", node.index, k))
+                self.dims.claim(t, g.outputs[k], dim, ("out", node.index, k))
             self.keep_names(node, t)
         node.outputs = [axes_of(t) or [] for t in tensors]
 
@@ -185,13 +185,7 @@ class Search:
 
     def dim_of(self, node: Node, g: Group) -> tuple[Dim, ...] | None:
         arg, cut = g.primary
-        return dim_at([atoms(a) for a in node.inputs[arg]], cut, g.size)
-
-    def claim(self, t: Tensor, cut: Cut, dim: tuple[Dim, ...], key: Any) -> None:
-        axes = axes_of(t)
-        assert axes is not None
-        known = [(c, (d,)) for d, c in places(axes)]
-        follow(t, self.dims.fill(t.shape, [*known, (cut, dim)], key), is_live(t))
+        return dim_at(known(node.inputs[arg]), cut, g.size)
 
     # --- one submodule ---
 
