@@ -95,7 +95,7 @@ class Count(dsp.count_comm):
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        traffic = [getattr(self, phase) for phase in PHASES]
+        traffic = [getattr(self, phase) for phase in PHASES] if func.namespace != "aten" else []
         before = [(t.calls.total(), t.bytes.total()) for t in traffic]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         made = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]

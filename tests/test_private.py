@@ -126,6 +126,15 @@ def fake_tensors() -> None:
         x = mode.from_tensor(torch.ones(2, 3)) @ torch.ones(3, 4)
     assert (tuple(x.shape), x.dtype, x.device) == ((2, 4), torch.float32, torch.device("cpu"))
     assert type(x) is not Tensor
+    for like in (torch.ones(2, 3), nn.Parameter(torch.ones(2, 3)), torch.ones(2, device="meta"), torch.arange(3)):
+        new = private.fake_tensor(mode, like, like.dtype)
+        with mode:
+            made = torch.empty(like.shape, dtype=like.dtype)
+            made = nn.Parameter(made) if like.requires_grad else made
+        for what in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+            assert getattr(new, what) == getattr(made, what), what
+        assert (type(new), new.stride()) == (type(made), made.stride())
+        assert isinstance(new, nn.Parameter) == isinstance(like, nn.Parameter)
     with mode, pytest.raises(private.DataDependentOutputException):
         bool(x.sum() > 0)
     with mode, pytest.raises(private.DynamicOutputShapeException):

@@ -35,7 +35,7 @@ from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.reads import READS, place
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.solve import Goal
-from dsp.private import FakeTensorMode, pytree
+from dsp.private import FakeTensorMode, fake_tensor, pytree
 from dsp.rules import GlueError
 from dsp.slices import Probe, call_part, copies
 from dsp.tensors import tensors_in
@@ -217,9 +217,7 @@ def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
 
     def fake(t: Tensor) -> Tensor:
-        with mode:
-            new = torch.empty(tuple(t.shape), dtype=t.dtype, device="cpu" if t.is_meta else t.device)
-        return fakes.setdefault(id(t), nn.Parameter(new, False) if isinstance(t, nn.Parameter) else new)
+        return fakes.setdefault(id(t), fake_tensor(mode, t, t.dtype).requires_grad_(False))
 
     copy = Skeleton(fake, {}, ()).of(model).train()
     return mode, copy, pytree.tree_map_only(Tensor, fake, given)

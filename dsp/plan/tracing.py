@@ -25,7 +25,7 @@ from dsp.plan.events import Trace
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
-from dsp.private import FakeTensorMode, pytree
+from dsp.private import FakeTensorMode, fake_tensor, pytree
 from dsp.rules import GlueError
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
@@ -101,11 +101,9 @@ class Rehearsal:
 
     def fake(self, t: Tensor) -> Tensor:
         kind = self.how.kind(t)
-        if self.how.real:
-            new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
-        else:
-            with self.mode:
-                new = torch.empty(tuple(t.shape), dtype=kind, device="cpu" if t.device.type == "meta" else t.device)
+        if not self.how.real:
+            return fake_tensor(self.mode, t, kind)
+        new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
         if isinstance(t, nn.Parameter):
             return nn.Parameter(new, requires_grad=t.requires_grad)
         return new.requires_grad_() if t.requires_grad else new

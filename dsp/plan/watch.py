@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from dsp.private import TorchDispatchMode
+from dsp.private import OpOverload, TorchDispatchMode
 from dsp.tensors import tensors_in
 
 FLOPS: dict[Any, Callable[..., int]] = {
@@ -23,6 +24,26 @@ FLOPS: dict[Any, Callable[..., int]] = {
 
 # they return memory as it is
 UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
+
+
+class Facts(NamedTuple):
+    """What an operation does, whatever it is given."""
+
+    count: Callable[..., int] | None  # of its FLOPs
+    draws: bool  # random numbers
+    touches: bool  # reads and writes memory: it is no view
+    makes: bool  # new tensors and nothing else
+
+
+@cache
+def facts(func: OpOverload) -> Facts:
+    aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return Facts(
+        count=FLOPS.get(func.overloadpacket),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
+        makes=not func._schema.is_mutable and not aliased,
+    )
 
 
 class Watch(TorchDispatchMode):
@@ -45,21 +66,17 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        count = FLOPS.get(func.overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
-        if torch.Tag.nondeterministic_seeded in func.tags and not undropped(func, args, kwargs):
+        out, op = func(*args, **kwargs), facts(func)
+        if op.count is not None:
+            self.flops += op.count(*args, **kwargs, out_val=out)
+        if op.draws and not undropped(func, args, kwargs):
             self.random = True
-        aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-        made = tensors_in(out)
-        if made and all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED:
-            tensors = tensors_in((args, kwargs)) + made
+        if op.touches and (made := tensors_in(out)):
             # of an expanded tensor there is less than its size
-            strided = (t for t in tensors if t.layout == torch.strided)
+            strided = (t for t in tensors_in((args, kwargs)) + made if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
             self.touched[self.inside > 0] += sum(sizes)
-        if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
+        if not op.makes:
             return out
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
