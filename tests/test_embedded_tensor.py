@@ -158,15 +158,8 @@ def formula(n: int, r: int, s: int) -> float:
     return 2 * (n - 1) / n * (r * r * (272 + 512 / n) + s * r * (32 + 512 / n))
 
 
-@pytest.mark.parametrize(
-    ("r", "s", "n", "table"),
-    [
-        (768, 512, 8, {"dap": 394, "dsp": 205}),
-        slow(2048, 512, 16, {"dap": 2400}),
-    ],
-)
-def test_bytes_of_fastfold(r: int, s: int, n: int, table: dict[str, int]) -> None:
-    found = {}
+def test_bytes_of_fastfold() -> None:
+    (r, s, n), table, found = (768, 512, 8), {"dap": 394, "dsp": 205}, {}
     for method in table:
         plans = []
         for depth in (1, 2):

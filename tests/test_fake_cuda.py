@@ -134,7 +134,7 @@ def run(case: str, n: int, rank: int, cast: bool) -> list[Any]:
     "case",
     [
         slow("transformer2d"), "latte-text", slow("stdit-v3"), slow("st_mamba-2"), slow("st_rwkv"), slow("axial-video"),
-        "axial-image-colour", "evoformer", slow("pairformer"),
+        "axial-image-colour", slow("evoformer"), slow("pairformer"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("unanswered")

@@ -254,11 +254,9 @@ def parity(mesh: DeviceMesh, names: list[str], shapes: list[tuple[int, int, int]
     ("n", "shapes", "ckpt"),
     [
         slow(2, [(2, 5, 3), (1, 4, 6)], False, id="2-shapes0-False"),
-        slow(2, [(2, 5, 3)], True),
-        slow(3, [(2, 7, 4)], False),
-        (3, [(2, 7, 4)], True),
+        (2, [(2, 5, 3)], True),
+        slow(3, [(2, 7, 4)], True),
         slow(4, [(1, 6, 5)], False, id="4-shapes2-False"),
-        slow(4, [(1, 6, 5)], True, id="4-shapes2-True"),
     ],
 )
 def test_exact(ranks, n: int, shapes: list[tuple[int, int, int]], ckpt: bool) -> None:

@@ -136,12 +136,11 @@ MIXED = [(2, 6, 10), (1, 6, 6)]  # 2 x 2 ranks for two frames, 15 places; and 1 
 @pytest.mark.parametrize(
     ("method", "n", "case", "shapes", "heads"),
     [
-        slow("ring", 2, "transformer2d", SHAPES, 4), ("ring", 3, "transformer2d", SHAPES, 4),
-        slow("ring", 4, "transformer2d", SHAPES, 4), slow("ring", 4, "transformer2d-stdit", SHAPES, 4),
-        ("ulysses", 2, "transformer2d-stdit", SHAPES, 4), slow("ulysses", 4, "transformer2d", SHAPES, 4),
-        ("ulysses", 4, "transformer2d", [(3, 6, 10)], 6),  # heads: 2, 2, 2 and 0
+        ("ring", 3, "transformer2d", SHAPES[:1], 4), slow("ring", 4, "transformer2d-stdit", SHAPES, 4),
+        ("ulysses", 2, "transformer2d-stdit", SHAPES[:1], 4), slow("ulysses", 4, "transformer2d", SHAPES, 4),
+        slow("ulysses", 4, "transformer2d", [(3, 6, 10)], 6),  # heads: 2, 2, 2 and 0
         slow("dsp", 3, "transformer2d", SHAPES, 4), slow("dsp_ring", 4, "transformer2d", MIXED, 4),
-        ("dsp_ulysses", 4, "transformer2d", MIXED, 4), slow("megatron_lm", 2, "transformer2d", [(3, 6, 10)], 4),
+        slow("dsp_ulysses", 4, "transformer2d", MIXED, 4), slow("megatron_lm", 2, "transformer2d", [(3, 6, 10)], 4),
         ("megatron_sp", 2, "transformer2d", [(3, 6, 10)], 4),
     ],
 )  # fmt: skip

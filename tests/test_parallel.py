@@ -148,19 +148,18 @@ SHAPES = [(1, 7, 5), (2, 4, 8), (1, 5, 3), (2, 3, 3)]
 
 
 @pytest.mark.parametrize("name", toys.TOYS)
-@pytest.mark.parametrize("n", [slow(1), slow(2), 3, slow(4)])
+@pytest.mark.parametrize("n", [slow(1), 3, slow(4)])
 def test_exact(ranks, name: str, n: int) -> None:
     several = name in ("Grid", "Unplanned")  # shapes in turn
     ranks(parity, n, name, SHAPES if n != 3 else SHAPES[::3] if several else SHAPES[:1], n % 2 == 0)
 
 
-@pytest.mark.parametrize("name", [slow("Grid"), "Folded", slow("Cube")])
+@pytest.mark.parametrize("name", ["Folded", slow("Cube")])
 def test_exact_the_other_way_round(ranks, name: str) -> None:
-    ranks(parity, 2, name, SHAPES[:2], False)
-    ranks(parity, 3, name, SHAPES[:2], True)
+    ranks(parity, 3, name, SHAPES[:1], True)
 
 
-@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), "Global"])
+@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), slow("Global")])
 @pytest.mark.parametrize("n", [2, slow(4)])
 def test_exact_under_the_models_own_checkpointing(ranks, name: str, n: int) -> None:
     ranks(parity, n, name, SHAPES[:2], n == 2, True)

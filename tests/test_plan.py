@@ -96,6 +96,7 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
 
 
+@pytest.mark.slow
 def test_large_tensors_switch_alone(ranks) -> None:
     """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
     shape = 1, 320, 256

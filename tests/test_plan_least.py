@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from slow import slow
 from test_planner import least, verify
 from torch import Tensor, nn
 
@@ -20,10 +21,9 @@ ONE_LAYER = {"Grid", "Folded", "Cube"}
     [
         *((name, True, n, batch) for name in ("Grid", "Folded", "Cube", "Global") for n, batch in ((2, 2), (3, 2))),
         *(("Grid", False, n, batch) for n, batch in ((2, 1), (2, 2), (3, 2), (3, 3))),
-        ("Global", False, 2, 2),
-        ("Branches", True, 2, 2),
+        slow("Global", False, 2, 2), slow("Branches", True, 2, 2),
     ],
-)
+)  # fmt: skip
 def test_no_layouts_of_a_traced_model_cost_less(name: str, staged: bool, n: int, batch: int) -> None:
     model = toys.TOYS[name](**({"layers": 1} if name in ONE_LAYER else {})).double()
     stages = dict(model.stages) if staged else {"": model.stages[""]}

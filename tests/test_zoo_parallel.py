@@ -82,12 +82,13 @@ def parity(mesh: DeviceMesh, case: str, frames: int, height: int, width: int) ->
 OF_A_KIND = {  # others show the same
     "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba", "st_mamba-sst",
     "st_mamba-2-sst", "st_rwkv-sst", "latte-2-class", "latte-2-text", "latte-3-class", "latte-3-text", "latte-4-class",
-    "stdit-v3", "axial-video-summed", "axial-image",
+    "stdit-v3", "axial-video-summed", "axial-image", "latte-text",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *(case for case in CASES if case not in OF_A_KIND)))
-@pytest.mark.parametrize("n", [3, slow(4)])
+@pytest.mark.parametrize(
+    ("case", "n"), [*((case, 3) for case in CASES if case not in OF_A_KIND), *(slow(case, 4) for case in CASES)]
+)
 def test_models(ranks, case: str, n: int) -> None:
     ranks(parity, n, case, 7 if n == 3 else 5, 6, 10)
 
@@ -107,10 +108,9 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     ("kind", "case"),
     [slow("rf", "transformer2d-class"), slow("iddpm", "latte-class"), ("rf", "stdit-v3"), slow("iddpm", "stdit-v2")],
 )
-@pytest.mark.parametrize("n", [slow(2), 4])
-def test_objectives(ranks, kind: str, case: str, n: int) -> None:
+def test_objectives(ranks, kind: str, case: str) -> None:
     depth = build(case).config.depth
-    for counts in ranks(objective, n, kind, case, 7 if n == 2 else 5):
+    for counts in ranks(objective, 4, kind, case, 5):
         assert set(counts["forward"]) == {"switch", "all_reduce"}
         assert counts["recompute"] == {}
         assert counts["forward"]["switch"]["calls"] <= 2 * depth
@@ -131,7 +131,7 @@ def checked(mesh: DeviceMesh, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", slow_but([*CASES, *PROTEINS], "axial-image-colour", "latte-4-text", "stdit-v3", "evoformer-opm-first")
+    "case", slow_but([*(c for c in CASES if c not in OF_A_KIND), *PROTEINS], "axial-image-colour")
 )
 def test_stages_are_what_they_say(ranks, case: str) -> None:
     ranks(checked, 3, case)
@@ -145,9 +145,8 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "case", slow_but([*NEW, *PROTEINS], "axial-video", "latte-4-text", "stdit-v3", "st_mamba-2-sst")
+    ("case", "n"), [("axial-video", 2), *(slow(case, 4) for case in [*NEW, *PROTEINS])]
 )
-@pytest.mark.parametrize("n", [2, slow(4)])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
         assert largest <= 1.1 / n
@@ -160,8 +159,7 @@ def bits(mesh: DeviceMesh, case: str) -> None:
     beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, inputs, loss=dsp.mean)
 
 
-@pytest.mark.parametrize("case", ["axial-image", slow("axial-image-colour")])
-@pytest.mark.parametrize("n", [2, slow(4)])
+@pytest.mark.parametrize(("case", "n"), [("axial-image", 2), slow("axial-image-colour", 4)])
 def test_bits_per_dim(ranks, n: int, case: str) -> None:
     ranks(bits, n, case)
 

@@ -29,7 +29,7 @@ UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 class Facts(NamedTuple):
     """What an operation does, whatever it is given."""
 
-    count: Callable[..., int] | None  # of its FLOPs
+    flops: Callable[..., int] | None
     draws: bool  # random numbers
     touches: bool  # reads and writes memory: it is no view
     makes: bool  # new tensors and nothing else
@@ -39,7 +39,7 @@ class Facts(NamedTuple):
 def facts(func: OpOverload) -> Facts:
     aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
     return Facts(
-        count=FLOPS.get(func.overloadpacket),
+        flops=FLOPS.get(func.overloadpacket),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
         makes=not func._schema.is_mutable and not aliased,
@@ -67,8 +67,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out, op = func(*args, **kwargs), facts(func)
-        if op.count is not None:
-            self.flops += op.count(*args, **kwargs, out_val=out)
+        if op.flops is not None:
+            self.flops += op.flops(*args, **kwargs, out_val=out)
         if op.draws and not undropped(func, args, kwargs):
             self.random = True
         if op.touches and (made := tensors_in(out)):
