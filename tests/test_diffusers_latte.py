@@ -64,12 +64,14 @@ def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gat
 
 
 @pytest.mark.parametrize(
-    ("n", "ckpt"),
-    [(3, True), *(slow(n, c) for n, c in ((1, True), (2, False), (2, True), (3, False), (4, False), (4, True)))],
-)
-def test_outputs_and_every_gradient(ranks, n: int, ckpt: bool) -> None:
-    ranks(parity, n, 2, 7, 6, ckpt, n != 3)
-    ranks(parity, n, 1, 5, 4, ckpt, n == 3)
+    ("n", "shape", "ckpt", "gather"),
+    [
+        (3, (2, 7, 6), True, False), slow(1, (2, 7, 6), True, True), slow(2, (1, 5, 4), False, False),
+        slow(3, (1, 5, 4), False, True), slow(4, (2, 7, 6), True, True),
+    ],
+)  # fmt: skip
+def test_outputs_and_every_gradient(ranks, n: int, shape: tuple[int, int, int], ckpt: bool, gather: bool) -> None:
+    ranks(parity, n, *shape, ckpt, gather)
 
 
 def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
@@ -86,8 +88,7 @@ def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
     return comm.by_collective(), plan.bytes
 
 
-@pytest.mark.parametrize("ckpt", [slow(False), True])
-@pytest.mark.parametrize("n", [2, slow(4)])
+@pytest.mark.parametrize(("n", "ckpt"), [(2, True), slow(4, False), slow(4, True)])
 def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None:
     # M = B·T·S·D elements of 8 bytes; 3 layers of two blocks; patch 2; 8 channels come out
     m = 2 * 8 * 16 * 16 * 8
@@ -115,8 +116,7 @@ def held(mesh: DeviceMesh, backward: bool) -> tuple[float, float]:
     return shares(lambda: build(16, 16, 1, heads=1).train(), inputs(1, 16, 16, text=32), parallelize, backward=backward)
 
 
-@pytest.mark.parametrize("backward", [slow(False), True])
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize(("n", "backward"), [(4, True), slow(4, False), slow(2, True)])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, backward: bool) -> None:
     for largest, total in ranks(held, n, backward):
         assert largest <= 1.1 / n

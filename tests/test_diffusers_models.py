@@ -65,8 +65,7 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("heads", [48, 30])
+@pytest.mark.parametrize(("heads", "n"), [(48, 2), (48, 3), (30, 4)])
 def test_a_joint_attention_sends_what_ulysses_does(heads: int, n: int) -> None:
     """CogVideoX's, as it is, over 226 tokens of text and 17,550 of video, its join and split included."""
     from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0

@@ -99,11 +99,11 @@ def video(mesh: DeviceMesh, name: str, decoder: bool) -> None:
     torch.testing.assert_close(got, expect, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "decoder"), [slow("wan", False), slow("wan", True), slow("ltx", False), slow("ltx", True)]
+    ("name", "decoder", "n"), [("wan", False, 2), ("wan", True, 3), ("ltx", False, 3), ("ltx", True, 2)]
 )
-@pytest.mark.parametrize("n", [2, slow(3)])
-def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, n: int, name: str, decoder: bool) -> None:
+def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, decoder: bool, n: int) -> None:
     ranks(video, n, name, decoder)
 
 

@@ -233,8 +233,8 @@ def test_every_dtype_is_switched_among_some(ranks, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("method", "how"),
     [
-        slow("dsp_ulysses", "stages"), slow("dsp_ulysses", "saved"), slow("dsp_ulysses", "blocks"), slow("dsp_ring", None),
-        ("dsp_ring", "both"),
+        slow("dsp_ulysses", "stages"), slow("dsp_ulysses", "saved"), slow("dsp_ulysses", "blocks"),
+        slow("dsp_ring", None), ("dsp_ring", "both"),
     ],
 )  # fmt: skip
 def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how: str | None) -> None:

@@ -62,9 +62,8 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
 @pytest.mark.parametrize(
     ("case", "n"),
     [
-        slow("transformer2d", 4), ("transformer2d-stdit", 2), slow("stdit-v1", 2), slow("stdit-v2", 4),
-        slow("stdit-v3", 2), slow("latte-class", 2), ("latte-text", 2), slow("latte-2-text", 2),
-        slow("latte-3-text", 4), slow("latte-4-class", 2),
+        slow("transformer2d", 4), ("transformer2d-stdit", 2), slow("stdit-v2", 4),
+        slow("stdit-v3", 2), ("latte-text", 2), slow("latte-3-text", 4),
     ],
 )  # fmt: skip
 def test_models(ranks, case: str, n: int, method: str) -> None:
@@ -100,7 +99,8 @@ def lengths(mesh: DeviceMesh, method: str) -> None:
         model.blocks[0].spatial.mlp(torch.zeros(1, 1, 1, 48, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("method", ["megatron_sp", slow("megatron_lm")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", MEGATRON)
 def test_lengths_and_checkpoints(ranks, method: str) -> None:
     ranks(lengths, 2, method)
 

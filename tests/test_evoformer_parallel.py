@@ -96,7 +96,7 @@ def real_plan(name: str, s: int, r: int, n: int, **overrides: Any) -> dsp.Plan:
     return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16, gather_output=False)
 
 
-@pytest.mark.parametrize(("n", "s", "r"), [slow(2, 512, 768), slow(4, 128, 1024), (8, 512, 768), slow(16, 512, 2048)])
+@pytest.mark.parametrize(("n", "s", "r"), [slow(2, 512, 768), slow(4, 128, 1024), (8, 512, 768)])
 def test_a_block_of_alphafold_2_sends_what_it_must(n: int, s: int, r: int) -> None:
     """Forward: less than FastFold's schedule, and on four or more ranks what switching triangle channels takes."""
     fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2

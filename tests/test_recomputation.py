@@ -66,7 +66,7 @@ def planned(name, way, uneven, n):
     ("name", "way"),
     [
         slow("evoformer", "both"), slow("pairformer", "blocks"),
-        slow("latte", "stages"), slow("latte", "blocks"), ("latte", "both"),
+        slow("latte", "stages"), ("latte", "both"),
     ],
 )  # fmt: skip
 def test_loss_gradients_and_bytes(ranks, name, way):
@@ -100,7 +100,7 @@ def dropping(mesh, name, way, apart=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [slow("evoformer", 2), slow("evoformer", 3), ("axial_image", 2), slow("axial_image", 3)]
+    ("name", "n"), [slow("evoformer", 2), ("axial_image", 2), slow("axial_image", 3)]
 )
 def test_what_was_dropped_is_dropped_again(ranks, name, n):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
