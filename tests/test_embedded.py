@@ -297,7 +297,8 @@ def compiled(mesh: DeviceMesh, method: str) -> None:
         beside(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
 
 
-@pytest.mark.parametrize("method", ["ulysses", slow("ring")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
     ranks(compiled, 2, method)
 
