@@ -83,6 +83,7 @@ def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, ca
     assert "step 3 is skipped: loss " in out
     assert "finished 5 steps, 1 of them skipped" in out
     assert list(metrics(whole, "skipped").values()) == [(0,), (0,), (1,), (1,), (1,)]
+    assert list(metrics(whole, "skipped_because")) == [3]
     assert metrics(whole, "grad_norm")[3] == (None,)
     assert metrics(whole, "val_loss")[2] == pytest.approx(metrics(whole, "val_loss")[4], rel=0.2)
     with monkeypatch.context() as patch:
