@@ -308,6 +308,7 @@ def theirs(mesh: DeviceMesh, case: Case) -> float | None:
     Without a mask of the text, which LTX's processors give all heads, and Ulysses a part of them.
     """
     model, kwargs = made(case)
+    kwargs.pop("return_dict", None)
     if not getattr(model, "_cp_plan", None):
         return None
     model = by_diffusers(model, mesh, Circumstance(), {}).model

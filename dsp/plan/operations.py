@@ -21,7 +21,7 @@ from dsp.planner import Choice, Layout, Op
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
 from dsp.rules.functions import DENSE, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
-from dsp.tensors import memory, overwritten, tensors_in
+from dsp.tensors import edge, memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
 SAME = frozenset(
@@ -204,6 +204,8 @@ class Operations(Values):
                 produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
                 if op.stretches:
                     self.stretched.add(produced[-1])
+                if op.written and t._base is not None:  # what is used later may be another view of what was written
+                    self.edges[produced[-1]].add(edge(t._base))
         else:
             for t in op.outputs:
                 if hasattr(t, "_dsp_sym"):
@@ -258,7 +260,7 @@ class Operations(Values):
             key = self.carried(op, combo, outcome.cut, found)
         if outcome.rows:
             found.resized.add(key)
-            copied = any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
+            copied = not op.written and any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
         way = Way(passing=passing, copied=copied) if passing or copied else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))

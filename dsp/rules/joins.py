@@ -131,45 +131,43 @@ def _one_of(x: torch.Tensor, dim: int, index: int, length: int, rest: tuple[Any,
 
 @rule("getitem")
 def getitem(f: Frame) -> Outcome:
-    index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
     x, cut = first(f)
+    index, at, out = opened(f, x, cut)
+    item, size = index[at], x.shape[cut.dim]
+    if isinstance(item, int):
+        return one_of(f, x, cut, item, (*index[:at], *index[at + 1 :]))
+    if item == slice(None):
+        return Outcome(Cut(out, cut.outer), size)
+    whole = (*index[:at], slice(None, None, item.step), *index[at + 1 :])
+    if item.indices(size) != (0, size, 1):
+        return stretches(f, x, cut, [range(size)[item]], itemgetter(whole), landing=out)
+    # an explicit end such as x[:, :7] is local, too
+    return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
+
+
+def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
+    """An index with a slice for each dim that it leaves out, which item of it takes the sharded dim, and where that
+    dim comes to lie."""
+    index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
     lists = [i for i in index if isinstance(i, (Operand, list))]
     flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
     if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
         raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
     if lists and any(isinstance(i, int) for i in index):
         raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
-    real = sum(i is not None and i is not Ellipsis for i in index)
-    if not any(i is Ellipsis for i in index):
-        index = (*index, Ellipsis)
-    dim = out = 0
-    for at, i in enumerate(index):
-        if i is None:
-            out += 1
-            continue
-        if i is Ellipsis:
-            step = x.ndim - real
-            if dim <= cut.dim < dim + step:
-                return Outcome(Cut(out + cut.dim - dim, cut.outer), x.shape[cut.dim])
-            dim, out = dim + step, out + step
-            continue
-        if dim == cut.dim:
-            size = x.shape[dim]
-            if isinstance(i, int):
-                return one_of(f, x, cut, i, (*index[:at], *index[at + 1 :]))
-            if not isinstance(i, slice) or any(isinstance(k, Operand) for k in (i.start, i.stop, i.step)):
-                raise f.refuse("it takes parts of the sharded dim")
-            if i.indices(size) != (0, size, 1):
-                if lists:
-                    raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
-                rest = (*index[:at], slice(None, None, i.step), *index[at + 1 :])
-                return stretches(f, x, cut, [range(size)[i]], itemgetter(rest), landing=out)
-            # an explicit end such as x[:, :7] is local, too
-            whole = (*index[:at], slice(None), *index[at + 1 :])
-            return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
-        dim += 1
-        out += not isinstance(i, int)
-    raise f.refuse("too many indices")
+    left = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
+    if left < 0:
+        raise f.refuse("too many indices")
+    dots = next((at for at, i in enumerate(index) if i is Ellipsis), len(index))
+    index = (*index[:dots], *[slice(None)] * left, *index[dots + 1 :])
+    at = [at for at, i in enumerate(index) if i is not None][cut.dim]
+    item = index[at]
+    known = isinstance(item, slice) and not any(isinstance(k, Operand) for k in (item.start, item.stop, item.step))
+    if not (known or isinstance(item, int)):
+        raise f.refuse("it takes parts of the sharded dim")
+    if lists and isinstance(item, slice) and item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1):
+        raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
+    return index, at, sum(not isinstance(i, int) for i in index[:at])
 
 
 @rule("setitem")
@@ -178,19 +176,57 @@ def setitem(f: Frame) -> Outcome:
     others = [o for o in f.operands() if o is not x and o is not value]
     if x.cut is None or any(o.cut is not None for o in others):
         raise f.refuse("it writes a sharded tensor into a whole one")
-    frame = Frame(f.name, (x, f.args[1]), {}, f.n, f.rank)
-    part = getitem(frame)
-    if part.cut is None or part.rows:
-        raise f.refuse("it writes to parts of the sharded dim")
-    index = f.args[1] if part.args is None else part.args[1]
-    outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
+    index, at, out = opened(f, x, x.cut)
+    item, size = index[at], x.shape[x.cut.dim]
+    if isinstance(item, int) or item.indices(size) != (0, size, 1):
+        return into(f, index, at, out)
+    index = (*index[:at], slice(None), *index[at + 1 :])
+    outcome = Outcome(x.cut, size, args=(x, index, value), kwargs={})
     if isinstance(value, Operand):
-        target = Operand(indexed_shape(f.args[1], x), part.cut)
+        target = Operand(indexed_shape(f.args[1], x), Cut(out, x.cut.outer))
         if value.ndim > target.ndim:
             raise f.refuse("the value has more dims than what it is written to")
         _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
         if 1 in aligned.narrow:
             outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
+    return outcome
+
+
+def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
+    """Into a stretch of the sharded dim, or one position: each rank writes what lies in its chunk, and reads those rows
+    of the value that go there."""
+    x, value, cut, item = f.args[0], f.args[2], f.args[0].cut, index[at]
+    size = x.shape[cut.dim]
+    if cut.outer > 1 or (isinstance(item, int) and not -size <= item < size):
+        raise f.refuse("it writes to parts of the sharded dim")
+    places = range(size)[item] if isinstance(item, slice) else range(size)[item % size :][:1]
+
+    def inside(rank: int) -> tuple[int, int]:
+        start, length = chunk(size, f.n, rank)
+        ends = (-((places.start - end) // places.step) for end in (start, start + length))
+        a, b = (min(max(end, 0), len(places)) for end in ends)
+        return (a, b) if a < b else (0, 0)
+
+    a, b = inside(f.rank)
+    own = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]
+    local = (*index[:at], slice(own[0], own[-1] + 1, places.step) if own else slice(0, 0), *index[at + 1 :])
+    outcome = Outcome(cut, size, args=(x, local, value), kwargs={})
+    if not isinstance(value, Operand):
+        return outcome
+    dim = out - len(indexed_shape(index, x))  # of the value, from behind: it may have fewer dims
+    if isinstance(item, int):
+        if value.cut is not None:
+            raise f.refuse("what it writes to one position of the sharded dim is sharded itself")
+        if value.ndim >= -dim:
+            outcome.func = lambda x, index, value: x.__setitem__(index, value.unsqueeze(dim - 1))
+        return outcome
+    if value.cut not in (None, Cut(value.ndim + dim)) or value.ndim > len(indexed_shape(index, x)):
+        raise f.refuse("what it writes is sharded along another dim")
+    if value.cut is not None or (value.ndim >= -dim and value.shape[dim] > 1):
+        if value.shape[dim] != len(places):
+            raise f.refuse(f"what it writes has {value.shape[dim]} where there is room for {len(places)}")
+        spans = tuple(inside(rank) for rank in range(f.n))
+        outcome.rows[f.operands().index(value)] = (Rows(value.ndim + dim, len(places), spans),)
     return outcome
 
 

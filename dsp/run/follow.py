@@ -93,7 +93,7 @@ def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor
         total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
         out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
         if name in ("select", "getitem"):  # would be a view
-            run.mark(out, lent_by(op.tensors[0]) or memory(op.tensors[0]))
+            as_copy(op, out, parts[0])
         return out
 
 
@@ -119,10 +119,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         written = op.what.changing and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))
-        if outcome.rows and aliases:  # would be a view
-            lent.append(lent_by(op.tensors[0]) or memory(op.tensors[0]))
-        else:
-            lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
+        lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
     wrapped: list[Any] = [
         run.carry(p.local, p.dst, p.shape, of) if itself is None else itself
         for p, of, itself in zip(run.push_all(made), lent, same)
@@ -133,7 +130,18 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
     if recipe.view is not None and op.shells[0] is not None:
         for t in (t for t, itself in zip(wrapped, same) if itself is None):
             t._dsp_view = op.shells[0], recipe.view  # type: ignore[attr-defined]
+    for t in wrapped if outcome.rows and aliases else ():  # would be a view
+        as_copy(op, t, parts[0])
     return wrapped
+
+
+def as_copy(op: Operation, t: Tensor, local: Tensor) -> None:
+    """What would be a view of the operation's first argument, of which `local` is the part, on one device."""
+    if memory(t) == memory(local):  # no rank reads rows of another one
+        return
+    op.run.mark(t, lent_by(op.tensors[0]) or memory(op.tensors[0]))
+    if op.what.name == "getitem":
+        t._dsp_read = op.args  # type: ignore[attr-defined]
 
 
 def source(op: Operation, cut: Cut) -> Any:

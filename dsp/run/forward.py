@@ -42,7 +42,8 @@ class Run:
         self.where: Where = INPUTS  # what moves are for
         self.account: Account | None = None  # what counts for its plan's word
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
-        self.stale: list[tuple[StorageWeakRef, str]] = []  # memory that has missed a write in place, and whose
+        # memory that has missed a write in place, whose, and into what memory it was
+        self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
         self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
         self.lends = False  # whether a whole tensor is a copy that may not be written
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
@@ -90,7 +91,7 @@ class Run:
 
     def seen_writes(self, t: Tensor) -> None:
         """Raises GlueError if its memory has missed a write in place."""
-        for missed, name in self.stale:
+        for missed, name, _ in self.stale:
             if missed == memory(t):
                 raise GlueError(
                     f"{name} wrote in place into a tensor that had to be switched or gathered for it or for a view, "
@@ -193,16 +194,22 @@ class Run:
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
-        lent = t.__dict__.get("_dsp_lent")
+        lent, by = t.__dict__.get("_dsp_lent"), memory(local)
         if isinstance(lent, str):
             raise GlueError(f"{who} writes in place into {lent}; write it out of place")
         if lent is not None:
-            self.stale.append((lent, who))
+            self.stale.append((lent, who, by))
         if not isinstance(t, Sharded) and local is not t:
             raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
-        if memory(t) != memory(local):
-            self.stale.append((memory(t), who))
-        self.stale += [(copy, who) for of, copy in self.lent if of == (lent or memory(t)) and copy != memory(local)]
+        if memory(t) != by:
+            self.stale.append((memory(t), who, by))
+        self.stale += [(copy, who, by) for of, copy in self.lent if of == (lent or memory(t)) and copy != by]
+
+    def put_back(self, x: Tensor, index: Any, value: Any) -> None:
+        """`x[index] = value` comes next: x misses nothing of what was written into value, if that is its copy there."""
+        read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
+        if read is not None and read[0] is x and read[1] == index:
+            self.stale = [s for s in self.stale if (s[0], s[2]) != (memory(x), memory(value))]
 
     def lend(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
         """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
@@ -220,12 +227,12 @@ class Run:
             of = lent.get(memory(t))
             if of is not None:
                 self.mark(t, of)
-                self.lent += [] if isinstance(of, str) else [(of, memory(t))]
 
     def mark(self, t: Tensor, lent: Any) -> None:
         """Its memory is a copy of this memory, or is what this text names."""
         t._dsp_lent = lent  # type: ignore[attr-defined]
         self.lends |= not isinstance(t, Sharded)
+        self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]
 
     def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
         home = home_of(t)

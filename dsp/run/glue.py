@@ -135,6 +135,8 @@ class Glue(TorchFunctionMode):
                 return parted(run, func(*args, **kwargs), recipe.push)
         run.where = ("glue", index, what.name)
         tensors = tensor_args(args, kwargs)
+        if run.stale and what.name == "setitem":
+            run.put_back(*args)
         shells = [run.open(t) for t in tensors]
         op = Operation(run, index, func, what, step, args, kwargs, tensors, shells)
         if recipe is None:
