@@ -34,6 +34,20 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a copy of a stretch is used after its source was written",
+        "dsp/run/forward.py",
+        "self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]",
+        "pass",
+        "test_hostile",
+    ),
+    Fault(
+        "a stretch is written where the chunk begins",
+        "dsp/rules/joins.py",
+        "own = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]",
+        "own = [k - chunk(size, f.n, 0)[0] for k in places[a:b]]",
+        "test_prover",
+    ),
+    Fault(
         "who hears the forward does not hear its backward",
         "dsp/listening.py",
         "ctx.listener = None if listener is None else listener.way_back()",

@@ -433,6 +433,12 @@ def element_written(x: Tensor) -> Tensor:
     return x * 2
 
 
+def shifted_and_written(x: Tensor) -> Tensor:
+    later = x[:, 1:, 1:, 1:]
+    x[:, :1] += 1
+    return x[:, 1:, 1:, 1:] * later.relu()
+
+
 # (model, stages beside its own) -> what the error says
 REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
     "a stage inside a stage": (
@@ -479,6 +485,11 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
         lambda: Small(glue=torn_and_written),
         {},
         ["mul() between stages wrote in place into a tensor that had to be switched or gathered for it or for a view"],
+    ),
+    "a stretch whose source was written since": (
+        lambda: Small(glue=shifted_and_written),
+        {},
+        ["wrote in place into a tensor that had to be switched or gathered", "out of place"],
     ),
     "an element written in place": (
         lambda: Small(glue=element_written),

@@ -95,6 +95,37 @@ def test_windows_and_statistics_along_a_sharded_dim(ranks: Callable, n: int, hei
     assert plan.share <= 1 / n + 0.2
 
 
+class Stretches(nn.Module):
+    """Writes into stretches of the only dim that there is to shard, and of two, either of which it may be."""
+
+    stages = {"": "x=b l"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.s = nn.Parameter(torch.linspace(0.5, 2, 20)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, v = x * self.s, self.v[: x.shape[1]]
+        y[:, 1:] += x[:, :-1] * v[1:]
+        y[:, 2:-1] = y[:, :-3] * 0.7 + x[:, 3:].sin() * self.s
+        y[:, 1::2] *= 0.5
+        y[..., 3] = x[:, 1] * self.s
+        y[:, -2:], y[:, :1] = self.v[:2], self.s
+        view = y.unsqueeze(-1)
+        view[:, 1:] += x[:, 1:, None]
+        z = x.new_zeros(x.shape)
+        z[:, 1:] = y[:, :-1]
+        pairs = y[:, :, None] * x[:, None]
+        pairs[:, 1:, 1:] += y[:, 1:, None] * z[:, None, 1:]
+        return y * z + pairs.softmax(-1).mean(1)
+
+
+@pytest.mark.parametrize(("n", "length"), [slow(2, 7), (3, 8), slow(3, 7), slow(4, 5)])
+def test_stretches_of_a_sharded_dim_are_written(ranks: Callable, n: int, length: int) -> None:
+    plan = ranks(parity, n, Stretches, 1, length)[0][1]
+    assert plan.share == -(-length // n) / length
+
+
 class Softmax(nn.Module):
     stages = {"": "x=b l"}
 
