@@ -424,7 +424,7 @@ def forward(self, x: (b, t, s, c)):
     return self.s1(self.s0(x.softmax(-1), x))
 """,
     "an argument that comes back as it was, and is wanted elsewhere": """
-b, t, h, w, c = 1, 1, 3, 4, 7
+b, t, h, w, c = 1, 1, 2, 3, 7
 stages = {"": "x=b t h w c", "s0": "b t h w [c], b t h w [c] -> b t h w [c], b t h w [c]"}
 s0 = Gate()
 def forward(self, x: (b, t, h, w, c)):
