@@ -287,13 +287,6 @@ FAULTS = [
         "test_random_models::test_mended",
     ),
     Fault(
-        "an argument that comes back as it was is an operation of the plan",
-        "dsp/plan/operations.py",
-        "if name in SAME and out is tracked[0]",
-        "if not SAME and out is tracked[0]",
-        "test_random_models::test_mended",
-    ),
-    Fault(
         "a view is read by way of what missed a write into it",
         "dsp/run/forward.py",
         "if self.stale and cut != t.at.cut):",
