@@ -429,7 +429,7 @@ stages = {"": "x=b t h w c", "s0": "b t h w [c], b t h w [c] -> b t h w [c], b t
 s0 = Gate()
 def forward(self, x: (b, t, h, w, c)):
     x4 = x.flatten(0, 2).movedim(-1, 1).reshape(x.shape)
-    x6 = torch.dropout(input=+x4, p=0.5, train=False)
+    x6 = F.dropout(x4, 0.5, False)
     return self.s0(x, x4)
 """,
     "dropout of nothing, which returns it": """

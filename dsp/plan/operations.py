@@ -51,10 +51,10 @@ class Operations(Values):
         tracked = tensor_args(args, kwargs)
         self.meet(tracked, written)
         op = Operation(index, name, args, kwargs, self.n, written, tracked, [self.sym(t) for t in tracked])
+        if written and tracked and (edges := self.edges_of(tracked[0], op.syms[0])) is not None:
+            edges.add(overwritten(tracked[0]))
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
-            if written and op.syms[0] is not None:
-                self.edges[op.syms[0].value].add(overwritten(tracked[0]))
             if name in SAME and out is tracked[0] and not draws(name, args, kwargs):
                 self.same.add(index)
             elif out is not NotImplemented:  # x == "a" is False, says Python then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ class Values:
         self.values: list[Value] = []
         self.edges: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
         self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
+        self.made_by: dict[int, tuple[weakref.ref[Tensor], set[Any]]] = {}  # of these the last, by the output's id
         self.syms: list[Sym] = []
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
@@ -151,6 +153,13 @@ class Values:
             if s is not None:
                 self.edges[s.value].add(edge(t))
 
+    def edges_of(self, t: Tensor, sym: Sym | None) -> set[Any] | None:
+        """Where a gradient comes to a value, or to what is none, for all ranks have the whole."""
+        if sym is not None:
+            return self.edges[sym.value]
+        made, edges = self.made_by.get(id(t), (None, None))
+        return edges if made is not None and made() is t else None
+
     def apart(self, v: int) -> frozenset[frozenset[str]]:
         """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
         pairs = itertools.combinations(self.cuts[v].items(), 2)
@@ -158,7 +167,10 @@ class Values:
 
     def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
         event.region = self.region()
-        self.made.append([self.edges[v] for v in op.outputs] or [{edge(t)} for t in outputs])
+        made = [self.edges[v] for v in op.outputs] or [{edge(t)} for t in outputs]
+        for t, edges in zip(outputs, made):
+            self.made_by[id(t)] = weakref.ref(t), edges
+        self.made.append(made)
         self.ops.append(op)
         self.events.append(event)
 
