@@ -199,29 +199,8 @@ class Recorder(Operations):
         """What is written in place, before or later, stays a view of what it is a view of, if it can."""
         for k, op in enumerate(self.ops):
             stay = [c for c in op.choices if not (c.way and c.way.copied)]
-            fixed = len(stay) < len(op.choices) and any(self.values[v].fixed for v in (*op.inputs, *op.outputs))
-            if fixed and any(any(c.needs) for c in stay) and not self.put_back(k):
+            if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
                 self.ops[k] = replace(op, choices=tuple(stay))
-
-    def put_back(self, k: int) -> bool:
-        """Whether what op `k` shows of a tensor may be a copy: what is written into one is put into the other before
-        that is used, as by `x[1:] += y`."""
-        own = set(self.ops[k].outputs)
-        kin = next(group for group in self.sharing.values() if own <= group)
-        ahead = behind = False  # whether the copy has what the tensor misses, and the other way round
-        for op, event in zip(self.ops[k + 1 :], self.events[k + 1 :]):
-            copy, rest = own.intersection(op.inputs), kin.intersection(op.inputs) - own
-            if not (copy or rest):
-                continue
-            into = op.inputs[0] if event.written else None
-            if (copy and behind) or (rest and ahead and not (copy and into in rest)):
-                return False
-            if into in own:
-                own.update(op.outputs)
-                ahead = True
-            elif into in rest:
-                ahead, behind = False, True
-        return True
 
     def saves(self) -> dict[int, float] | None:
         """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
