@@ -34,7 +34,7 @@ class Values:
         self.values: list[Value] = []
         self.edges: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
         self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
-        self.made_by: dict[int, tuple[weakref.ref[Tensor], set[Any]]] = {}  # of these the last, by the output's id
+        self.untracked: dict[int, tuple[weakref.ref[Tensor], set[Any]]] = {}  # of outputs that are no values, by id
         self.syms: list[Sym] = []
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
@@ -157,7 +157,7 @@ class Values:
         """Where a gradient comes to a value, or to what is none, for all ranks have the whole."""
         if sym is not None:
             return self.edges[sym.value]
-        made, edges = self.made_by.get(id(t), (None, None))
+        made, edges = self.untracked.get(id(t), (None, None))
         return edges if made is not None and made() is t else None
 
     def apart(self, v: int) -> frozenset[frozenset[str]]:
@@ -167,9 +167,10 @@ class Values:
 
     def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
         event.region = self.region()
-        made = [self.edges[v] for v in op.outputs] or [{edge(t)} for t in outputs]
-        for t, edges in zip(outputs, made):
-            self.made_by[id(t)] = weakref.ref(t), edges
+        made = [self.edges[v] for v in op.outputs]
+        if not made:
+            made = [{edge(t)} for t in outputs]
+            self.untracked.update({id(t): (weakref.ref(t), edges) for t, edges in zip(outputs, made)})
         self.made.append(made)
         self.ops.append(op)
         self.events.append(event)

@@ -65,9 +65,11 @@ def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
     """Of whole results this rank's part where the plan wants it; in a run that has left its plan it may not fit."""
     if not any(push):
         return out
-    cuts = [c if c is not None and c.fits(t.shape) else None for t, c in zip(tensors_in(out), push)]
-    own = [t if c is None else run.carry(run.axis.narrow(t, c), c, t.shape) for t, c in zip(tensors_in(out), cuts)]
-    return map_tensors(out, own)
+
+    def own(t: Tensor, c: Cut | None) -> Tensor:
+        return run.carry(run.axis.narrow(t, c), c, t.shape) if c is not None and c.fits(t.shape) else t
+
+    return map_tensors(out, map(own, tensors_in(out), push))
 
 
 def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
