@@ -174,12 +174,12 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     def stated(part: Sequence[str]) -> list[str]:
         """What is left without the sizes stated by numbers, as in 'x=b (t p), p=4'."""
         left = list(part)
-        for at in [i for i in range(len(part) - 2, 0, -1) if part[i] == "=" and part[i + 1].isdigit()]:
+        ends = [i for i in range(len(part), 2, -1) if part[i : i + 1] in ([], [","])]  # 'x=1 t' is a tensor
+        for at in [i - 2 for i in ends if part[i - 2] == "=" and part[i - 1].isdigit()]:
             if not root:
                 raise NotationError(f"{text!r}: sizes are stated in the root pattern, under the key ''")
             sizes[left[at - 1]] = int(left[at + 1])
-            first = max(at - 2, 0)  # with the comma before it, or after
-            del left[first : at + 2 + (at < 2)]
+            del left[max(at - 2, 0) : at + 2 + (at < 2)]  # with the comma before it, or after
         return left
 
     def tensors(part: Sequence[str]) -> tuple[TensorPattern, ...]:

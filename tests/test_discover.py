@@ -552,15 +552,24 @@ def test_traps_without_data(trap: str) -> None:
     assert next((text for path, text in stages.items() if path.startswith("odd")), None) == expect
 
 
-@pytest.mark.parametrize(("name", "runs"), [slow("Wan 14B", 700), slow("HunyuanVideo 13B", 2100)])
-def test_models_at_their_real_depth_and_width(caplog, name: str, runs: int) -> None:
+def test_one_sample_is_enough_for_stages_of_one() -> None:
+    stages = dsp.discover(Alternating([2, 1, 2]).to("meta"), torch.randn(1, 7, 5, C, device="meta"))
+    assert stages == {
+        "": "x=b t s c -> b t s c", "blocks.0": "[l] t [s c]", "blocks.1": "[l t] s [c]", "blocks.2": "[l] t [s c]",
+    }  # fmt: skip
+    assert "# for these inputs' batch of one: pass two samples" in str(stages)
+
+
+@pytest.mark.parametrize(("name", "batch", "runs"), [slow("Wan 14B", 2, 700), slow("HunyuanVideo 13B", 1, 1700)])
+def test_models_at_their_real_depth_and_width(caplog, name: str, batch: int, runs: int) -> None:
     """From meta tensors: so many calls of submodules, where 40 layers have some 1000 submodules."""
     import diffusers
 
     kind, config, more, _ = diffusers_models.DEEP[name]
     with torch.device("meta"):
         model = getattr(diffusers, kind)(**config)
-    given = {k: torch.cat([v, v]) if isinstance(v, Tensor) else v for k, v in (diffusers_models.GIVEN | more).items()}
+    given = diffusers_models.GIVEN | more
+    given = {k: torch.cat([v] * batch) if isinstance(v, Tensor) else v for k, v in given.items()}
     with caplog.at_level(logging.INFO, logger="dsp"):
         stages = dsp.discover(model, kwargs=given)
     assert stages[""].startswith("hidden_states=b c t h w")
@@ -626,7 +635,7 @@ def test_errors() -> None:
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
     says("needs example inputs", Full())
-    says("'x' has shape \\(1, 7, 8\\), and a dim of size 1 cannot be sliced", Full(), torch.randn(1, 7, 8))
+    says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
     bare = {k: v.to("meta") for k, v in inputs("Unplanned").items()}
     with pytest.raises(

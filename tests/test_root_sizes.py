@@ -120,6 +120,8 @@ def test_what_is_not_told_is_asked_for(build: Any, args: tuple[Any, ...], stages
 
 def test_only_the_root_pattern_states_sizes() -> None:
     assert parse("p=4, x=b t, q=5", root=True).sizes == (("q", 5), ("p", 4))
+    first = parse("x=1 t c, y=1 t, p=4", root=True)  # of size 1, not stated to be 1
+    assert (len(first.inputs), first.sizes) == (2, (("p", 4),))
     with pytest.raises(NotationError, match="stated in the root pattern"):
         parse("(b p) [s], p=4")
     with pytest.raises(NotationError, match="empty tensor pattern"):

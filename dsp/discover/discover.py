@@ -47,6 +47,7 @@ SIZES = (2, 4)  # ranks to plan for
 
 
 WITHOUT = "by the rules alone, as meta tensors have no numbers: what has no rule counts as computed over"
+ONE = "for these inputs' batch of one: pass two samples for stages that take any batch"
 
 
 class Stages(dict[str, str]):
@@ -72,9 +73,10 @@ def discover(
     """Find out what each submodule of `model` computes over: the stages for `parallelize`, `plan` and `check`.
 
     args, kwargs: example inputs of its forward, real tensors, small, with at least two of everything that may grow
-    (samples, frames, tokens); sizes that differ make the result easiest to read. The tensor with the most dims, the
-    first of these, is taken for the sequence; its first dim for the batch if the model is independent along it. Only
-    dims that are sharded are named in the root pattern. ``print`` shows the dict as python.
+    (samples, frames, tokens); sizes that differ make the result easiest to read. One sample will do for stages that
+    take no more. The tensor with the most dims, the first of these, is taken for the sequence; its first dim for the
+    batch if the model is independent along it. Only dims that are sharded are named in the root pattern. ``print``
+    shows the dict as python.
 
     How dims are told apart: not by their size but by following them from the inputs through every operation between
     submodules, by the rules that glue runs by; only dims of tensors that come another way are matched by size, and
@@ -111,7 +113,8 @@ def discover(
             if search.repeats.kept(root):
                 break
         found = cheapest(planned, search, root, *one_sample(search, root, args, kwargs))
-    found.notes = [*([WITHOUT] if bare else []), *search.repeats.told()]
+    one = [ONE] if root.shapes[search.main][0] == 1 else []
+    found.notes = [*([WITHOUT] if bare else []), *one, *search.repeats.told()]
     return found
 
 
@@ -161,21 +164,25 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
     better = True
     while better:
         better = False
-        for group in patterns.repeated():
-            if not group <= patterns.texts.keys():
+        groups = patterns.repeated()
+        idle = frozenset().union(*(g for g in groups if not any(patterns.chosen[path].groups for path in g)))
+        for group in dict.fromkeys((idle, *groups)):
+            if not group or not group <= patterns.texts.keys():
                 continue
             try:
                 apart = Patterns(search, root, patterns.opened | group)
                 price = cost(Stages(apart.stages()))
             except (ValueError, GlueError):  # its parts have no patterns
                 continue
-            if price < best:
+            # what runs whole must earn that it is named: more than a thousandth of the bytes
+            least = (price[0], price[1] * 0.999) if group <= idle and best[0] < 1 else price
+            if least < best:
                 best, patterns, better = price, apart, True
     free = {d for node in patterns.chosen.values() for d in node.free()} - patterns.batch
     if best[0] == 1 and patterns.chosen and not free:
         over = ", ".join(list(patterns.chosen)[:3])
         raise ValueError(
-            f"discover found no dim to shard in {type(model).__name__} but the batch: {over} "
+            f"discover found no dim to shard in {type(model).__name__}{' but the batch' * bool(search.batch)}: {over} "
             f"compute{'s' * (len(patterns.chosen) == 1)} over every other dim of their tensors. Dynamic sequence "
             "parallelism needs stages that leave a sequence dim free, such as attention within each frame and "
             "attention across frames"

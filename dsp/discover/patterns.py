@@ -134,7 +134,7 @@ class Patterns(Choice):
                 names = [self.labels[c] for c in self.units(axis)]
                 if i == self.search.main:
                     if not names:
-                        names = [fresh(LENGTHS, taken)]
+                        names = [fresh("b" if n == 0 else LENGTHS, taken)]  # of size 1: one sample
                         taken.add(names[0])
                     if len(names) == 1:
                         sizes[n, self.root.shapes[i][n], len(self.root.shapes[i])] = names[0]

@@ -61,11 +61,6 @@ class Search:
                 "name tensors inside lists and dicts, so pass the sequence as an argument of its own"
             )
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
-        if shapes[self.main][0] == 1:
-            raise ValueError(
-                f"discover: {self.params[self.main]!r} has shape {shapes[self.main]}, and a dim of size 1 cannot be "
-                "sliced; pass at least two of everything that may grow: samples, frames, tokens"
-            )
         self.live = {self.main}
         self.batch: tuple[Dim, ...] = ()
 
@@ -281,6 +276,8 @@ class Search:
         Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.
         """
         axis = known(root.inputs[self.main])[0]
+        if not axis:  # of one sample nothing is sharded
+            return ()
         single = [n for n in root.walk() if n.tested and n is not root and axis[0] in n.blocked() and n.groups]
         if root.group(self.main, Cut(0)) is not None or not single:
             return axis[:1]
