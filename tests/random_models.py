@@ -118,7 +118,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
     single, verdict, refusal = build(text), Verdict(), None
     problems: list[str] = []
     inputs = inputs_of(single)
-    step(single, inputs)
+    single(**leaves_of(inputs))  # it has weights now
     expect = step(single, inputs)
     gather = number % 3 != 0 or any(y.is_complex() for y in expect.outputs)  # dsp.mean is of real numbers
     for p in single.parameters():
@@ -149,9 +149,10 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
     problems += [f"bytes: {kind.told}" for kind in kinds.values() if kind.told]
     if "self.other" in text:
         problems += astray(model, single, inputs, mesh)
-    with Count() as alone:
-        single(**leaves_of(inputs))
-    verdict.share = largest / max(alone.largest, 1)
+    if verdict.shards:
+        with Count() as alone:
+            single(**leaves_of(inputs))
+        verdict.share = largest / max(alone.largest, 1)
     if number % PLANNED == PLANNED // 2:
         model.eval()
         with torch.no_grad():

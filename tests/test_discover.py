@@ -35,8 +35,6 @@ ZOO = [
     "axial-image",
 ]
 MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
-# the rest takes longer to discover
-SHORT = ("Grid", "Folded", "Global", "Unplanned", "axial")
 
 
 def build(name: str, frames: int = 7) -> nn.Module:
@@ -103,7 +101,7 @@ def checked(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> str:
     return str(report)
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, *SHORT))
+@pytest.mark.parametrize("name", slow_but(MODELS, "Folded", "Unplanned", "axial"))  # the rest takes longer to discover
 def test_parallel_is_exact_under_the_discovered_stages(ranks, name: str) -> None:
     for text in ranks(checked, 3, name, dict(found(name))):
         assert "float64: ok" in text, text
@@ -122,7 +120,8 @@ def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dic
     return comm.by_collective(), plan.bytes, float((dsp.gather(out) - expect).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", [slow("diffusers-latte"), slow("transformer2d-stdit"), slow("latte-text"), "Folded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d-stdit", "latte-text", "Folded"])
 def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stages(ranks, name: str) -> None:
     def switched(counts: dict[str, Any]) -> int:
         return sum(counts[phase]["switch"]["bytes"] for phase in ("forward", "backward"))

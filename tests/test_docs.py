@@ -63,19 +63,19 @@ def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> li
 
 
 def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
-    """What is planned ahead of a run is the same on every rank: here the first tells it the others."""
+    """What is found ahead of a run is the same on every rank: here the first tells it the others."""
 
-    def told(plan: Any) -> Any:
+    def told(alone: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = [plan(*args, **kwargs) if mesh.get_local_rank() == 0 else None]
+            found = [alone(*args, **kwargs) if mesh.get_local_rank() == 0 else None]
             dist.broadcast_object_list(found, group=mesh.get_group(), group_src=0)
             return found[0]
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dsp, dsp.embedded):
-            patch.setattr(module, "plan", told(module.plan))
+        for module, name in ((dsp, "plan"), (dsp, "choose"), (dsp, "discover"), (dsp.embedded, "plan")):
+            patch.setattr(module, name, told(getattr(module, name)))
         return execute(path, code, {"mesh": mesh})
 
 

@@ -63,7 +63,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     ("case", "n"),
     [
         slow("transformer2d", 4), ("transformer2d-stdit", 2), slow("stdit-v2", 4),
-        slow("stdit-v3", 2), ("latte-text", 2), slow("latte-3-text", 4),
+        slow("stdit-v3", 2), slow("latte-text", 2), slow("latte-3-text", 4),
     ],
 )  # fmt: skip
 def test_models(ranks, case: str, n: int, method: str) -> None:

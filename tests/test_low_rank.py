@@ -196,6 +196,7 @@ def mixed(mesh: DeviceMesh) -> tuple[dict, dict]:
     return plan.bytes, comm.by_collective()
 
 
+@pytest.mark.slow
 def test_bytes_of_a_mixture(ranks) -> None:
     found = ranks(mixed, 4)  # of which two have a frame to begin with
     for phase in ("forward", "backward"):

@@ -9,7 +9,7 @@ from random_models import Judge, refusal, shrunk
 from random_programs import generate
 from slow import slow
 
-SEEDS = {2: range(90), 3: range(90, 160), 4: range(160, 200)}  # 200 programs, more of them where they are cheaper
+SEEDS = {2: range(130), 3: range(130, 175), 4: range(175, 200)}  # 200 programs, more of them where they are cheaper
 
 # seed -> the kind of its failure: it must fail so until it is mended, and be taken off this list then
 KNOWN: dict[int, str] = {}
@@ -17,10 +17,10 @@ KNOWN: dict[int, str] = {}
 
 @pytest.mark.parametrize("n", SEEDS)
 def test_random_models(ranks, n: int) -> None:
-    """The first goes through `dsp.check` too, which costs as much as ten do."""
+    """The very first goes through `dsp.check` too, which costs as much as ten do."""
     seeds = SEEDS[n]
     texts = [generate(s) for s in seeds]
-    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [s == seeds[0] for s in seeds])))
+    verdicts = dict(zip(seeds, Judge(ranks)(texts, n, [s == 0 for s in seeds])))
     for text, (seed, v) in zip(texts, verdicts.items()):
         expected = (v.kind if v.failed else None) == KNOWN.get(seed)
         assert expected, f"program {seed} on {n} ranks: {v.kind} {v.reason}, listed: {KNOWN.get(seed)}\n{text}"

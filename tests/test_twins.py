@@ -58,7 +58,7 @@ def test_the_same_trace_under_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(zoo.list_models(), "evoformer", "latte"))
 def test_the_same_trace_of_the_zoo(name: str) -> None:
     with torch.device("meta"):
-        deep = {"axial_image": {"exterior": 4, "outer": 4, "inner": 4}}.get(name, {"depth": 6})
+        deep = {"axial_image": {"exterior": 4, "outer": 4, "inner": 4}}.get(name, {"depth": 4})
         model = zoo.create(name, "test", **deep)
         same(model, model.example_inputs())
 

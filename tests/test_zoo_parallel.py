@@ -110,7 +110,7 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
 )
 def test_objectives(ranks, kind: str, case: str) -> None:
     depth = build(case).config.depth
-    for counts in ranks(objective, 4, kind, case, 5):
+    for counts in ranks(objective, 3, kind, case, 5):
         assert set(counts["forward"]) == {"switch", "all_reduce"}
         assert counts["recompute"] == {}
         assert counts["forward"]["switch"]["calls"] <= 2 * depth
