@@ -280,6 +280,27 @@ FAULTS = [
         "test_random_models::test_mended",
     ),
     Fault(
+        "a fold that is opened by a copy is a view, which is switched for each use",
+        "dsp/run/recipes.py",
+        " and op.index not in run.script.copies",
+        "",
+        "test_plan_word::test_a_fold_that_is_opened_is_switched_once",
+    ),
+    Fault(
+        "switches that share a call make one each",
+        "dsp/moves.py",
+        "if len(small) > 1:",
+        "if len(small) > 99:",
+        "test_plan_word::test_runs_send_what_is_planned",
+    ),
+    Fault(
+        "what an operation made is left where it was made",
+        "dsp/run/follow.py",
+        "target = recipe.push[k] if k < len(recipe.push) else None",
+        "target = None",
+        "test_plan_word::test_runs_send_what_is_planned",
+    ),
+    Fault(
         "a result is switched at once though a use needs it as it was made",
         "dsp/plan/program.py",
         "and home not in self.used.get(v, set()) ",
