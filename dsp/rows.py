@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsp.collectives import back_many, implement, keep_many, summed_in
@@ -69,7 +70,8 @@ class _Way:
 
     def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
         n = len(spans)
-        self.dim, met, starts = dim, meetings(size, spans), starts_of(size, n)
+        self.dim, self.spans, self.rank = dim, spans, rank
+        met, starts = meetings(size, spans), starts_of(size, n)
         self.chunk = chunk_sizes(size, n)[rank]
         self.span = spans[rank][1] - spans[rank][0]
         first = spans[rank][0]
@@ -155,12 +157,23 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     keep_many(ctx, xs)
 
 
+def _stays(op: str, x: Tensor, w: _Way) -> Tensor:
+    """What `op` makes on this rank where no rows of any rank travel: those that others read have no gradient."""
+    start, length = w.given[w.rank]
+    if op == "rows":
+        return x.narrow(w.dim, start, length)
+    return F.pad(x, (*(0, 0) * (x.ndim - 1 - w.dim), start, w.chunk - start - length))
+
+
 def _adjoint(op: str) -> Any:
     def adjoint(ctx: Any, grads: list[Tensor | None]) -> Any:
         def send(asks: list[int]) -> list[Tensor]:
             n, _ = ranks(ctx.group)
             spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
             where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
+            ways = ways_of(*where, ctx.group)
+            if not any(Rows(w.dim, size, w.spans).travel() for w, size in zip(ways, where[1])):
+                return [_stays(op, grads[i], w) for i, w in zip(asks, ways)]  # type: ignore[arg-type]
             return back(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
 
         return back_many(ctx, grads, send), None, None, None, None

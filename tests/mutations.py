@@ -287,6 +287,13 @@ FAULTS = [
         "test_plan_word::test_a_fold_that_is_opened_is_switched_once",
     ),
     Fault(
+        "a rank that has nothing of it takes a copy for what was copied",
+        "dsp/run/follow.py",
+        " or loose)",
+        ")",
+        "test_random_models::test_mended",
+    ),
+    Fault(
         "switches that share a call make one each",
         "dsp/moves.py",
         "if len(small) > 1:",

@@ -463,6 +463,62 @@ def forward(self, x: (b, t, s, c)):
     x4 = x3.reshape(b, s, c)
     return x4.cumsum(-1)
 """,
+    "complex numbers, and their gradient, of which a rank has nothing": """
+b, l, c = 2, 3, 4
+stages = {"": "text=b l c"}
+p1 = param(l, 2)
+def forward(self, text: (b, l, c)):
+    x6 = torch.view_as_complex(text.cumsum(1).unflatten(-1, (2, 2)))
+    return torch.view_as_real(x6 * torch.polar(torch.ones_like(self.p1), self.p1)).flatten(-2).amax(1)
+""",
+    "a part that looks contiguous where no plan tells, and is gathered": """
+b, t, s, c = 2, 1, 4, 4
+stages = {"": "x=b t s c"}
+p0 = param(c, c)
+s3 = Table(3)
+def forward(self, x: (b, t, s, c)):
+    x7 = F.linear(x, self.p0)
+    if self.other:
+        x7 = x7.roll(1)
+    y = self.s3(x7 / (x7.std() + 1))
+    if not self.other:
+        y = y.transpose(0, 3).contiguous().transpose(0, 3)
+    return y
+""",
+    "one of the pieces of a dim, of which no rows travel": """
+b, c, i, j, = 2, 2, 2, 2,
+stages = {'': 'z=b i j c'}
+s0 = Scan(1)
+def forward(self, z: (b, i, j, c)):
+    x1 = z.flatten(2)
+    x2 = x1.flip(0).reshape(z.shape)
+    x3 = self.s0(x2)
+    x4 = torch.add(x3, z, alpha=0.5)
+    x5 = x4.flatten(3)
+    x6 = x5.flip(0).reshape(x4.shape)
+    x8 = torch.einsum('abcd,Abcd->aAb', x6, x2) * 0.3
+    if not self.other:
+        x8 = x8.split(1, 2)[0] * x8
+    x10 = torch.cat([x8, x8.flip(1)])
+    return (x10,)
+""",
+    "what is whole has fewer dims than where the plan that was left shards": """
+b, s, c, = 2, 3, 4,
+stages = {'': 'x=b s c, cond=b c'}
+p0 = param(2)
+def forward(self, x: (b, s, c), cond: (b, c)):
+    x4 = cond[..., ::2]
+    x5 = cond[..., 1::2]
+    x6 = torch.stack([x4 * self.p0.cos() - x5 * self.p0.sin(), x4 * self.p0.sin() + x5 * self.p0.cos()], -1).flatten(-2)
+    if not self.other:
+        x6 = torch.stack([x6, x6.tanh()]).sum(0)
+    x8 = x6.repeat_interleave(2, 0)
+    x9 = x8 * (torch.arange(x8.shape[1]) % 3 > 0)[:]
+    x10 = cond[:, None] + x[:]
+    x13 = torch.stack([x])
+    x14 = x13[:, 1::2]
+    return x14
+""",
 }
 
 

@@ -118,8 +118,9 @@ def permuted(f: Frame) -> Outcome:
     return Outcome(Cut(made.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
-apart("view_as_real")
-apart("view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,))
+# torch asks for strides, of a gradient too, that an empty one need not have
+apart("view_as_real", filled=True)
+apart("view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,), filled=True)
 
 
 @rule("expand broadcast_to expand_as")

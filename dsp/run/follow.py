@@ -104,6 +104,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
     outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
     assert outcome is not None
     made, lent, same = [], [], list[Sharded | None]()
+    loose = op.what.name in DENSE and op.copies is None
     for k, own in enumerate(tensors_in(out)):
         t = plain(own)
         shape = list(t.shape)
@@ -113,11 +114,12 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         dense = t
         if op.copies and memory(t) == memory(parts[0]):
             dense = t.clone()
-        elif op.copies is None and op.what.name in DENSE:
+        elif loose:
             dense = copied(t, parts[0], op.tensors[0], cut, shape)
         # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives
-        # such a rank its argument, and the others something new
-        kept = own is op.shells[0] and dense is t and target in (None, cut) and not (op.what.changing or recipe.draws)
+        # such a rank its argument, and the others something new; so does what may copy, where no plan tells
+        kept = own is op.shells[0] and dense is t and target in (None, cut)
+        kept &= not (op.what.changing or recipe.draws or loose)
         written = op.what.changing and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))

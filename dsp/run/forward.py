@@ -50,6 +50,10 @@ class Run:
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
+    def planned(self, index: int) -> bool:
+        """Whether a plan made ahead tells what this glue operation does."""
+        return index >= 0 and self.script is not None and not self.script.recorded and self.strayed is None
+
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""
         if self.recorder is None:

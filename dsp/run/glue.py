@@ -28,11 +28,11 @@ from dsp.private import (
     saving_hooks,
 )
 from dsp.rules import GlueError, tensor_args
-from dsp.rules.functions import UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
+from dsp.rules.functions import DENSE, UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import RECIPES, Odd, Operation, Quick, Recipe, derive, key_of
-from dsp.sharded import ACTIVE, READ, Sharded, carry
+from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
 
@@ -121,8 +121,9 @@ class Glue(TorchFunctionMode):
         args = args if what.kind is None else without_kind(args, what.kind)
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
+        loose = what.name in DENSE and not run.planned(index)
         try:
-            key: Any = (func, mark, key_of(args))
+            key: Any = (func, mark, loose, key_of(args))
             if kwargs:
                 key += (*kwargs, key_of(kwargs.values()))
             recipe = run.recipes.get(key)
@@ -142,7 +143,7 @@ class Glue(TorchFunctionMode):
         if recipe is None:
             if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
                 raise GlueError(f"{what.name}() {KEPT}")
-            if step is not None and step.cuts is not None and not fit(step.cuts, shells):
+            if step is not None and step.cuts is not None and not fit(step.cuts, tensors):
                 run.strayed, op.step = (run.where, step.name), None  # x + 0 before, x + y now
             if not any(s is not None for s in shells):
                 if op.step is not None and op.step.source is not None:
@@ -188,6 +189,8 @@ class Glue(TorchFunctionMode):
         finally:
             for t in own:
                 t.__class__ = Sharded
+        if type(out) is Sharded and quick.anew:
+            out = plain(out)
         if type(out) is Sharded or out is None:
             return out  # an argument as it was
         if type(out) is Tensor:
@@ -224,11 +227,9 @@ class Glue(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def fit(cuts: Sequence[Cut | None], tensors: Sequence[Sharded | None]) -> bool:
+def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:
     """Whether these are as many tensors as a plan has cuts for, and can be cut so."""
-    return len(cuts) == len(tensors) and all(
-        c is None or t is None or c.fits(t.at.shape) for c, t in zip(cuts, tensors)
-    )
+    return len(cuts) == len(tensors) and all(c is None or c.fits(t.shape) for c, t in zip(cuts, tensors))
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:

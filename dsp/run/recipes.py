@@ -58,6 +58,7 @@ class Quick(NamedTuple):
     changes: bool  # it writes into the first argument
     aliases: bool  # its results may be views of the first argument
     copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
+    anew: bool  # its result is another tensor, though on this rank it is the argument: see `follow.results`
 
 
 class Odd(Exception):
@@ -114,10 +115,10 @@ class Operation:
     @property
     def copies(self) -> bool | None:
         """Whether it makes memory of its own where it might return a view; None if no plan tells."""
-        run = self.run
-        if self.what.name not in DENSE or run.script is None or run.script.recorded or run.strayed or self.index < 0:
+        script = self.run.script
+        if self.what.name not in DENSE or script is None or not self.run.planned(self.index):
             return None
-        return self.index in run.script.fresh
+        return self.index in script.fresh
 
     def frame(self, cuts: Sequence[Cut | None]) -> Frame:
         """The call with Operands for tensors, cut so."""
@@ -205,7 +206,8 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
     own = at if len(at) == sum(s is not None for s in op.shells) else None
     aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
-    return Quick(outcome.func or op.func, rest, kept, parts, own, op.what.changing, aliases, bool(op.copies))
+    loose = name in DENSE and op.copies is None
+    return Quick(outcome.func or op.func, rest, kept, parts, own, op.what.changing, aliases, bool(op.copies), loose)
 
 
 def has_operands(value: Any) -> bool:
