@@ -35,11 +35,8 @@ def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
-    if src.outer == dst.outer == 1 and src.dim != dst.dim:
-        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
-    fine, (i, j) = factor(shape, (src, dst))
-    out = torch.ops.dsp.switch(x.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i], sp.group)
-    return out.reshape(sp.local_shape(shape, dst))
+    part = Part(x, src, dst, shape)
+    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group), sp)
 
 
 class Part(NamedTuple):
@@ -50,6 +47,22 @@ class Part(NamedTuple):
     dst: Cut
     shape: tuple[int, ...]
 
+    @property
+    def folded(self) -> bool:
+        """Whether one of its dims has to be opened for the exchange."""
+        return not (self.src.outer == self.dst.outer == 1 and self.src.dim != self.dst.dim)
+
+    def opened(self, sp: Axis) -> tuple[Tensor, int, int, int]:
+        """For the exchange: the part, the dims from which and to which it goes, and the size of the first."""
+        if not self.folded:
+            return self.local, self.src.dim, self.dst.dim, self.shape[self.src.dim]
+        fine, (i, j) = factor(self.shape, (self.src, self.dst))
+        return self.local.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i]
+
+    def closed(self, came: Tensor, sp: Axis) -> Tensor:
+        """What came of it, in its own shape."""
+        return came.reshape(sp.local_shape(self.shape, self.dst)) if self.folded else came
+
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
@@ -58,16 +71,9 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
     if len(small) > 1:
-        opened = [factor(parts[i].shape, (parts[i].src, parts[i].dst)) for i in small]
-        moved = torch.ops.dsp.switch_many(
-            [parts[i].local.reshape(sp.local_shape(fine, Cut(at[0]))) for i, (fine, at) in zip(small, opened)],
-            [at[0] for _, at in opened],
-            [at[1] for _, at in opened],
-            [fine[at[0]] for fine, at in opened],
-            sp.group,
-        )
-        for i, t in zip(small, moved):
-            found[i] = t.reshape(sp.local_shape(parts[i].shape, parts[i].dst))
+        opened = map(list, zip(*[parts[i].opened(sp) for i in small]))
+        for i, t in zip(small, torch.ops.dsp.switch_many(*opened, sp.group)):
+            found[i] = parts[i].closed(t, sp)
     return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
 
 

@@ -134,6 +134,14 @@ def carry(local: Tensor, at: At) -> Sharded:
     return t
 
 
+def claim(local: Tensor, at: At) -> Sharded:
+    """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
+    if type(local) is not Tensor:
+        return carry(local, at)
+    local.__class__, local.at = Sharded, at  # type: ignore[assignment,attr-defined]
+    return local  # type: ignore[return-value]
+
+
 @cache
 def sharded_type(part: type[Tensor]) -> type[Sharded]:
     """`Sharded` for parts of a type of their own, such as fake tensors."""

@@ -69,6 +69,8 @@ def leading_to(ends: Iterable[Edge | None]) -> set[Edge]:
 
 def version(t: Tensor) -> int:
     """Counts the writes into a tensor's memory; under inference_mode nothing does."""
+    if type(t) is Tensor:
+        return 0 if t.is_inference() else t._version
     with NO():
         return 0 if t.is_inference() else t._version
 

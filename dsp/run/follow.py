@@ -19,22 +19,14 @@ from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.homes import home_of
 from dsp.run.recipes import Operation, Recipe
-from dsp.sharded import Moved, Sharded, bare, plain, stride_of
+from dsp.sharded import Moved, Sharded, bare, claim, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
 def follow(op: Operation, recipe: Recipe) -> Any:
     """Run an operation by its recipe."""
     run = op.run
-    if any(recipe.via):
-        run.copy_first(op.shells, recipe.via)
-    moved = iter(run.move_all([(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and s.at.cut != c]))
-    parts: list[Tensor] = []
-    for t, s, c in zip(op.tensors, op.shells, recipe.wanted):
-        if s is None:
-            parts.append(t if c is None else run.axis.narrow(t, c))
-        else:
-            parts.append(s if s.at.cut == c else next(moved))
+    parts = run.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
     if recipe.outcome is None:
         return on_wholes(op, parts, recipe.wanted, recipe.push)
     narrow = recipe.outcome.narrow
@@ -48,8 +40,11 @@ def follow(op: Operation, recipe: Recipe) -> Any:
         return parted(run, out, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     written = 1 if op.what.changing else 0
-    if recipe.quick is not None and before[written:] == [version(t) for t in parts[written:]]:
-        recipe.ready, recipe.ats = True, tuple(t.at for t in made)
+    quick = recipe.quick
+    if quick is not None and before[written:] == [version(t) for t in parts[written:]]:
+        # an argument as it was is a copy that others have, too
+        own = not (quick.moves or quick.pushes) or set(map(memory, tensors_in(out))).isdisjoint(map(memory, parts))
+        recipe.ready, recipe.ats = own, tuple(t.at for t in made)
     return map_tensors(out, made)
 
 
@@ -65,10 +60,13 @@ def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
     """Of whole results this rank's part where the plan wants it; in a run that has left its plan it may not fit."""
     if not any(push):
         return out
+    axis = run.axis
 
     def own(t: Tensor, c: Cut | None) -> Tensor:
-        return run.carry(run.axis.narrow(t, c), c, t.shape) if c is not None and c.fits(t.shape) else t
+        return claim(axis.narrow(t, c), axis.at(t.shape, c)) if c is not None and c.fits(t.shape) else t
 
+    if type(out) is Tensor:
+        return own(out, push[0])
     return map_tensors(out, map(own, tensors_in(out), push))
 
 

@@ -103,6 +103,22 @@ class Run:
                     "of place"
                 )
 
+    def bring(
+        self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None], cuts: Sequence[Cut | None],
+        via: Sequence[Sequence[Via]],
+    ) -> list[Tensor]:  # fmt: skip
+        """The operands of an operation, cut as it needs them (None: whole); a sharded one that lies so as it is."""
+        if any(via):
+            self.copy_first(shells, via)
+        moved = iter(self.move_all([(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]))
+        parts: list[Tensor] = []
+        for t, s, c in zip(tensors, shells, cuts):
+            if s is None:
+                parts.append(t if c is None else self.axis.narrow(t, c))
+            else:
+                parts.append(s if s.at.cut == c else next(moved))
+        return parts
+
     def move(self, t: Sharded, cut: Cut | None) -> Tensor:
         """This rank's part under another cut (None: whole)."""
         return self.move_all([(t, cut)])[0]
@@ -111,8 +127,9 @@ class Run:
         """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
         if all(cut == t.at.cut for t, cut in wanted):
             return [plain(t) for t, _ in wanted]
-        for t in (t for t, cut in wanted if self.stale and cut != t.at.cut):  # a view may see what its home missed
-            self.seen_writes(home_of(t).local)
+        for t, cut in wanted if self.stale else ():
+            if cut != t.at.cut:  # a view may see what its home missed
+                self.seen_writes(home_of(t).local)
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
         sources = [self.source(t, cut) for t, cut in wanted]
         for (t, _), source in zip(wanted, sources):
@@ -121,7 +138,8 @@ class Run:
                     self.narrow(home_of(t), source)
                 else:
                     todo.setdefault((id(home_of(t)), source), (home_of(t), home_of(t).cut))
-        self.switch(todo)
+        if todo:
+            self.switch(todo)
         return [self.view(t, cut, source) for (t, cut), source in zip(wanted, sources)]
 
     def source(self, t: Sharded, cut: Cut | None) -> Cut | Literal["whole", "view"]:
@@ -134,15 +152,19 @@ class Run:
         home, found = home_of(t), cut
         if cut == t.at.cut:
             return home.cut
-        views = views_of(t)
+        views, copies = views_of(t), home.copies
         if views:
-            folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
-            candidates = chain([home.cut, *home.copies], map(Cut, range(len(home.shape))), folds)
-            near = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
+            key = (cut, *copies, *views[:-1])
+            known = views[-1].near
+            if key not in known:
+                folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
+                candidates = chain([home.cut, *copies], map(Cut, range(len(home.shape))), folds)
+                known[key] = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
+            near = known[key]
             if near is None:
                 return "view"
             found = near
-        if found not in home.copies and not separable(home.shape, home.cut, found, self.axis.size):
+        if found not in copies and not separable(home.shape, home.cut, found, self.axis.size):
             self.gather(home)
         return found
 
@@ -160,7 +182,7 @@ class Run:
     def switch(self, todo: Mapping[tuple[int, Cut], tuple[Home, Cut]]) -> None:
         """Copies in new cuts, each made of the one named: small ones share a call."""
         parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
-        with differentiable(*(p.local for p in parts)):
+        with differentiable(*[p.local for p in parts]):
             made = switch_all(parts, self.axis)
         for ((_, dst), (home, _)), local in zip(todo.items(), made):
             home.copies[dst] = local
@@ -194,7 +216,8 @@ class Run:
                 self.gather(home, src)
             elif src is not None and dst is not None:
                 todo[id(home), dst] = home, src
-        self.switch(todo)
+        if todo:
+            self.switch(todo)
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
 from dsp.listening import listening
+from dsp.moves import Part
 from dsp.private import (
     FakeTensor,
     _get_current_function_mode,
@@ -27,12 +28,12 @@ from dsp.private import (
     maybe_current_level,
     saving_hooks,
 )
-from dsp.rules import GlueError, tensor_args
+from dsp.rules import GlueError, replaced, tensor_args
 from dsp.rules.functions import DENSE, UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import RECIPES, Odd, Operation, Quick, Recipe, derive, key_of
-from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
+from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
 
@@ -52,6 +53,9 @@ KEPT = (
     "when the forward was planned on fake tensors. Call the bare model once before dsp plans it, so that it keeps real "
     "ones"
 )
+
+
+PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
 class Glue(TorchFunctionMode):
@@ -114,10 +118,11 @@ class Glue(TorchFunctionMode):
         script, step = run.script, run.script.glue.get(index) if run.script else None
         if step is not None and step.name != what.name:
             step = None
-        if (step is None or step.idle) and not types and not run.lends and not dtensors(args, kwargs):
+        if (step is None or step.idle) and PLAIN.issuperset(types) and not run.lends and not dtensors(args, kwargs):
             run.where = ("glue", index, what.name)
             out = func(*args, **kwargs)
-            return out if what.changing or torch.is_grad_enabled() else plainly(out)
+            # asked here as well: a call less for most
+            return out if what.changing or (type(out) is Tensor and not out.requires_grad) else plainly(out)
         args = args if what.kind is None else without_kind(args, what.kind)
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
@@ -130,8 +135,16 @@ class Glue(TorchFunctionMode):
         except (Odd, TypeError):
             key = recipe = None
         if recipe is not None and not run.stale:
-            if recipe.ready and not (recipe.quick.changes and self.watched(args[0])):
-                return self.quickly(recipe, recipe.quick, func, args, kwargs)
+            quick = recipe.quick
+            if recipe.ready and not (quick.changes and self.watched(args[0])):
+                if not (quick.moves or quick.pushes):
+                    return self.quickly(recipe, quick, args, kwargs)
+                run.where = ("glue", index, what.name)
+                if quick.moves:
+                    tensors = tensor_args(args, kwargs)
+                    shells = [t if type(t) is Sharded else None for t in tensors]
+                    args, kwargs = replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
+                return self.quickly(recipe, quick, args, kwargs)
             if recipe.whole and not run.lends:
                 return parted(run, func(*args, **kwargs), recipe.push)
         run.where = ("glue", index, what.name)
@@ -162,14 +175,14 @@ class Glue(TorchFunctionMode):
         """Whether others may have to see what is written into it, beside those that share its memory."""
         return bool(self.run.lent) or "_dsp_lent" in t.__dict__ or torch.is_inference_mode_enabled()
 
-    def quickly(self, recipe: Recipe, quick: Quick, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that moves nothing, as it ran before."""
+    def quickly(self, recipe: Recipe, quick: Quick, args: Any, kwargs: Any) -> Any:
+        """Run an operation as it ran before, on tensors that lie as it needs them."""
         first, graded = args[0] if args else None, torch.is_grad_enabled()
         if quick.parts:
             args = list(args)
             for i, cut in quick.parts:
                 args[i] = self.run.axis.narrow(args[i], cut)
-        own = _sharded(args, kwargs) if quick.own is None else [args[i] for i in quick.own]
+        own = _sharded(args, kwargs) if quick.own is None else args[quick.own]
         for t in own:  # as `bare` does
             t.__class__ = Tensor
         try:
@@ -193,6 +206,8 @@ class Glue(TorchFunctionMode):
             out = plain(out)
         if type(out) is Sharded or out is None:
             return out  # an argument as it was
+        if quick.pushes:
+            return self.pushed(recipe, out)
         if type(out) is Tensor:
             out.__class__ = Sharded
             out.at = recipe.ats[0]  # type: ignore[attr-defined]
@@ -212,6 +227,14 @@ class Glue(TorchFunctionMode):
                 if recipe.view is not None or memory(t) == memory(args[0]):
                     t._dsp_lent = lent
         return out
+
+    def pushed(self, recipe: Recipe, out: Any) -> Any:
+        """What was made of local parts, switched to where the plan wants it."""
+        assert recipe.outcome is not None
+        cut = recipe.outcome.cut
+        assert cut is not None
+        parts = [Part(t, cut, at.cut, at.shape) for t, at in zip(tensors_in(out), recipe.ats)]
+        return map_tensors(out, [claim(p.local, at) for p, at in zip(self.run.push_all(parts), recipe.ats)])
 
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "backward":
@@ -233,9 +256,9 @@ def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:
-    """Whether there is a DTensor among the arguments."""
+    """Whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
     for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, DTensor) or (type(a) in (list, tuple) and dtensors(a, None)):
+        if isinstance(a, (DTensor, Sharded)) or (type(a) in (list, tuple) and dtensors(a, None)):
             return True
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,12 +13,16 @@ from torch import Tensor
 from dsp.layout import Cut
 from dsp.rules import Frame, GlueError, Operand, Outcome, without_operands
 from dsp.sharded import Sharded, plain
-from dsp.tensors import version
+from dsp.tensors import NO, version
+
+NOTHING = nullcontext()
 
 
 def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
     """Copies are kept for later uses: made under no_grad, too, they lead back to what was made with a gradient."""
-    return torch.set_grad_enabled(torch.is_grad_enabled() or any(t.grad_fn is not None for t in tensors))
+    if torch.is_grad_enabled() or all(t.grad_fn is None for t in tensors):
+        return NOTHING
+    return torch.enable_grad()
 
 
 @dataclass(eq=False)
@@ -49,9 +53,11 @@ def home_of(t: Sharded) -> Home:
         t = view[0]
     home = t.__dict__.get("_dsp_home")
     if home is None:
-        with differentiable(t):
+        with NO():
+            node, asks = t.grad_fn, t.requires_grad
+        with NOTHING if node is None else torch.enable_grad():
             local = plain(t)
-        if t.requires_grad and t.grad_fn is None:  # a view that was made without gradient: torch says it has one
+        if asks and node is None:  # a view that was made without gradient: torch says it has one
             local = local.detach()
         home = t._dsp_home = Home(local, t.at.cut, t.at.shape)  # type: ignore[attr-defined]
     return home
@@ -98,6 +104,7 @@ class View:
     def __init__(self, func: Any, frame: Frame) -> None:
         self.func, self.frame = func, frame
         self.found: dict[Cut | None, Again | None] = {}
+        self.near: dict[Any, Cut | None] = {}  # of chains that end here, see `source` of a run
 
     def under(self, cut: Cut | None) -> Again | None:
         """With its argument cut so, or whole; None if the cut cannot pass."""

@@ -30,7 +30,7 @@ class Recipe:
 
     frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
     be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
-    the result is the same data; draws: it takes random numbers. A `quick` one moves nothing: once it ran, it is `ready`
+    the result is the same data; draws: it takes random numbers. A `quick` one needs no care: once it ran, it is `ready`
     and `ats` tell where its results lie. One `whole` has no sharded tensor: at the most it shares out its results.
     """
 
@@ -54,11 +54,13 @@ class Quick(NamedTuple):
     rest: tuple[Any, ...] | None
     kept: list[int]  # of those given the places where its own stand
     parts: list[tuple[int, Cut]]
-    own: list[int] | None  # where its sharded tensors stand; None: not among the arguments themselves alone
+    own: slice | None  # where its sharded tensors stand; None: not next to each other among the arguments themselves
     changes: bool  # it writes into the first argument
     aliases: bool  # its results may be views of the first argument
     copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
     anew: bool  # its result is another tensor, though on this rank it is the argument: see `follow.results`
+    moves: bool  # its tensors are brought elsewhere first
+    pushes: bool  # its results are switched
 
 
 class Odd(Exception):
@@ -166,13 +168,12 @@ def derive(op: Operation) -> Recipe:
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
     made = View(op.func, frame) if view else None
     recipe = Recipe(frame, wanted, via, outcome, op.push, made, random, whole)
-    if list(map(cut_at, op.shells)) == list(wanted) and not (any(op.push) or any(via)):
-        recipe.quick = quick(op, recipe)
+    recipe.quick = quick(op, recipe)
     return recipe
 
 
 def quick(op: Operation, recipe: Recipe) -> Quick | None:
-    """The call, if it is one of local parts as they are, and on this rank there is something of each."""
+    """The call, if it is one of local parts, this rank has something of each, and no view is taken of what moved."""
     frame, outcome, name = recipe.frame, recipe.outcome, op.what.name
     if outcome is None or outcome.cut is None or outcome.kwargs or recipe.draws:
         return None
@@ -180,6 +181,16 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
         return None
     if any(s is not None and 0 in s.at.local for s in op.shells):
         return None
+    came = list(map(cut_at, op.shells))
+    moves = came != list(recipe.wanted) or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
+    pushes = any(recipe.push)
+    if moves or pushes:
+        # a view, or what is written, of a copy: that takes care
+        if name in ALIASES or outcome.view or op.what.changing or outcome.args is not None:
+            return None
+        axis, there = op.run.axis, zip(op.shells, recipe.wanted)
+        if any(s is not None and c is not None and 0 in axis.local_shape(s.at.shape, c) for s, c in there):
+            return None
     outer = outcome.cut.outer
     if name in DENSE and op.run.axis.local_shape((outcome.size,), Cut(0, outer))[0] <= outer:
         return None
@@ -204,10 +215,12 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     if op.what.changing and not alone:
         return None
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
-    own = at if len(at) == sum(s is not None for s in op.shells) else None
+    own = slice(at[0], at[-1] + 1) if at and len(at) == sum(s is not None for s in op.shells) and not moves else None
+    if own is not None and own.stop - own.start > len(at):
+        own = None
     aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
-    loose = name in DENSE and op.copies is None
-    return Quick(outcome.func or op.func, rest, kept, parts, own, op.what.changing, aliases, bool(op.copies), loose)
+    changes, copies, loose = op.what.changing, bool(op.copies), name in DENSE and op.copies is None
+    return Quick(outcome.func or op.func, rest, kept, parts, own, changes, aliases, copies, loose, moves, pushes)
 
 
 def has_operands(value: Any) -> bool:
