@@ -35,6 +35,8 @@ def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
+    if src.outer == dst.outer == 1 and src.dim != dst.dim:
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     part = Part(x, src, dst, shape)
     return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group), sp)
 
