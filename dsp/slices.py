@@ -120,7 +120,7 @@ def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
 
 
 class Shared(RuntimeError):
-    """Random numbers that do not shrink with the slice."""
+    """What does not shrink with the slice, such as random numbers."""
 
 
 # operations whose result is nothing but random numbers
@@ -148,6 +148,8 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._weight_norm_interface.default and args[1].numel() != args[0].shape[args[2]]:
+            raise Shared("a norm for each row, and other rows")  # which torch would write beside its memory
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -592,6 +593,38 @@ def heads(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_heads_as_a_dim_are_exact(ranks, n: int) -> None:
     ranks(heads, n)
+
+
+class OtherWay(nn.Module):
+    """It goes one way without data and another with some, as masks of transformers do: the first run leaves its plan.
+
+    Its keys have fewer heads than its queries: the last of three ranks holds none, which torch lays out otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(C, 32), nn.Linear(16, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(torch.arange(3)) is Tensor:
+            x = x * 0.5
+        q, k, v = self.project(x).unflatten(-1, (8, -1)).transpose(1, 2).split([4, 2, 2], 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return x + self.out(y.contiguous().reshape(*x.shape[:2], -1).contiguous())
+
+
+def other_way(mesh: DeviceMesh) -> list[Any]:
+    torch.manual_seed(0)
+    single = OtherWay().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
+    inputs = (torch.randn(1, 9, C, dtype=torch.float64, requires_grad=True),)
+    return beside(single, model, mesh, inputs, rounds=3, count=True)
+
+
+def test_a_run_that_left_its_plan_is_exact_where_a_rank_holds_no_head(ranks) -> None:
+    """And the next one, which is recorded, begins as sharded as it did."""
+    for _, second, third in ranks(other_way, 3):
+        assert second.forward.bytes == third.forward.bytes
 
 
 def apart(mesh: DeviceMesh) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor
 from dsp.rules.call import GlueError, tensor_args
-from dsp.rules.written_out import WRITTEN_OUT
+from dsp.rules.written_out import KEYWORDS, WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # they read memory as it lies: each rank has its own
@@ -140,8 +141,18 @@ class Function(NamedTuple):
         assert self.parts is not None
         if kwargs.get("out") is not None:
             return None
+        if kwargs:
+            kwargs = {KEYWORDS.get(k, k): v for k, v in kwargs.items()}
+            if not kwargs.keys() <= taken(self.parts):
+                return None
         with mode:
             return self.parts(*args, **kwargs)
+
+
+@cache
+def taken(function: Callable[..., Any]) -> frozenset[str]:
+    """What it may be given by name."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 @lru_cache(maxsize=8192)

@@ -167,6 +167,12 @@ def likelihood(
     return each.sum() if reduction == "sum" else each.sum() / (~ignored).sum()
 
 
+# what torch calls their arguments, where that is another name
+KEYWORDS = {
+    "input": "x", "self": "x", "mat1": "a", "batch1": "a", "mat2": "b", "batch2": "b",
+    "embed_dim_to_check": "embed_dim", "num_heads": "heads", "in_proj_weight": "in_weight", "in_proj_bias": "in_bias",
+    "out_proj_weight": "out_weight", "out_proj_bias": "out_bias",
+}  # fmt: skip
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.expand_as: expand_as,
     F.multi_head_attention_forward: multi_head_attention,

@@ -227,7 +227,7 @@ class Runtime:
                 run.account.end()
             if plan is not None and run.strayed and not plan.script.recorded:
                 # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
-                kind.plan = kind.places = None
+                kind.plan = None
             return output
         except Exception as error:
             if run.misread is not None and run.misread[0] is error:
