@@ -669,3 +669,10 @@ def test_draws_hands_out_parts_of_what_was_drawn() -> None:
         assert torch.equal(f(x[:, 2:5]), whole[:, 2:5])
     with pytest.raises(RuntimeError, match="random numbers \\(4, 6, 1\\)"), Draws(draws, 3, 1, 2):
         f(x[..., 1:3])
+
+
+def test_a_norm_of_weights_is_not_tried_on_other_rows() -> None:
+    """Torch looks at no shape there, and would write beside its memory."""
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3), dim=2).parametrizations.weight
+    with Draws(), pytest.raises(RuntimeError, match="a norm for each row"):
+        normed[0](torch.randn(1, 1, 2), torch.randn(4, 4, 3))
