@@ -593,12 +593,12 @@ b, t, s, c = 2, 3, 1, 4
 stages = {"": "x=b t s c"}
 s0 = Mlp()
 def forward(self, x: (b, t, s, c)):
-    x0 = x1 = self.s0(x)
+    x1 = self.s0(x)
     if self.other:
-        x1 = x0.flatten().view(x0.shape)
+        x1 = x1.view(-1).view(x1.shape)
     x1.masked_fill_(x1 > 0.9, 0.25)
     x3 = torch.einsum("abcd,abcd->dbac", x1, x1)
-    return torch.einsum("abcd,Dbac->aDc", x1 + x0, x3)
+    return torch.einsum("abcd,Dbac->aDc", x1, x3)
 """
 
 
