@@ -7,6 +7,9 @@ public names, but for `torch._C.DisableTorchFunction` and its like, which torch'
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +32,10 @@ from torch.nn.modules.batchnorm import _BatchNorm  # every norm over the batch
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # glue steps aside inside of a stage
 from torch.utils import _pytree as pytree  # tensors inside of any arguments
 from torch.utils._mode_utils import no_dispatch  # past every dispatch mode
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every op below autograd: to count, to trace
+from torch.utils._python_dispatch import (  # sees every op below autograd: to count, to trace
+    TorchDispatchMode,
+    _disable_current_modes,
+)
 
 # autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
 PASSING = frozenset(
@@ -65,6 +71,48 @@ def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype) -> Tenso
     if isinstance(like, nn.Parameter):
         new._is_param = True  # all that nn.Parameter does to a new tensor
     return new
+
+
+@contextmanager
+def any_device() -> Iterator[None]:
+    """While nothing is computed flex_attention takes what needs gradients on a device that it has no backward for."""
+    module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_validate_device"
+    refuses = getattr(module, name, None)
+    if refuses is not None:
+        setattr(module, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        if refuses is not None:
+            setattr(module, name, refuses)
+
+
+def compiler_loaded() -> bool:
+    """Whether anybody may have compiled anything."""
+    return "torch._dynamo" in sys.modules
+
+
+def compiled_callers() -> Iterator[Any]:
+    """The functions given to torch.compile that the caller stands in, though it was put aside; the inner ones first."""
+    frame = sys._getframe(1) if compiler_loaded() else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
+            yield frame.f_locals["fn"]
+        frame = frame.f_back
+
+
+@contextmanager
+def compiling(kinds: int) -> Iterator[None]:
+    """Where torch.compile works, though it is put aside around, for so many kinds of arguments of one function.
+
+    It does not where a mode sees every op, as those do that count: the compiler's own are none of theirs.
+    """
+    with (
+        torch.compiler.set_stance("default"),
+        torch._dynamo.config.patch(recompile_limit=kinds),
+        _disable_current_modes(),
+    ):
+        yield
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -139,9 +187,13 @@ __all__ = [
     "_resolve_process_group",
     "after_backward",
     "all_gather",
+    "any_device",
     "backward_node",
     "backward_pass",
     "checkpoint_frame",
+    "compiled_callers",
+    "compiler_loaded",
+    "compiling",
     "dtensor",
     "fake_tensor",
     "get_unwrapped",

@@ -204,7 +204,7 @@ FAULTS = [
     # what was found wrong in models that nobody here had seen, and its mend undone
     Fault(
         "attention looks past where its mask is cut",
-        "dsp/rules/products.py",
+        "dsp/rules/attention.py",
         "align(f, rows if along_rows else operands)",
         "align(f, rows[:1] if along_rows else operands)",
         "test_prover::test_a_mask_that_is_cut_another_way",

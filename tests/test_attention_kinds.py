@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.tensors import tensors_in
 
 C, HEADS, N = 24, 6, 11  # channels; heads of queries; places, of three samples that are packed in one row or padded
 ENDS = (3, 7, 11)
@@ -141,17 +142,126 @@ def test_exact_and_shared(ranks: Any, name: str) -> None:
         assert found[0][0] <= 0.4
 
 
+def bias(slopes: Tensor) -> Any:
+    return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+
+
 class Flex(nn.Module):
+    """Attention whose functions read the head, and a parameter, of heads of queries that share those of keys."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.qkv, self.slopes = nn.Linear(C, 3 * C), nn.Parameter(torch.linspace(0.1, 0.9, HEADS))
+        self.compiled = compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        attend = torch.compile(flex_attention, backend="eager") if self.compiled else flex_attention
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) | (h == 2), None, HEADS, N, N, device="cpu", BLOCK_SIZE=4)
+        y = attend(q, k, v, score_mod=bias(self.slopes), block_mask=mask)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def flexible(mesh: DeviceMesh, compiled: bool) -> None:
+    from torch.nn.attention import flex_attention
+
+    flex_attention._validate_device = lambda *_: None  # type: ignore[attr-defined]  # it has gradients on a CPU, too
+    torch.manual_seed(0)
+    single = nn.Sequential(Flex(False)).double()
+    given = {"input": torch.randn(1, N, C, dtype=torch.float64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = dsp.plan(single, kwargs=given, size=2, stages={"": "input=b n c"}, gather_output=False)
+        model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "input=b n c"}, gather_output=False)
+        model[0].compiled = compiled
+        beside(single, model, mesh, given)
+    assert plan.share <= 0.6
+    compiling = list[bool]()
+    torch.compile(lambda x: compiling.append(torch.compiler.is_dynamo_compiling()) or x, backend="eager")(torch.ones(1))
+    assert True in compiling, "the compiler is put aside after the forward, too"
+
+
+@pytest.mark.slow  # for what it imports, and compiles
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention(ranks: Any, compiled: bool) -> None:
+    ranks(flexible, 2, compiled)
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: score + x[b, h, i, 0])
+
+
+@pytest.mark.slow
+def test_what_functions_of_flex_attention_read_is_whole() -> None:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        with pytest.raises(dsp.GlueError, match=r"score or mask function reads a tensor that is sharded"):
+            dsp.plan(Reading(), torch.randn(1, 4, 8, 16), size=2, stages={"": "x=b h n c"})
+        staged = dsp.plan(nn.Sequential(Alike()), torch.randn(1, 4, 8, 16), size=2, stages={"0": "b h [n c]"})
+    assert " h " in str(staged).split("\n")[2]
+
+
+class Alike(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
 
 
-@pytest.mark.slow  # for what it imports
-@pytest.mark.parametrize("stages", [{"": "input=b h n c"}, {"": "input=b h n c", "0": "b h [n c]"}])
-def test_flex_attention_is_refused_by_name(stages: dict[str, str]) -> None:
+def flexibly(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return dispatch_attention_fn(q, k, v, attn_mask=mask, backend="flex").transpose(1, 2)
+
+
+def blocks() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: (i >= j) | (h == 1), 1, HEADS, N, N, device="cpu", BLOCK_SIZE=4)
+
+
+def below() -> Tensor:
+    return (torch.arange(N)[:, None] >= torch.arange(N))[None, None]
+
+
+FLEX: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "flex, no mask": lambda q, k, v: flexibly(q, k, v, None),
+    "flex, a block mask a head": lambda q, k, v: flexibly(q, k, v, blocks()),
+    "flex, what is seen": lambda q, k, v: flexibly(q, k, v, below()),
+    "flex, a bias": lambda q, k, v: flexibly(q, k, v, below().to(q.dtype)),
+    "flex, a bias a head": lambda q, k, v: flexibly(q, k, v, distances()[None]),
+}
+
+
+def interfaces(mesh: DeviceMesh) -> None:
+    """diffusers' and transformers' own ways to flex_attention, which a CPU has no backward of."""
+    models = {kind: lambda kind=kind: nn.Sequential(Attention(kind), Attention(kind)) for kind in FLEX}
+    models["transformers' Llama, flex"] = lambda: llama("flex_attention")
+    KINDS.update(FLEX)
+    MODELS.update(models)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        with pytest.raises(dsp.GlueError, match=r"flex_attention\(\) compiles itself.*scaled_dot_product_attention"):
-            dsp.plan(nn.Sequential(Flex()), torch.randn(1, 4, 8, 16), size=2, stages=stages)
+        for name in models:
+            single, given, stages = made(name)
+            with torch.compiler.set_stance("force_eager"):
+                expect = tensors_in(single(**given))
+            model = dsp.parallelize(copy.deepcopy(single), mesh, stages)
+            for _ in range(2):
+                for found, whole in zip(tensors_in(model(**given)), expect, strict=True):
+                    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            plan = dsp.plan(single, kwargs=given, size=mesh.size(), stages=stages, gather_output=False)
+            layouts = [row.layout for row in plan.stages if row.name == "(flex_attention)"]
+            assert len(layouts) == 2, name
+            assert None not in layouts, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_interfaces_of_flex_attention(ranks: Any, size: int) -> None:
+    ranks(interfaces, size)

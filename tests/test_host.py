@@ -7,6 +7,7 @@ import functools
 import pickle
 import re
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -189,10 +190,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "apply_": (lambda x: x.detach().clone().apply_(lambda v: v * 2), f"Tensor.apply_() {LOCAL}"),
     "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() of a sharded tensor would be of its part"),
-    "compile": (
-        torch.compile(lambda t: t * 2, backend="eager"),
-        "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile",
-    ),
 }  # fmt: skip
 OUTSIDE: dict[str, Any] = {
     "torch.vmap": lambda model, x: torch.vmap(model)(x[None]),
@@ -239,11 +236,39 @@ def refused(mesh: DeviceMesh) -> None:
             call(model, x)
     with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
         torch.compile(model, backend="eager")(x)
+    model.space.compile(backend="eager")  # with its hooks
+    with pytest.raises(RuntimeError, match=r"of its stages at once, .* as in block.forward = torch.compile\(block.for"):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compiled_between(mesh, x)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
         dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
     for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
         with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
             dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
+
+
+def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
+    """A compiled function between stages is followed, which is said; a compiled stage stays what it is."""
+    runs = list[bool]()
+
+    def backend(graph: Any, example: Any) -> Any:
+        return lambda *args: (runs.append(True), graph.forward(*args))[1]
+
+    def twice(t: Tensor) -> Tensor:
+        return t * 2
+
+    model = Model(torch.compile(twice, backend=backend))
+    expect, planned = model(x), str(dsp.plan(model, x, size=2))
+    assert "what torch.compile made of compiled_between.<locals>.twice is not used: make a submodule" in planned
+    runs.clear()
+    dsp.parallelize(model, mesh)
+    torch.testing.assert_close(model(x), expect)
+    assert not runs
+    model.space.forward = torch.compile(model.space.forward, backend=backend)
+    torch.testing.assert_close(model(x), expect)
+    assert runs
 
 
 def test_what_cannot_run_is_refused_in_a_sentence(ranks) -> None:

@@ -10,13 +10,14 @@ import pytest
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private notation planner hardware
-tensors listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
+tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded
 """.split()
 ROOMS = {
     "planner": "problem facts elimination sweep",
-    "rules": "call elementwise statistics along joins products sequences shape windows sources written_out functions",
+    "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
+        written_out functions""",
     "plan": """script events skeleton watch operation names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
     "run": "homes ledger forward recipes follow glue inputs agreement calls hooks parallel",

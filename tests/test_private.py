@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -78,6 +79,28 @@ class Noting(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         Noting.seen = private.backward_pass(), private.backward_node()
         return grad
+
+
+def compiling() -> None:
+    """What compiles within a region where the compiler is put aside, under a mode that sees ops; and flex_attention."""
+    from torch.nn.attention import flex_attention
+
+    double, seen = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True), list[bool]()
+    assert private.compiler_loaded()
+    with torch.compiler.set_stance("force_eager"), dsp.count_comm(), private.compiling(9):
+        torch.compile(lambda x: seen.append(torch.compiler.is_dynamo_compiling()) or x, backend="eager")(torch.ones(1))
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    assert True in seen, "nothing is compiled where the stance is the default one again"
+    named = torch.compile(lambda: [f.__qualname__ for f in private.compiled_callers()], backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        assert named() == ["compiling.<locals>.<lambda>"]
+    assert not [*private.compiled_callers()]
+    q, refuses = torch.ones(1, 1, 2, 2, requires_grad=True), flex_attention._validate_device
+    with private.any_device():
+        flex_attention._validate_device(q, q, q)
+    assert flex_attention._validate_device is refuses
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        refuses(q, q, q)
 
 
 def backward_pass() -> None:
@@ -275,7 +298,7 @@ def compilers() -> None:
 ALONE = [
     checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
     dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts,
-    of_the_zoo, transforms, saving_hooks, compilers,
+    of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
 ]  # fmt: skip
 
 
@@ -379,7 +402,7 @@ HIDDEN = re.compile(
     r"|\btorch(?:\.[a-zA-Z]\w*)*\._(?!_|C\.DisableTorchFunction(Subclass)?\b)"
     r"|\._(?:local_tensor|spec)\b|torch\.multiprocessing\.reductions"
 )
-REGISTERED = re.compile(r"torch\.ops\.(_c10d_functional\.|aten\._)")  # names of ops
+REGISTERED = re.compile(r"torch\.ops\.(_c10d_functional\.|aten\._|torch_attn\._)")  # names of ops
 
 
 def test_nowhere_else() -> None:

@@ -102,6 +102,7 @@ class Trace:
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
+    compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled
     reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:

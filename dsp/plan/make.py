@@ -58,6 +58,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         inputs=program.inputs,
         staged=tuple(event.kind == "stage" for event in t.events),
         reads=t.reads,
+        compiled=t.compiled,
         chosen=not any(stage.whole for stage in stages.values()),
     )
 

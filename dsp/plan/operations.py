@@ -18,7 +18,9 @@ from dsp.plan.names import letters_of
 from dsp.plan.operation import Combo, Operation, Ways
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op
+from dsp.private import compiled_callers
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
+from dsp.rules.flex import OWN
 from dsp.rules.functions import DENSE, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
 from dsp.tensors import edge, memory, overwritten, tensors_in
@@ -44,6 +46,7 @@ class Operations(Values):
         self.same: set[int] = set()
         self.fresh: set[int] = set()
         self.names: list[str] = []  # of all glue operations
+        self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
 
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
         """Glue operation number `index`; `written`: in place, into its first operand."""
@@ -55,6 +58,7 @@ class Operations(Values):
             edges.add(overwritten(tracked[0]))
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
+            self.note_compiled()
             if name in SAME and out is tracked[0] and not draws(name, args, kwargs):
                 self.same.add(index)
             elif out is not NotImplemented:  # x == "a" is False, says Python then
@@ -63,6 +67,32 @@ class Operations(Values):
             out._dsp_fresh = op  # type: ignore[attr-defined]
         elif name in SOURCES and tracked and isinstance(out, Tensor):
             self.source(op, out, {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
+
+    def note_compiled(self) -> None:
+        """What is compiled is followed between stages: that it is not compiled then has to be said."""
+        for f in compiled_callers():
+            own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
+            self.compiled["" if own else getattr(f, "__qualname__", type(f).__name__)] = None
+
+    def sharded(self, t: Tensor) -> bool:
+        """Whether a tensor that is read as a whole, without a trace of it, is a sharded one.
+
+        One that was stretched from whole ones, a mask as a rule, is not: from there on it stays whole.
+        """
+        sym = self.sym(t)
+        made = self.of_whole(sym.value) if sym is not None else None
+        for i in made or ():
+            whole = [c for c in self.ops[i].choices if not any((*c.needs, *c.gives))]
+            self.ops[i] = replace(self.ops[i], choices=tuple(whole))
+        return sym is not None and made is None
+
+    def of_whole(self, value: int) -> set[int] | None:
+        """The ops that make a value of whole tensors alone; None if there are others."""
+        made = next((i for i, op in enumerate(self.ops) if value in op.outputs), None)
+        if made is None or self.events[made].kind not in ("source", "glue") or self.events[made].name in FILLED:
+            return None
+        before = [self.of_whole(v) for v in self.ops[made].inputs]
+        return None if None in before else {made}.union(*filter(None, before))
 
     def meet(self, tensors: Sequence[Tensor], written: bool = False) -> None:
         """The first thing that is done with new zeros: what is sharded is written into them, or they are whole."""

@@ -62,6 +62,7 @@ class Recorder(Operations):
 
     def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         self.meet(tensors_in((args, kwargs)))
+        self.note_compiled()
         _, bound = stage.signature.bind(args, kwargs)
         sizes = stage.sizes(bound, self.root_sizes)
         self.used((b.tensor for b in bound), [self.sym(b.tensor) for b in bound])  # before it writes into one
@@ -222,7 +223,7 @@ class Recorder(Operations):
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
             resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
-            sizes=self.root_sizes, stretched=self.stretched,
+            sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled],
         )  # fmt: skip
 
 

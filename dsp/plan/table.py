@@ -109,6 +109,7 @@ class Plan:
     problem: Problem | None = field(default=None, repr=False, compare=False)
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
+    compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
     reads: str = ""  # where the forward reads its data, if it does: the plan is for one that goes the same way
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
@@ -159,7 +160,16 @@ class Plan:
         """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
         if not self.chosen:
             return ""
-        return ". ".join(filter(None, (self._whole_stages, self._whole_glue)))
+        return ". ".join(filter(None, (self._whole_stages, self._whole_glue, self._compiled)))
+
+    @property
+    def _compiled(self) -> str:
+        if not (names := ", ".join(filter(None, self.compiled))):
+            return ""
+        return (
+            f"between stages every operation is followed, so what torch.compile made of {names} is not used: make a "
+            "submodule of it, name it in stages, and compile its forward after dsp.parallelize"
+        )
 
     @property
     def _whole_glue(self) -> str:

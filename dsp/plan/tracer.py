@@ -19,6 +19,7 @@ from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
+from dsp.rules.flex import flex_attention, refuse_reading, rehearsed
 from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, known, refuse_unrunnable, without_kind
 from dsp.rules.sources import FILLED
 from dsp.sharded import laid_out
@@ -54,13 +55,16 @@ class Tracer(Recorder, TorchFunctionMode):
         self.entered: dict[str, tuple[Any, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, what = kwargs or {}, known(func)
         if self.in_stage:
-            return func(*args, **kwargs)
-        what = known(func)
+            return (rehearsed if what.parts is flex_attention else func)(*args, **kwargs)
         name = what.name
         if name in UNRUNNABLE or maybe_current_level() is not None:
-            refuse_unrunnable(name, what.metadata, args, kwargs, lambda t: hasattr(t, "_dsp_sym"))
+            refuse_unrunnable(name, what.metadata, args, kwargs, self.sharded)
+            if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
+                made = func(*args, **kwargs)
+                self.random_glue |= self.watch.random
+                return made
         if what.metadata:
             if name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
                 return laid_out(args[0].shape, name, *args[1:], **kwargs)
@@ -70,11 +74,15 @@ class Tracer(Recorder, TorchFunctionMode):
             return out
         if name in BY_NUMBER and not self.real:
             raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
+        call: Any = func
+        if func is flex_attention:
+            call = rehearsed
+            refuse_reading(args[3:], self.sharded)
         index = len(self.names)
         self.watch.restart()
         region, kept = self.region(), list[Tensor]()
         with saving(kept):
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         watch, before = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -25,17 +24,13 @@ from dsp.plan.events import Trace
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
-from dsp.private import FakeTensorMode, fake_tensor, pytree
-from dsp.rules import GlueError
+from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, pytree
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
+from dsp.stance import Followed
 from dsp.tensors import edge, tensors_in
 
 AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
-FLEX = (
-    "flex_attention() compiles itself, which torch does not do on the tensors without data that a plan is made with; "
-    "use torch.nn.functional.scaled_dot_product_attention, with the mask as attn_mask"
-)
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,16 @@ def trace(
     """
     longest, found = 0, None
     for again in range(AGAIN, -1, -1):
+        loaded = compiler_loaded()
         try:
             found = Rehearsal(model, stages, How(**how)).run(root, args, kwargs, n, (longest, bool(again)))
             break
         except Longer as longer:  # what is long beside that is known only now
             longest = longer.nbytes // SHORT
+        except Exception as error:
+            if loaded or type(error).__module__ != COMPILERS_OWN:
+                raise
+            # the forward itself loaded the compiler, which is put aside from now on
     if found is None:  # a stage that writes to itself: what it does may depend on how often it ran
         return trace(model, stages, root, args, kwargs, n, **{**how, "twins": False})
     return found
@@ -157,13 +157,9 @@ class Rehearsal:
         try:
             cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if how.real else ()
             drawn = torch.random.fork_rng(devices=cuda) if how.real else nullcontext()
-            with drawn, self.mode, tracer.watch, tracer, warnings.catch_warnings():
+            with drawn, Followed(), any_device(), self.mode, tracer.watch, tracer, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what the model has to say it says when it runs
                 tracer.root_outputs(self.clone(*args, **kwargs), how.gather_output)
-        except Exception as error:
-            if any("flex_attention" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
-                raise GlueError(FLEX) from error
-            raise
         finally:
             tracer.abandon()
             for handle in handles:

@@ -9,16 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from dsp.private import OpOverload, TorchDispatchMode
 from dsp.tensors import tensors_in
 
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of scores, and of what they weigh; several heads may share one of keys, which torch counts from 2.12 on."""
+    return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+KERNELS = "efficient_attention flash_attention cudnn_attention flash_attention_for_cpu".split()
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): attention for name in KERNELS},
 }
 
 

@@ -8,7 +8,7 @@ which the plan gathers for it: on shards it may be exact, but nobody has shown i
 
 from __future__ import annotations
 
-from dsp.rules import along, elementwise, joins, products, sequences, shape, windows
+from dsp.rules import along, attention, elementwise, flex, joins, products, sequences, shape, windows
 from dsp.rules.call import (
     RULES,
     Frame,
@@ -22,7 +22,8 @@ from dsp.rules.call import (
 )
 from dsp.rules.sources import SOURCES, localize_source, source_cuts
 
-MODULES = along, elementwise, joins, products, sequences, shape, windows  # each puts its own into RULES
+# each puts its own into RULES
+MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, windows
 
 __all__ = [
     "RULES", "SOURCES", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor
 from dsp.rules.call import GlueError, tensor_args
-from dsp.rules.written_out import KEYWORDS, WRITTEN_OUT
+from dsp.rules.written_out import KERNELS, KEYWORDS, WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # they read memory as it lies: each rank has its own
@@ -85,7 +85,9 @@ ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 # products mix every element of one operand with every element of the other
-PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_product_attention"})
+PRODUCTS = frozenset(
+    "matmul rmatmul bmm mm einsum baddbmm scaled_dot_product_attention flex_attention varlen_attn".split()
+)
 
 
 RANDOM = frozenset(
@@ -163,5 +165,5 @@ def known(func: Any) -> Function:
         (attribute and name not in ATTRIBUTE_OPS) or name in METADATA,
         in_place(func),
         KINDS.get(name),
-        WRITTEN_OUT.get(func),
+        WRITTEN_OUT.get(func) or KERNELS.get(str(func)),
     )

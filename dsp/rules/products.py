@@ -1,16 +1,11 @@
-"""Rules of products: linear maps, matrices, attention, lookups."""
+"""Rules of products: linear maps, matrices, lookups."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from dsp.layout import Cut, chunk
-from dsp.rows import Rows
+from dsp.layout import Cut
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 
 
@@ -102,73 +97,6 @@ def distances(f: Frame) -> Outcome:
     outcome = by_equation(f, "...pm,...rm->...pr", [a, b])
     outcome.args, outcome.kwargs = (a, b, f.get(2, "p", 2.0), mode), {}
     return outcome
-
-
-@rule("scaled_dot_product_attention")
-def attention(f: Frame) -> Outcome:
-    q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
-    mask = f.get(3, "attn_mask")
-    operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
-    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
-    place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
-    if set(place.values()) == {-3} and f.kwargs.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
-        return grouped(f, q, k, v, mask)
-    if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
-        raise f.refuse("it computes over the sharded dim")
-    along_rows = place.get(id(q)) == -2
-    if not along_rows and -2 in place.values():
-        raise f.refuse("the mask is sharded along the queries, which are whole")
-    if along_rows and f.get(5, "is_causal", False):
-        raise f.refuse("a causal mask counts local positions")
-    if along_rows and (id(k) in place or id(v) in place):
-        raise f.refuse("its tensors are sharded along different dims")
-    position, outcome = align(f, rows if along_rows else operands)
-    assert outcome.cut is not None
-    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
-    outcome.func = _attend
-    return outcome
-
-
-def grouped(f: Frame, q: Operand, k: Operand, v: Operand, mask: Any) -> Outcome:
-    """Attention along heads of which several share a head of keys: a rank reads those that its own queries need."""
-    heads, shared = q.shape[-3], k.shape[-3]
-    sharded = [o for o in f.operands() if o.cut is not None]
-    if shared != v.shape[-3] or any(o.cut.outer > 1 or (o is mask and o.shape[-3] != heads) for o in sharded if o.cut):
-        raise f.refuse("its heads do not come in groups that share one of keys and one of values")
-    each = heads // shared
-    spans = []
-    for rank in range(f.n):
-        start, length = chunk(heads, f.n, rank)
-        spans.append((start // each, -(-(start + length) // each)) if length else (0, 0))
-    start, length = chunk(heads, f.n, f.rank)
-    outcome = Outcome(Cut(max(o.ndim for o in (q, k, v)) - 3), heads)
-    for i, o in enumerate(f.operands()):
-        if o is k or o is v:
-            outcome.rows[i] = (Rows(o.ndim - 3, shared, tuple(spans)),)
-        elif o.cut is None and (o is q or o is mask) and o.ndim > 2 and o.shape[-3] > 1:
-            outcome.narrow[i] = Cut(o.ndim - 3)
-
-    def local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if start % each or length % each or not length:  # not whole groups
-            own = torch.arange(start, start + length, device=key.device) // each - start // each
-            key, value = (t.index_select(-3, own) for t in (key, value))
-            kwargs["enable_gqa"] = False
-        return _attend(query, key, value, *args, **kwargs)
-
-    outcome.func = local
-    return outcome
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    mask = args[0] if args else kwargs.get("attn_mask")
-    lead = [*query.shape[:-1], *key.shape[:-2], *value.shape[:-2], *(mask.shape[:-2] if mask is not None else ())]
-    if 0 not in lead:
-        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    # a rank that holds nothing: some kernels divide by its size. All operands take part, for they may want gradients
-    if kwargs.get("enable_gqa"):
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = query @ key.transpose(-2, -1)
-    return (scores if mask is None else scores + mask) @ value
 
 
 @rule("embedding")

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsp.rules.attention import packed
+from dsp.rules.flex import flex_attention
+
 
 def multi_head_attention(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, heads: int, in_weight: Tensor | None,
@@ -189,4 +192,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.nll_loss: likelihood,
     **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+# kernels by their names, for to import them takes time
+KERNELS: dict[str, Callable[..., Any]] = {
+    "flex_attention": flex_attention,
+    **dict.fromkeys(("torch_attn._varlen_attn", "torch_attn._varlen_attn.default"), packed),
 }

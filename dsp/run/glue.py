@@ -25,6 +25,7 @@ from dsp.private import (
     _pop_mode,
     _push_mode,
     checkpoint_frame,
+    compiler_loaded,
     maybe_current_level,
     saving_hooks,
 )
@@ -34,6 +35,7 @@ from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import RECIPES, Odd, Operation, Quick, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
+from dsp.stance import Followed
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
 
@@ -62,6 +64,8 @@ class Glue(TorchFunctionMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
+        asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
+        self.followed = Followed() if asks and compiler_loaded() else None
         self.asleep = self.popped = False
         self.uncounted = False  # while hooks run that the trace did not: theirs is no operation of the plan
 
@@ -71,13 +75,24 @@ class Glue(TorchFunctionMode):
             _pop_mode()
             self.popped = True
         self.asleep = True
+        if self.followed is not None:
+            self.followed.__exit__()
 
     def resume(self) -> None:
+        if self.followed is not None:
+            self.followed.__enter__()
         if self.popped:
             _push_mode(self)
         self.asleep = self.popped = False
 
+    def __enter__(self) -> Any:
+        if self.followed is not None:
+            self.followed.__enter__()
+        return super().__enter__()
+
     def __exit__(self, *exc: Any) -> None:
+        if self.followed is not None:
+            self.followed.__exit__()
         if not self.popped:  # an exception that no hook saw may have left a stage open
             super().__exit__(*exc)
         self.asleep = self.popped = False
@@ -89,6 +104,8 @@ class Glue(TorchFunctionMode):
         what, run = known(func), self.run
         if what.name in UNRUNNABLE or maybe_current_level() is not None:
             refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
+            if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
+                return func(*args, **kwargs)
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:

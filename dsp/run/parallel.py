@@ -55,8 +55,8 @@ log = logging.getLogger("dsp")
 
 
 COMPILE = (
-    "torch.compile of a parallelized model, or of what runs between its stages, does not work: compile the forwards of "
-    "its stages, after dsp.parallelize, as in block.forward = torch.compile(block.forward)"
+    "torch.compile of a parallelized model, or of more than one of its stages at once, does not work: compile the "
+    "forwards of its stages, after dsp.parallelize, as in block.forward = torch.compile(block.forward)"
 )
 DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
@@ -135,7 +135,8 @@ class Runtime:
         new = memo[id(self)] = object.__new__(Runtime)
         new.__dict__.update(self.__dict__)
         new.kinds, new.recipes, new.idle = OrderedDict(), {}, threading.Lock()
-        copied = "model forward stages signature hooks between agreement stage_calls"  # the model is not complete yet
+        # the model is not complete yet
+        copied = "model forward stages signature hooks between followed_in agreement stage_calls"
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.left_out = {id(stage.module) for stage in new.stages}
@@ -153,6 +154,7 @@ class Runtime:
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self.followed_in = [*(stage.module for stage in self.stages), *between]
 
     # --- the model ---
 
@@ -180,6 +182,9 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
+        for m in self.followed_in:
+            if m._compiled_call_impl is not None:  # by its compile(): that takes the hooks into what it compiles
+                raise RuntimeError(COMPILE)
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         kind, fresh = self.kind_of(key, leaves, args, kwargs)

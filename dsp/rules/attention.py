@@ -1,0 +1,157 @@
+"""Rules of attention: torch's fused one, and that of samples packed in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from dsp.layout import Cut, chunk
+from dsp.rows import Rows
+from dsp.rules.call import Frame, Operand, Outcome, align, rule
+
+Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
+
+
+@rule("scaled_dot_product_attention")
+def attention(f: Frame) -> Outcome:
+    q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = f.get(3, "attn_mask")
+    operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
+    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
+    place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
+    if set(place.values()) == {-3} and f.kwargs.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+        return grouped(f, q, k, v, mask)
+    if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
+        raise f.refuse("it computes over the sharded dim")
+    along_rows = place.get(id(q)) == -2
+    if not along_rows and -2 in place.values():
+        raise f.refuse("the mask is sharded along the queries, which are whole")
+    if along_rows and f.get(5, "is_causal", False):
+        raise f.refuse("a causal mask counts local positions")
+    if along_rows and (id(k) in place or id(v) in place):
+        raise f.refuse("its tensors are sharded along different dims")
+    position, outcome = align(f, rows if along_rows else operands)
+    assert outcome.cut is not None
+    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
+    outcome.func = _attend
+    return outcome
+
+
+def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:
+    """Along heads, dim `at` (negative) of all, of which several share one of keys: a rank reads what its queries need.
+
+    And how to give each of them a head of its own; None where a rank has whole groups.
+    """
+    heads, shared = q.shape[at], k.shape[at]
+    if shared != v.shape[at] or heads % shared or any(o.cut.outer > 1 for o in (q, k, v) if o.cut):
+        raise f.refuse("its heads do not come in groups that share one of keys and one of values")
+    each = heads // shared
+    spans = []
+    for rank in range(f.n):
+        start, length = chunk(heads, f.n, rank)
+        spans.append((start // each, -(-(start + length) // each)) if length else (0, 0))
+    start, length = chunk(heads, f.n, f.rank)
+    outcome = Outcome(Cut(max(o.ndim for o in (q, k, v)) + at), heads)
+    for i, o in enumerate(f.operands()):
+        if o is k or o is v:
+            outcome.rows[i] = (Rows(o.ndim + at, shared, tuple(spans)),)
+        elif o is q and q.cut is None:
+            outcome.narrow[i] = Cut(o.ndim + at)
+    if not (start % each or length % each or not length):
+        return outcome, None
+
+    def expand(t: Tensor) -> Tensor:
+        return t.index_select(at, torch.arange(start, start + length, device=t.device) // each - start // each)
+
+    return outcome, expand
+
+
+def grouped(f: Frame, q: Operand, k: Operand, v: Operand, mask: Any) -> Outcome:
+    if isinstance(mask, Operand) and mask.cut and (mask.cut.outer > 1 or mask.shape[-3] != q.shape[-3]):
+        raise f.refuse("its mask is not sharded along the heads of its queries")
+    outcome, expand = shared_heads(f, q, k, v, -3)
+    for i, o in enumerate(f.operands()):
+        if o is mask and o.cut is None and o.ndim > 2 and o.shape[-3] > 1:
+            outcome.narrow[i] = Cut(o.ndim - 3)
+
+    def local(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if expand is not None:
+            key, value, kwargs["enable_gqa"] = expand(key), expand(value), False
+        return _attend(query, key, value, *args, **kwargs)
+
+    outcome.func = local
+    return outcome
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    mask = args[0] if args else kwargs.get("attn_mask")
+    lead = [*query.shape[:-1], *key.shape[:-2], *value.shape[:-2], *(mask.shape[:-2] if mask is not None else ())]
+    if 0 not in lead:
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    # a rank that holds nothing: some kernels divide by its size. All operands take part, for they may want gradients
+    if kwargs.get("enable_gqa"):
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    return (scores if mask is None else scores + mask) @ value
+
+
+def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The kernel of `torch.nn.attention.varlen`, of (total h d), as one operation of glue: (total h d), lse (total h).
+
+    rest: the first places of samples among queries and among keys, the longest of each, and the kernel's options.
+    """
+    if has_torch_function((query, key, value)):
+        return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *rest)  # type: ignore
+    parts = (t.view_as(t) for t in (query, key, value))  # kept for backward, where they are no sharded tensors
+    out, lse, *_ = kernel(*parts, *rest)
+    return out, lse.transpose(0, 1)
+
+
+def kernel(*args: Any) -> Any:
+    return torch.ops.torch_attn._varlen_attn(*args)
+
+
+def packed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel, whose results have the heads in different dims, by the operation that has them in one."""
+    out, lse = varlen_attn(*args, *kwargs.values())
+    return out, lse.transpose(0, 1), torch.empty(0, device=out.device)
+
+
+ALONG_HEADS = (
+    "Let it run along the heads, with (total heads channels) between stages, or make a stage of it, a submodule with a "
+    "pattern that keeps the packed dim in brackets"
+)
+PACKED = "samples are packed along the sharded dim, and what tells them apart counts its places"
+
+
+@rule("varlen_attn")
+def varlen(f: Frame) -> Outcome:
+    """Along heads, (total h d)."""
+    q, k, v = f.args[:3]
+    for o in f.operands():
+        if o.cut is not None and o not in (q, k, v):
+            raise f.refuse("where its samples begin is sharded", "Leave that out of the root pattern")
+        if o.cut is not None and o.cut.dim != o.ndim - 2:
+            raise f.refuse(PACKED if o.cut.dim == 0 else "it computes over the sharded dim", ALONG_HEADS)
+    if k.ndim != 3:
+        raise f.refuse("its keys are in pages, of which every rank has its own", ALONG_HEADS)
+    if q.shape[1] == k.shape[1]:
+        outcome, expand = align(f, [q, k, v])[1], None
+    else:
+        outcome, expand = shared_heads(f, q, k, v, -2)
+
+    def local(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if expand is not None:
+            key, value = expand(key), expand(value)
+        if query.shape[1]:
+            return varlen_attn(query, key, value, *rest)
+        out = query + key.sum() + value.sum()  # of nothing, with gradients for all
+        return out, out.sum(-1).to(torch.float64 if out.dtype == torch.float64 else torch.float32)
+
+    outcome.func = local
+    return outcome
