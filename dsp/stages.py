@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from dsp.inside import Around, Inside
-from dsp.layout import Cut, fold_fits
+from dsp.layout import At, Cut, fold_fits
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern, parse, solve_sizes
 from dsp.planner import chunk_sizes
 from dsp.private import _BatchNorm
@@ -39,6 +39,14 @@ class Option:
     def share(self, n: int) -> float:
         """What the busiest of n ranks has of the work: 7 frames on 4 ranks give it 2/7."""
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
+
+    def moved(self, given: Sequence[At | None]) -> int:
+        """What is moved for it of tensors that lie so, in elements of all ranks, so that all choose alike."""
+        return sum(
+            math.prod(at.shape) * (1 if cut is not None else 1000)
+            for at, cut in zip(given, self.cuts)
+            if at is not None and at.cut != cut
+        )
 
 
 class Stage:

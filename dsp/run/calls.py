@@ -28,10 +28,10 @@ from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
-from dsp.run.recipes import RECIPES, Odd
+from dsp.run.recipes import Odd
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Stage
-from dsp.tensors import constants_in, map_tensors, memory, tensors_in
+from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
 
@@ -131,7 +131,7 @@ class StageCalls:
             (args if type(slot) is int else kwargs)[slot] = local
         run.in_stage = InStage(
             stage, way, place, fork(self.axis) if way.draws else None,
-            [Given(t, s, x, y, c, written(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
+            [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
         return tuple(args), kwargs
 
@@ -161,7 +161,8 @@ class StageCalls:
         shells = [run.open(b.tensor) for b in bound]
         option = next((o for o in options if step and (o.name, o.onto) == (step.option, step.onto)), None)
         if option is None:
-            step, option = None, min(options, key=lambda o: (o.last_resort, bool(o.onto), elements_moved(o, shells)))
+            lying = [None if s is None else s.at for s in shells]
+            step, option = None, min(options, key=lambda o: (o.last_resort, bool(o.onto), o.moved(lying)))
         peers = Peers((self.axis.rank,), (1,))
         if option.name is not None:
             peers = Peers.all(option.size, self.axis.size)
@@ -172,9 +173,7 @@ class StageCalls:
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
         if key is not None:
-            if len(run.recipes) >= RECIPES:
-                run.recipes.clear()
-            run.recipes[key] = found
+            run.keep(key, found)
         return found
 
     def parts(self, run: Run, way: Way, tensors: list[Tensor], shells: list[Sharded | None]) -> list[Tensor]:
@@ -218,7 +217,7 @@ class StageCalls:
                     f"[{way.option.name}] in brackets"
                 )
             for x in given:
-                if written(x.local) != x.written:
+                if version(x.local) != x.written:
                     run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if run.stage_index == 1:
                 self.agreement.before_switching()
@@ -336,20 +335,6 @@ def misread(stage: Stage, way: Way, place: Place, tensors: Sequence[Tensor], err
                 f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
             )
     return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"
-
-
-def written(x: Tensor) -> int:
-    """Counts the writes into the memory of a tensor like any other; under inference_mode nothing does."""
-    return 0 if x.is_inference() else x._version
-
-
-def elements_moved(option: Option, shells: Sequence[Sharded | None]) -> int:
-    """By a greedy choice, of all ranks' parts: so they choose alike."""
-    return sum(
-        math.prod(s.at.shape) * (1 if cut is not None else 1000)
-        for s, cut in zip(shells, option.cuts)
-        if s is not None and s.at.cut != cut
-    )
 
 
 def dummy(local: Tensor, cut: Cut) -> Tensor:

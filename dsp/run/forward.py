@@ -28,6 +28,8 @@ from dsp.tensors import memory
 
 log = logging.getLogger("dsp")
 
+RECIPES = 65536  # kept for a plan
+
 
 class Run:
     """One forward of a parallelized model on this rank: where it is in its script."""
@@ -53,6 +55,12 @@ class Run:
     def planned(self, index: int) -> bool:
         """Whether a plan made ahead tells what this glue operation does."""
         return index >= 0 and self.script is not None and not self.script.recorded and self.strayed is None
+
+    def keep(self, key: Any, recipe: Any) -> None:
+        """How all that have this key run from now on."""
+        if len(self.recipes) >= RECIPES:
+            self.recipes.clear()
+        self.recipes[key] = recipe
 
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""

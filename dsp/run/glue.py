@@ -33,7 +33,7 @@ from dsp.rules import GlueError, replaced, tensor_args
 from dsp.rules.functions import DENSE, UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
-from dsp.run.recipes import RECIPES, Odd, Operation, Quick, Recipe, derive, key_of
+from dsp.run.recipes import Odd, Operation, Quick, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.stance import Followed
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
@@ -183,9 +183,7 @@ class Glue(TorchFunctionMode):
                         return views(func(*args, **kwargs))
             recipe = derive(op)
             if key is not None:
-                if len(run.recipes) >= RECIPES:
-                    run.recipes.clear()
-                run.recipes[key] = recipe
+                run.keep(key, recipe)
         return follow(op, recipe)
 
     def watched(self, t: Sharded) -> bool:

@@ -21,8 +21,6 @@ from dsp.sharded import Sharded
 
 log = logging.getLogger("dsp")
 
-RECIPES = 65536  # kept for a plan
-
 
 @dataclass(eq=False)
 class Recipe:

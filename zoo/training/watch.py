@@ -272,7 +272,7 @@ def own_code(file: str) -> bool:
 def speak(line: str) -> None:
     """To the user, if there is still somewhere to say it."""
     with suppress(OSError, ValueError):
-        print(printable(line), file=sys.stderr, flush=True)
+        print(printable(line) + "\n", end="", file=sys.stderr, flush=True)  # at once, for ranks may speak together
 
 
 # ------------------------------------------------------------------------------------------------------ how they meet
