@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.exchange import CARRIED, as_sent, exchanged, place, ranks, switch_plan, switch_plan_of_parts, wait
+from dsp.exchange import CARRIED, as_sent, exchanged, joint_plan, ranks, switch_plan, switch_plan_of_parts, wait
 from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
 
@@ -69,24 +69,11 @@ def _switch_among(
 
 
 def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
-    """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
     if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
-    plans = [switch_plan(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
-    ins, outs = ([[*sizes] for sizes in zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
-    send = xs[0].new_empty(sum(map(sum, ins)))
-    if all(p.even for p in plans):
-        for rooms, plan, x in zip(send.view(len(ins), sum(ins[0])).split(ins[0], 1), plans, xs):
-            blocks = plan.blocks(x)
-            rooms.view(blocks.shape).copy_(blocks)
-    else:
-        rooms = send.split([size for sizes in ins for size in sizes])
-        for i, (plan, x) in enumerate(zip(plans, xs)):
-            place(rooms[i :: len(xs)], plan.blocks(x))
-    received = exchanged(send, [sum(sizes) for sizes in outs], [sum(sizes) for sizes in ins], group)
-    parts = received.split([size for sizes in outs for size in sizes])
-    return [plan.join(parts[i :: len(xs)]) for i, plan in enumerate(plans)]
+    plan = joint_plan(xs, src, dst, src_size, group)
+    return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group))
 
 
 def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:

@@ -135,8 +135,34 @@ class SwitchPlan:
         return torch.cat(parts, self.src).contiguous()
 
 
+class JointPlan:
+    """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
+
+    def __init__(self, plans: list[SwitchPlan]) -> None:
+        self.plans = plans
+        ins, outs = ([*zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
+        self.in_splits, self.out_splits = list(map(sum, ins)), list(map(sum, outs))
+        self.even = all(p.even for p in plans)
+        self.rooms, self.parts = [s for sizes in ins for s in sizes], [s for sizes in outs for s in sizes]
+
+    def pack(self, xs: Sequence[Tensor]) -> Tensor:
+        send, count = xs[0].new_empty(sum(self.in_splits)), len(xs)
+        if self.even:
+            rooms = send.view(len(self.in_splits), self.in_splits[0]).split(self.rooms[:count], 1)
+            place(rooms, [plan.blocks(x) for plan, x in zip(self.plans, xs)])
+        else:
+            rooms = send.split(self.rooms)
+            for i, (plan, x) in enumerate(zip(self.plans, xs)):
+                place(rooms[i::count], plan.blocks(x))
+        return send
+
+    def unpack(self, received: Tensor) -> list[Tensor]:
+        parts, count = received.split(self.parts), len(self.plans)
+        return [plan.join(parts[i::count]) for i, plan in enumerate(self.plans)]
+
+
 def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
-    """Blocks into flat tensors."""
+    """Blocks into tensors of as many numbers."""
     for room, block in zip(rooms, blocks):
         room.view(block.shape).copy_(block)
 
@@ -146,8 +172,21 @@ def _switch_plan(shape: tuple[int, ...], src: int, dst: int, src_size: int, n: i
     return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank)
 
 
+@lru_cache(maxsize=4096)
+def _joint_plan(
+    shapes: tuple[tuple[int, ...], ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int
+) -> JointPlan:
+    return JointPlan([_switch_plan(shape, *each, n, rank) for shape, each in zip(shapes, where)])
+
+
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 
 def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
     return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
+
+
+def joint_plan(
+    xs: Sequence[Tensor], src: Sequence[int], dst: Sequence[int], src_size: Sequence[int], group: str
+) -> JointPlan:
+    return _joint_plan(tuple([tuple(x.shape) for x in xs]), tuple(zip(src, dst, src_size)), *ranks(group))

@@ -48,12 +48,13 @@ GLUE: dict[str, Callable[[Tensor], Tensor]] = {
     "F.silu(x)": F.silu,
     "F.dropout(x, 0.0)": lambda x: F.dropout(x, 0.0),  # it draws nothing
     "chunk and cat": lambda x: torch.cat(x.chunk(2, -1), -1),
+    "x[..., ::2] = 0": lambda x: (x.__setitem__((..., slice(None, None, 2)), 0), x)[1],
 }
 # Python calls that one more adds to those of the bare model
 BUDGET = {
-    "stage": 48, "switch": 45, "x + x": 4, "x.transpose(1, 2) there and back": 8, "F.silu(x)": 16,
-    "F.dropout(x, 0.0)": 11, "chunk and cat": 12, "do all ranks hold the same": 13,
-    "a call of one stage": 170,
+    "stage": 48, "switch": 43, "x + x": 4, "x.transpose(1, 2) there and back": 8, "F.silu(x)": 16,
+    "F.dropout(x, 0.0)": 11, "chunk and cat": 12, "x[..., ::2] = 0": 7,
+    "do all ranks hold the same": 13, "a call of one stage": 170,
 }  # fmt: skip
 
 

@@ -259,7 +259,7 @@ class StageCalls:
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
-            pushed: list[Tensor] = [run.carry(p.local, p.dst, p.shape) for p in run.push_all(parts)]
+            pushed: list[Tensor] = [run.carry(t, p.dst, p.shape) for t, p in zip(run.push_all(parts), parts)]
         else:
             pushed = [carry(t, at) for t, at in zip(tensors, landings)]
         for t, own, moves in zip(pushed, tensors, moving):

@@ -123,8 +123,8 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         made.append(Part(dense, cut, target or cut, tuple(shape)))
         lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
     wrapped: list[Any] = [
-        run.carry(p.local, p.dst, p.shape, of) if itself is None else itself
-        for p, of, itself in zip(run.push_all(made), lent, same)
+        run.carry(t, p.dst, p.shape, of) if itself is None else itself
+        for t, p, of, itself in zip(run.push_all(made), made, lent, same)
     ]
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]

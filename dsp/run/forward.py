@@ -24,7 +24,7 @@ from dsp.run.homes import Home, differentiable, home_of, seen, views_of
 from dsp.run.ledger import Account
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
-from dsp.tensors import memory
+from dsp.tensors import NO, memory
 
 log = logging.getLogger("dsp")
 
@@ -139,28 +139,28 @@ class Run:
             if cut != t.at.cut:  # a view may see what its home missed
                 self.seen_writes(home_of(t).local)
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
-        sources = [self.source(t, cut) for t, cut in wanted]
-        for (t, _), source in zip(wanted, sources):
-            if isinstance(source, Cut) and source not in (copies := home_of(t).copies):
+        homes = [home_of(t) for t, _ in wanted]
+        sources = [self.source(t, cut, home) for (t, cut), home in zip(wanted, homes)]
+        for home, source in zip(homes, sources):
+            if isinstance(source, Cut) and source not in (copies := home.copies):
                 if None in copies:
-                    self.narrow(home_of(t), source)
+                    self.narrow(home, source)
                 else:
-                    todo.setdefault((id(home_of(t)), source), (home_of(t), home_of(t).cut))
+                    todo.setdefault((id(home), source), (home, home.cut))
         if todo:
             self.switch(todo)
-        return [self.view(t, cut, source) for (t, cut), source in zip(wanted, sources)]
+        return [self.view(t, cut, source, home) for (t, cut), source, home in zip(wanted, sources, homes)]
 
-    def source(self, t: Sharded, cut: Cut | None) -> Cut | Literal["whole", "view"]:
+    def source(self, t: Sharded, cut: Cut | None, home: Home) -> Cut | Literal["whole", "view"]:
         """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
 
         Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
         """
         if cut is None:
             return "whole"
-        home, found = home_of(t), cut
         if cut == t.at.cut:
             return home.cut
-        views, copies = views_of(t), home.copies
+        found, views, copies = cut, views_of(t), home.copies
         if views:
             key = (cut, *copies, *views[:-1])
             known = views[-1].near
@@ -216,7 +216,8 @@ class Run:
             if src is not None and (id(home), src) in todo:
                 self.switch(todo)
                 todo.clear()
-            if dst in home.copies or src not in home.copies:
+            copies = home.copies
+            if dst in copies or src not in copies:
                 continue
             if src is None and dst is not None:
                 self.narrow(home, dst)
@@ -269,15 +270,14 @@ class Run:
         self.lends |= not isinstance(t, Sharded)
         self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]
 
-    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"]) -> Tensor:
-        home = home_of(t)
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], home: Home) -> Tensor:
         if cut == t.at.cut:
             return plain(t)
         if source == "view":
             assert cut is not None
             if None not in home.copies and separable(t.at.shape, t.at.cut, cut, self.axis.size):
                 return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
-            return self.axis.narrow(self.view(t, None, "whole"), cut)
+            return self.axis.narrow(self.view(t, None, "whole", home), cut)
         at = None if source == "whole" else source
         local = self.gather(home) if at is None else home.copies[at]
         views = views_of(t)
@@ -285,16 +285,16 @@ class Run:
             again = view.under(at)
             assert again is not None  # `source` has asked
             local, at = again.of(local), again.cut
+        with NO():
+            made = t.grad_fn
         # a view that was made without gradient has none now either
-        return local.detach() if views and t.grad_fn is None else local
+        return local.detach() if views and made is None else local
 
-    def push_all(self, parts: Sequence[Part]) -> list[Part]:
+    def push_all(self, parts: Sequence[Part]) -> list[Tensor]:
         """What an operation or stage made, switched to where the plan wants it."""
         moving = [p for p in parts if p.dst != p.src]
-        if not moving:
-            return list(parts)
-        moved = iter(switch_all(moving, self.axis))
-        return [p._replace(local=next(moved), src=p.dst) if p.dst != p.src else p for p in parts]
+        moved = iter(switch_all(moving, self.axis) if moving else ())
+        return [next(moved) if p.dst != p.src else p.local for p in parts]
 
 
 class Given(NamedTuple):

@@ -210,7 +210,7 @@ class Glue(TorchFunctionMode):
                 for i in quick.kept:
                     rest[i - 1] = args[i]
                 out = quick.call(first, *rest)
-            if not graded and (type(out) is not Tensor or out.requires_grad):
+            if not graded and out is not None and (type(out) is not Tensor or out.requires_grad):
                 out = plainly(out)
             if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
                 out = out.clone()
@@ -249,7 +249,7 @@ class Glue(TorchFunctionMode):
         cut = recipe.outcome.cut
         assert cut is not None
         parts = [Part(t, cut, at.cut, at.shape) for t, at in zip(tensors_in(out), recipe.ats)]
-        return map_tensors(out, [claim(p.local, at) for p, at in zip(self.run.push_all(parts), recipe.ats)])
+        return map_tensors(out, map(claim, self.run.push_all(parts), recipe.ats))
 
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "backward":
