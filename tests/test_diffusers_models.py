@@ -85,6 +85,32 @@ def test_a_joint_attention_sends_what_ulysses_does(heads: int, n: int) -> None:
     assert plan.bytes["forward"] <= 1.05 * 4 * (text + video) * width * 4 * (n - 1) / n**2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_block_sends_what_ulysses_does_and_the_rows_that_its_joins_shift(n: int) -> None:
+    """CogVideoX's, which joins text to video for attention and for its feed-forward: N T / (T + V) more."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    width, text, frames, side = 3072, 226, 13, (60, 90)
+    video = frames * 30 * 45
+    given = {"timestep": torch.tensor([3]), "image_rotary_emb": (torch.randn(video, 64), torch.randn(video, 64))}
+    ulysses = 4 * (text + video) * width * 4 * (n - 1) / n**2
+    sent = {}
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = CogVideoXTransformer3DModel(
+                num_attention_heads=48, num_layers=layers, use_rotary_positional_embeddings=True
+            )
+            given |= {"hidden_states": torch.randn(1, frames, 16, *side)}
+            given |= {"encoder_hidden_states": torch.randn(1, text, 4096)}
+        line = "hidden_states=b t c h w, encoder_hidden_states=b n e"
+        plan = dsp.plan(model, kwargs=given, size=n, stages={"": line}, gather_output=False)
+        assert plan.exact
+        sent[layers] = plan.bytes["forward"] / ulysses
+    assert sent[2] - sent[1] == pytest.approx(1 + n * text / (text + video), abs=1e-3)
+    assert 2 * sent[1] - sent[2] < 0.53  # the embedding of patches, once, and the last projection
+
+
 TEXT, VIDEO = torch.randn(1, 256, 4096, device="meta"), torch.randn(1, 16, 21, 90, 160, device="meta")
 GIVEN = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT, "timestep": torch.tensor([3]), "return_dict": False}
 # 81 frames of 720p: the class, its configuration, what it takes besides, the heads of its attentions together

@@ -101,3 +101,15 @@ def test_stages_leave_the_batch_to_data_parallelism() -> None:
         grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=3, stages=stages, gather_output=False
     )  # one rank would have nothing
     assert [r.layout for r in uneven.stages if r.pattern] == ["t", "b"]
+
+
+@pytest.mark.parametrize(("n", "batch", "layout"), [(2, 2, "b"), (3, 2, "w"), (2, 3, "b"), (3, 4, "w")])
+def test_what_runs_along_batch_alone_leaves_no_third_rank_idle(n: int, batch: int, layout: str) -> None:
+    """Along batch it would send nothing, as data parallelism: where its parts are as long as 1.5/N it does not."""
+    plan = dsp.plan(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)),
+        torch.randn(batch, 3, 12, 18), size=n, stages={"": "input=b c h w"}, gather_output=False,
+    )  # fmt: skip
+    assert f"inputs: input along {layout}" in str(plan)
+    assert plan.share == pytest.approx(-(-batch // n) / batch if layout == "b" else 1 / n)
+    assert (plan.bytes["forward"] == 0) == (layout == "b")
