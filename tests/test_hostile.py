@@ -117,6 +117,7 @@ class DataDependent(Model):
         kept = x[:, :, x.detach().mean((0, 1, 3)) > -1]
         if kept.detach().abs().max() > 0.5:
             kept = kept * 0.5
+        kept = kept.reshape(len(kept), torch.div(kept.shape[1], 1, rounding_mode="trunc"), -1, C)
         return self.run(self.blocks[0], kept)
 
     block = Block

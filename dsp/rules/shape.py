@@ -41,6 +41,8 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
 def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
     x, cut = first(f)
     total = math.prod(x.shape)
+    if any(isinstance(s, Operand) for s in new):
+        raise f.refuse("a size is a tensor, whose number is not known", "Write int(...) of it")
     new = [int(s) for s in new]
     if -1 in new:
         known = -math.prod(new)
