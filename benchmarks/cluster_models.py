@@ -1,6 +1,6 @@
 """Wan and CogVideoX on emulated hosts: DSP against diffusers' own Ulysses on the same links, a step of each in turn.
 
-    python benchmarks/cluster_models.py        # as root, 18 GB of memory; docs/images/cluster-models.json
+    python benchmarks/cluster_models.py        # as root, 24 GB of memory; docs/images/cluster-models.json
     python benchmarks/cluster_models.py --sizes small --rates 100 0 --rounds 3 --ranks 2 --out FILE    # 0: no limit
 
 Hosts, turns and ratios are those of benchmarks/cluster.py. The models are diffusers', unmodified, in float32, with the
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 300, 0], help="Mbit/s")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/cluster-models", help="for OUT.json")
     options = parser.parse_args(arguments)
     if reason := why_not():
