@@ -77,9 +77,9 @@ FAULTS = [
     ),
     Fault(
         "small switches that share an exchange come back in another order",
-        "dsp/collectives.py",
-        "return [plan.join(parts[i :: len(xs)]) for i, plan in enumerate(plans)]",
-        "return [plan.join(parts[i :: len(xs)][::-1]) for i, plan in enumerate(plans)]",
+        "dsp/exchange.py",
+        "return [plan.join(parts[i::count]) for i, plan in enumerate(self.plans)]",
+        "return [plan.join(parts[i::count][::-1]) for i, plan in enumerate(self.plans)]",
         "test_ops test_parallel",
     ),
     Fault(
