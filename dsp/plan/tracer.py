@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.inside import Inside, Sends
 from dsp.plan.events import Event
+from dsp.plan.places import Call, refuse_places, seen
 from dsp.plan.recorder import Measured, Recorder, Saver
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
@@ -53,11 +54,16 @@ class Tracer(Recorder, TorchFunctionMode):
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
         self.entered: dict[str, tuple[Any, Any]] = {}
+        self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
+        self.attended: list[Call] = []  # calls of flex_attention in the stage that runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, what = kwargs or {}, known(func)
         if self.in_stage:
-            return (rehearsed if what.parts is flex_attention else func)(*args, **kwargs)
+            if what.parts is not flex_attention:
+                return func(*args, **kwargs)
+            self.attended.append(seen(*args, **kwargs))
+            return rehearsed(*args, **kwargs)
         name = what.name
         if name in UNRUNNABLE or maybe_current_level() is not None:
             refuse_unrunnable(name, what.metadata, args, kwargs, self.sharded)
@@ -165,13 +171,30 @@ class Tracer(Recorder, TorchFunctionMode):
         if self.in_stage:
             return  # called by another stage: part of it
         self.enter_stage(stage, args, kwargs)
-        self.in_stage = True
-        self.now = []
+        self.in_stage, self.given = True, (args, kwargs)
+        self.now, self.attended = [], []
         self.sends: dict[str | None, Sends] = {}
         self.watch.restart()
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
         self.saving.__enter__()
+
+    def look_at_places(self) -> None:
+        """Whether flex_attention in the stage that ran reads places that are others on a part."""
+        stage, _, _, options = self.pending
+        now, whole = self.now, self.attended
+
+        def run(args: Any, kwargs: Any) -> list[Call]:
+            self.attended = []
+            with torch.no_grad():
+                self.clones[stage.name].forward(*args, **kwargs)
+            return self.attended
+
+        self.in_stage, self.depth = True, 1
+        try:
+            refuse_places(stage, *self.given, options, whole, run)
+        finally:
+            self.in_stage, self.depth, self.now = False, 0, now
 
     def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
         if self.in_stage:
@@ -211,6 +234,9 @@ class Tracer(Recorder, TorchFunctionMode):
             self.savers.append(Saver(region, len(self.events), True))
         if again:
             measured = replace(measured, saved=0)
+        if self.attended and not stage.inside and stage.around is None:
+            self.look_at_places()
+        del self.given
         self.leave_stage(output, measured, keeps_inputs=again and (first or own) and torch.is_grad_enabled())
         self.events[-1].own = own
 

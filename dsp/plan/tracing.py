@@ -122,7 +122,7 @@ class Rehearsal:
             handles.append(module.register_forward_hook(lambda m, a, out: after(out)))
 
         for stage in self.stages:
-            module = self.memo.get(id(stage.module), stage.module)
+            module = tracer.clones[stage.name] = self.memo.get(id(stage.module), stage.module)
             watch(module, partial(tracer.before_stage, stage), tracer.after_stage)
             for inside in stage.inside:
                 own = self.memo.get(id(inside.module))

@@ -70,8 +70,9 @@ class Watch(TorchDispatchMode):
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out, op = func(*args, **kwargs), facts(func)
+        kwargs, op = kwargs or {}, facts(func)
+        with torch._C.DisableTorchFunction():  # it is no operation of the forward's own
+            out = func(*args, **kwargs)
         if op.flops is not None:
             self.flops += op.flops(*args, **kwargs, out_val=out)
         if op.draws and not undropped(func, args, kwargs):

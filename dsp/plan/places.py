@@ -1,0 +1,111 @@
+"""What the functions of `flex_attention` read inside of a stage: places that a rank would count from its own first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dsp.notation import NotationError
+from dsp.private import pytree
+from dsp.rules.flex import plain
+from dsp.slices import call_part, slices
+from dsp.stages import Option, Stage
+
+PLACES = "sample", "head", "query"  # those that a part of the queries counts anew
+Read = int | None  # by a place: the size of the dim that it points into, or None for the number itself
+ASIDE = frozenset("new_ones new_zeros new_full new_empty new_tensor ones_like zeros_like full_like __get__".split())
+SAME = frozenset("to long int clone detach contiguous".split())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One of `flex_attention`: the sizes of its samples, heads, queries and keys; what is read by the first three."""
+
+    sizes: tuple[int, ...]
+    reads: tuple[tuple[Read, ...], ...]
+
+
+def seen(query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *_: Any) -> Call:
+    reader = Reader([torch.zeros((), dtype=torch.int64) for _ in (*PLACES, "key")])
+    for function, first in ((score, [torch.zeros((), dtype=query.dtype)]), (blocks[-1], [])):
+        if not plain(function):
+            reader.read(function, first)
+    return Call((*query.shape[:3], key.shape[2]), tuple(map(tuple, reader.reads[:3])))
+
+
+class Reader(TorchFunctionMode):
+    """While a function runs on places: `reads` of each of them."""
+
+    def __init__(self, places: list[Tensor]) -> None:
+        super().__init__()
+        self.given, self.places = places, {id(p): i for i, p in enumerate(places)}
+        self.reads: list[list[Read]] = [[] for _ in places]
+        self.held: list[Tensor] = []
+
+    def read(self, function: Callable[..., Any], first: list[Tensor]) -> None:
+        try:
+            with torch.no_grad(), self:
+                function(*first, *self.given)
+        except Exception:  # what runs in a kernel alone is told by nobody but `dsp.check`
+            return
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__getitem__" and id(args[0]) not in self.places:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if not any(i is None or i is Ellipsis for i in index):
+                for size, i in zip(args[0].shape, index):
+                    if id(i) in self.places:
+                        self.reads[self.places[id(i)]].append(size)
+                return args[0][tuple(0 if isinstance(i, Tensor) and i.ndim == 0 else i for i in index)]
+        hit = {self.places[id(t)] for t in pytree.tree_leaves((args, kwargs)) if id(t) in self.places}
+        out = func(*args, **kwargs)
+        for place in hit if name not in ASIDE else ():
+            if name in SAME and isinstance(out, Tensor):
+                self.held.append(out)
+                self.places[id(out)] = place
+            else:
+                self.reads[place].append(None)
+        return out
+
+
+def refuse_places(
+    stage: Stage, args: Any, kwargs: Any, options: Sequence[Option], whole: Sequence[Call],
+    run: Callable[[Any, Any], list[Call]],
+) -> None:  # fmt: skip
+    """Raise if a function of the `whole` call would read other places where the stage is sharded.
+
+    run: the calls of `flex_attention` of a call of the stage on parts of its inputs.
+    """
+    for option in options if any(any(call.reads) for call in whole) else ():
+        if option.name is None or option.onto is not None:
+            continue
+        part = call_part(stage.signature, args, kwargs, option.cuts, option.size, *slices(option.size)[0])
+        try:
+            own = run(tuple(part.args), part.kwargs)
+        except Exception:  # what does not run on a part is refused when it is to
+            continue
+        for place in (p for a, b in zip(whole, own) if len(own) == len(whole) for p in other_places(a, b)):
+            raise NotationError(
+                f"{stage.where}: the score or mask function of its flex_attention reads which {place} it is at, and on "
+                f"a part along {option.name!r} that is counted from the part's first. Write [{option.name}] in "
+                f"'{stage.pattern.text}', or let the function read what differs from a tensor that the stage is given, "
+                f"with a pattern that has {option.name!r}"
+            )
+
+
+def other_places(whole: Call, part: Call) -> list[str]:
+    """Those that are read by number, or point into what is no shorter on the part."""
+    if whole.sizes[3] != part.sizes[3]:
+        return []  # it computes over that dim, whatever it reads
+    found = []
+    for place, size, own, reads, part_reads in zip(PLACES, whole.sizes, part.sizes, whole.reads, part.reads):
+        moved = len(reads) != len(part_reads) or any(a is None or a == b for a, b in zip(reads, part_reads))
+        if size != own and moved:
+            found.append(place)
+    return found
