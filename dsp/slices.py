@@ -22,7 +22,7 @@ from dsp.layout import Cut
 from dsp.private import TorchDispatchMode, pytree
 from dsp.signature import Call, Signature
 from dsp.stages import cut_for
-from dsp.tensors import constants_in, tensors_in
+from dsp.tensors import constants_in, remade, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
 
@@ -255,7 +255,7 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
 
 def copied(args: Any, kwargs: Any) -> Any:
     """The arguments with copies of their tensors."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+    return remade((args, kwargs), lambda t: t.detach().clone())
 
 
 def _places(own: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dsp.private import StorageWeakRef, pytree
 
@@ -133,6 +134,42 @@ def _replaced(new: Iterator[Any], v: Any) -> Any:
             object.__setattr__(clone, f.name, pytree.tree_map(partial(_replaced, new), getattr(v, f.name)))
         return clone
     return v
+
+
+class _Copies(TorchFunctionMode):
+    """Within it `copy.deepcopy` takes `new(t)` for a copy of a tensor t."""
+
+    def __init__(self, new: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.new = new
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        t, memo = args
+        return memo.setdefault(id(t), self.new(t))
+
+
+def remade(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """The same arguments with `new(t)` for every tensor t, also of those that objects hold, which are copied for that.
+
+    A call may write into an object, such as a cache of keys, and the next one must find it as it was. Modules, and what
+    cannot be copied, stay what they are.
+    """
+    memo: dict[int, Any] = {}
+
+    def leaf(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return new(v)
+        if isinstance(v, nn.Module):
+            return v
+        try:
+            with _Copies(new):
+                return copy.deepcopy(v, memo)
+        except Exception:
+            return v
+
+    return pytree.tree_map(leaf, value)
 
 
 NO = torch._C.DisableTorchFunctionSubclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -626,6 +627,49 @@ def test_a_run_that_left_its_plan_is_exact_where_a_rank_holds_no_head(ranks) -> 
     """And the next one, which is recorded, begins as sharded as it did."""
     for _, second, third in ranks(other_way, 3):
         assert second.forward.bytes == third.forward.bytes
+
+
+class Kept:
+    """What a caller hands over for a model to write into, such as a cache of keys: what it has seen, and how many."""
+
+    def __init__(self) -> None:
+        self.seen, self.rows = 0, list[Tensor]()
+
+
+class Decoder(nn.Module):
+    """Positions of the last three beside each, where they may be of an earlier call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(C, C)
+        self.counts: dict[str, set[int]] = defaultdict(set)
+
+    def forward(self, x: Tensor, cache: Kept) -> Tensor:
+        start = cache.seen
+        cache.seen += x.shape[1]
+        self.counts["seen"].add(start)
+        keys = torch.cat([*cache.rows, self.keys(x + 0.1 * start + len(self.counts["seen"]))], 1)
+        cache.rows = [keys[:, -3:]]
+        return F.softmax(x @ keys.transpose(1, 2), -1) @ keys
+
+
+def decoded(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    single = Decoder().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
+    caches = Kept(), Kept()
+    for length in (5, 4, 1, 2):
+        x = torch.randn(1, length, C, dtype=torch.float64)
+        expected, found = (m(x, cache) for m, cache in zip((single, model), caches))
+        assert torch.allclose(found, expected, rtol=1e-12), length
+        assert caches[0].seen == caches[1].seen
+    report = dsp.check(Decoder().double(), (x, Kept()), mesh=mesh, stages={"": "x=b n c"})
+    assert report, report
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_object_that_a_model_writes_into_is_as_the_runs_left_it(ranks, n: int) -> None:
+    ranks(decoded, n)
 
 
 def apart(mesh: DeviceMesh) -> tuple[str, str]:

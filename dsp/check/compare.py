@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Axis
-from dsp.private import pytree
 from dsp.slices import error
 from dsp.stages import clean
-from dsp.tensors import constants_in, tensors_in
+from dsp.tensors import constants_in, remade, tensors_in
 
 
 class Call:
@@ -30,7 +29,7 @@ class Call:
             leaves.append(t.detach().clone().requires_grad_(grad and inexact(t)))
             return leaves[-1]
 
-        args, kwargs = pytree.tree_map_only(Tensor, leaf, (args, kwargs))
+        args, kwargs = remade((args, kwargs), leaf)
         model.zero_grad()
         randomness.seed(seed)
         with torch.set_grad_enabled(grad):

@@ -38,7 +38,7 @@ from dsp.plan.solve import Goal
 from dsp.private import FakeTensorMode, fake_tensor, pytree
 from dsp.rules import GlueError
 from dsp.slices import Probe, call_part, copies
-from dsp.tensors import tensors_in
+from dsp.tensors import remade, tensors_in
 from dsp.text import Moving, number_of
 
 log = logging.getLogger("dsp")
@@ -227,7 +227,7 @@ def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
         return fakes.setdefault(id(t), fake_tensor(mode, t, t.dtype).requires_grad_(False))
 
     copy = Skeleton(fake, {}, ()).of(model).train()
-    return mode, copy, pytree.tree_map_only(Tensor, fake, given)
+    return mode, copy, remade(given, fake)
 
 
 def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Module, Any]:
@@ -248,7 +248,7 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Modul
                         p.copy_(q.detach() + torch.randn_like(p) * 0.02)
             try:
                 state = {n: b.clone() for n, b in clone.named_buffers()}
-                copied = pytree.tree_map_only(Tensor, torch.clone, (ra, rk))
+                copied = remade((ra, rk), torch.clone)
                 out = tensors_in(clone(*copied[0], **copied[1]))
                 for n, b in clone.named_buffers():
                     b.copy_(state[n])

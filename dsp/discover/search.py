@@ -22,7 +22,7 @@ from dsp.run.inputs import describe
 from dsp.signature import Signature
 from dsp.slices import Probe, divisors, keeping_buffers
 from dsp.stages import clean
-from dsp.tensors import tensors_in
+from dsp.tensors import remade, tensors_in
 from dsp.text import number_of
 
 log = logging.getLogger("dsp")
@@ -94,7 +94,7 @@ class Search:
     # --- one run ---
 
     def run(self) -> Node:
-        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (self.args, self.kwargs))
+        args, kwargs = remade((self.args, self.kwargs), torch.clone)
         for i, b in enumerate(self.signature.bind(args, kwargs)[1]):
             follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
         self.stack: list[Node] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import Any
@@ -60,9 +61,11 @@ class Skeleton:
 
 
 def own_containers(value: Any) -> Any:
-    """Lists and dicts anew: what a forward without data puts into a cache is not for the model to find there."""
+    """Containers anew: what a forward without data puts into a cache is not for the model to find there."""
     if type(value) in (dict, OrderedDict):
         return type(value)((k, own_containers(v)) for k, v in value.items())
+    if type(value) in (set, deque, defaultdict):
+        return copy.copy(value)
     return [own_containers(v) for v in value] if type(value) is list else value
 
 

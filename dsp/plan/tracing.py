@@ -24,11 +24,12 @@ from dsp.plan.events import Trace
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
-from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, pytree
+from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor
+from dsp.sharded import Sharded
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
 from dsp.stance import Followed
-from dsp.tensors import edge, tensors_in
+from dsp.tensors import edge, remade, tensors_in
 
 AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
 
@@ -146,7 +147,8 @@ class Rehearsal:
         where that misled.
         """
         how = self.how
-        args, kwargs = pytree.tree_map_only(Tensor, self.fake, (args, dict(kwargs)))
+        # what an earlier call left in a cache lies as it left it, which only the run itself can follow
+        args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
         tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
         tracer.longest, tracer.restarts = longest[0], longest[1] and not how.real
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
