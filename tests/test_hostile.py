@@ -672,6 +672,36 @@ def test_an_object_that_a_model_writes_into_is_as_the_runs_left_it(ranks, n: int
     ranks(decoded, n)
 
 
+class LastRows(nn.Module):
+    """Zeros that take the last rows, as the states of a convolution's cache do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.zeros(x.shape[0], C, 4, dtype=x.dtype)
+        rows.copy_(self.mix(x).transpose(1, 2)[..., -4:])
+        return x + rows.cumsum(1).sum(-1)[:, None]
+
+
+def last_rows(mesh: DeviceMesh) -> None:
+    with pytest.MonkeyPatch.context() as patch:  # a search that is cut short, so that it takes what comes first
+        patch.setattr("dsp.planner.elimination.ROWS", 0)
+        patch.setattr("dsp.planner.sweep.STATES", 1)
+        for n in (7, 5):
+            torch.manual_seed(0)
+            single = LastRows().double()
+            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
+            inputs = (torch.randn(1, n, C, dtype=torch.float64, requires_grad=True),)
+            beside(single, model, mesh, inputs, rounds=2)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_zeros_are_not_made_whole_and_then_cut_to_be_written_into(ranks, n: int) -> None:
+    ranks(last_rows, n)
+
+
 def apart(mesh: DeviceMesh) -> tuple[str, str]:
     said = []
     for forgotten in ("seed", "average"):

@@ -388,6 +388,17 @@ def test_a_cut_search_says_so(monkeypatch):
     verify(problem, cut)
 
 
+def test_a_long_search_is_cut_short(monkeypatch):
+    """A loop over positions has so many ops and live values that a full sweep would take minutes: it keeps fewer."""
+    problem = u_net(6)
+    monkeypatch.setattr("dsp.planner.elimination.ROWS", 0)
+    monkeypatch.setattr("dsp.planner.sweep.WORK", 0)
+    cut = solve(problem)
+    assert not cut.exact
+    assert cut.states <= 12 * (len(problem.ops) + 1)
+    verify(problem, cut)
+
+
 def test_a_cut_search_finds_what_fits(monkeypatch):
     """Of what it keeps, half is light: a plan that fits is found though it is not the best."""
     problem = u_net(2)

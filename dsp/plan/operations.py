@@ -112,6 +112,8 @@ class Operations(Values):
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
         if op.name in EXPANDED:
             self.stretched.add(value)
+        elif op.name in FILLED:  # to be written into: a part that a rank took of the whole would not do
+            self.values[value] = replace(self.values[value], fixed=True)
         choices = [Choice((), (k,), rank=int(is_batch(k)), way=Way(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name))

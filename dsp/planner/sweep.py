@@ -14,6 +14,8 @@ from dsp.planner.problem import Copies, Layout, Move, Solution
 T = TypeVar("T")
 
 STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
+FEW = 12  # that many at least, however much there is to do
+WORK = 600_000  # labels made by the values of each: what a sweep may take on the way, or it keeps fewer labels
 RIVALS = 64  # labels, the most promising, that a new one is compared with
 
 
@@ -49,6 +51,7 @@ class Sweep:
 
     def __init__(self, facts: Facts, capacity: float):
         self.facts, self.capacity, self.exact, self.states = facts, capacity, True, 0
+        self.width = STATES  # labels to keep; fewer where many live values and many ops would take too long
         self.tight: dict[int, float] = {}  # the least bytes that a label needed at an op
         self.options, self.regret = cache(self._options), cache(self._regret)
 
@@ -57,8 +60,12 @@ class Sweep:
         states = (tuple(frozenset({layout}) for layout in layouts) for layouts in islice(homes, STATES + 1))
         labels = self.cut([_Label(0, 0, 0, state) for state in states], lambda label: self.weigh(0, label))
         labels = self.select(0, labels)
+        ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
         for k in range(len(self.facts.runs)):
-            labels = self.select(k + 1, [new for label in labels for new in self.extend(k, label)])
+            self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
+            labels = [new for label in labels for new in self.extend(k, label)]
+            left -= len(labels) * len(self.facts.live[k])
+            labels = self.select(k + 1, labels)
             if not labels:
                 missed = "" if self.exact else " (the search was cut short and may have missed a plan)"
                 raise self.facts.infeasible(k, self.tight[k], missed)
@@ -192,12 +199,12 @@ class Sweep:
         return label.saved + sum(self.facts.shapes[v].weigh(held) for v, held in zip(self.facts.live[k], label.state))
 
     def cut(self, items: list[T], weigh: Callable[[T], int]) -> list[T]:
-        """At most STATES items: half of them the first, which are the most promising, half the lightest of the rest."""
-        if len(items) <= STATES:
+        """At most `width` items: half of them the first, the most promising ones, half the lightest of the rest."""
+        if len(items) <= self.width:
             return items
         self.exact = False
-        first = (STATES + 1) // 2
-        return items[:first] + sorted(items[first:], key=weigh)[: STATES - first]
+        first = (self.width + 1) // 2
+        return items[:first] + sorted(items[first:], key=weigh)[: self.width - first]
 
     def moves(self, path: Sequence[_Label]) -> tuple[dict[int, Layout], list[Move]]:
         """The homes, and the moves in order."""

@@ -147,10 +147,10 @@ def derive(op: Operation) -> Recipe:
                 raise frame.refuse("it writes a sharded tensor into a whole one")
             outcome = frame.outcome()
         except GlueError as refusal:
-            if run.script is not None and not (run.script.recorded or run.strayed):
+            into_whole = changing and op.shells[0] is None  # what it writes there has to be whole, too
+            if run.script is not None and not (run.script.recorded or run.strayed or into_whole):
                 raise
             # nobody planned this: would another dim do, or else the whole tensors?
-            into_whole = changing and op.shells[0] is None  # what it writes there has to be whole, too
             found = None if into_whole else detour(op)
             if found is not None:
                 wanted, frame, outcome = found
