@@ -25,6 +25,7 @@ from dsp.layout import At, unwritable
 from dsp.private import OpOverload, backward_pass, pytree
 from dsp.tensors import NO
 
+MIXED = "got mixed torch.Tensor and DTensor"  # says torch
 COMPARING = (Tensor.__eq__, Tensor.__ne__)
 ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
 
@@ -58,7 +59,16 @@ class Sharded(Tensor):
         if func in COMPARING and not isinstance(args[1], (Tensor, Number)):
             return NotImplemented  # x == "a" is False, says Python then; a tensor would be asked twice
         args, kwargs = pytree.tree_map_only(Sharded, dtensor, (args, kwargs))
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)}() outside of a forward works with a plain tensor and a sharded "
+                "one, which a forward of a parallelized model left in an object, such as a cache. Bring that back with "
+                "dsp.gather(x) before"
+            ) from error
 
     @property
     def device_mesh(self) -> DeviceMesh:

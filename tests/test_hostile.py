@@ -663,6 +663,9 @@ def decoded(mesh: DeviceMesh) -> None:
         expected, found = (m(x, cache) for m, cache in zip((single, model), caches))
         assert torch.allclose(found, expected, rtol=1e-12), length
         assert caches[0].seen == caches[1].seen
+    with pytest.raises(RuntimeError, match=r"mul\(\) outside of a forward .* dsp\.gather\(x\)"):
+        caches[1].rows[0] * caches[0].rows[0]
+    assert torch.allclose(dsp.gather(caches[1].rows[0]), caches[0].rows[0], rtol=1e-12)
     report = dsp.check(Decoder().double(), (x, Kept()), mesh=mesh, stages={"": "x=b n c"})
     assert report, report
 
