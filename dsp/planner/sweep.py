@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
 FEW = 12  # that many at least, however much there is to do
-WORK = 600_000  # labels made by the values of each: what a sweep may take on the way, or it keeps fewer labels
+WORK = 300_000  # labels made by the values of each: what a sweep may take on the way, or it keeps fewer labels
 RIVALS = 64  # labels, the most promising, that a new one is compared with
 
 
@@ -62,7 +62,8 @@ class Sweep:
         labels = self.select(0, labels)
         ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
         for k in range(len(self.facts.runs)):
-            self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
+            if self.capacity == inf:  # within a memory a plan that fits is worth the time
+                self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
             labels = [new for label in labels for new in self.extend(k, label)]
             left -= len(labels) * len(self.facts.live[k])
             labels = self.select(k + 1, labels)
