@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
 FEW = 12  # that many at least, however much there is to do
-WORK = 300_000  # labels made by the values of each: what a sweep may take on the way, or it keeps fewer labels
+WORK = 3_000_000  # labels made by the values of each: what a sweep may take on the way, some 20 s, or it keeps fewer
 RIVALS = 64  # labels, the most promising, that a new one is compared with
 
 
