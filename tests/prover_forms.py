@@ -207,6 +207,7 @@ FORMS: dict[str, list[Form]] = {
         form(x(*A), -2, True), form(x(*A), stable=True, dim=1)]),
     "topk": [form(x(*A), 2), form(x(*A), 2, 1), form(x(*A), k=2, dim=0), form(x(*A), 2, -1, False)],
     **each("sum mean amax amin max min argmax argmin any all prod logsumexp var std nansum nanmean median", STATISTICS),
+    "std": [*STATISTICS, form(torch.full(A, 0.5).double().requires_grad_(), 1)],  # no gradient where it is nought
     **each("count_nonzero std_mean var_mean", STATISTICS),
     **each("norm vector_norm", [
         form(x(*A), dim=1), form(x(*A), 2, 1), form(x(*A), 2, (0, 2)), form(x(*A), 2.0, -1, True), form(x(*A)),

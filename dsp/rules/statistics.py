@@ -256,10 +256,14 @@ def squared(t: Tensor, dims: Dims) -> Tensor:
     return (t * t.conj()).sum(tuple(dims), keepdim=True)[None]
 
 
-def length_of(every: Tensor) -> Tensor:
-    total = every[:, 0].sum(0).real
-    nothing = total == 0  # no gradient there
+def root(total: Tensor) -> Tensor:
+    """The square root, which has no gradient where it is 0."""
+    nothing = total == 0
     return total.masked_fill(nothing, 1).sqrt().masked_fill(nothing, 0)
+
+
+def length_of(every: Tensor) -> Tensor:
+    return root(every[:, 0].sum(0).real)
 
 
 def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
@@ -285,6 +289,6 @@ def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: f
 
     def made(every: Tensor, t: Tensor) -> Tensor:
         out = together(every, counts)[1] / max(sum(counts) - correction, 0)
-        return (out.sqrt() if f.name == "std" else out).to(made_in(f, t))
+        return (root(out) if f.name == "std" else out).to(made_in(f, t))
 
     return whole(f, x, dims, keep, partial(moments, dims=dims), 2, made)
