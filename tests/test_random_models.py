@@ -485,6 +485,18 @@ def forward(self, x: (b, t, s, c)):
         y = y.transpose(0, 3).contiguous().transpose(0, 3)
     return y
 """,
+    "a reshape that follows a record, and then leaves it": """
+b, t, s, c = 1, 2, 2, 4
+stages = {"": "x=b t s c", "s0": "b t s [c], b t s [c] -> b t s [c], b t s [c]", "s1": "b t [s] [c]"}
+s0 = Gate()
+s1 = Attend(2)
+def forward(self, x: (b, t, s, c)):
+    x3, x4 = self.s0(x, x)
+    x7 = x4.unflatten(3, (-1, 2))
+    if not self.other:
+        x7 = x7.contiguous()
+    return self.s1(x3), x7.permute(1, 0, 4, 3, 2).reshape(t, b, 2, -1)
+""",
     "one of the pieces of a dim, of which no rows travel": """
 b, c, i, j, = 2, 2, 2, 2,
 stages = {'': 'z=b i j c'}

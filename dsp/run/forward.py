@@ -52,9 +52,13 @@ class Run:
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
+    def left(self, index: int) -> bool:
+        """Whether neither a plan nor a record tells what this glue operation does."""
+        return index < 0 or self.strayed is not None
+
     def planned(self, index: int) -> bool:
         """Whether a plan made ahead tells what this glue operation does."""
-        return index >= 0 and self.script is not None and not self.script.recorded and self.strayed is None
+        return self.script is not None and not self.script.recorded and not self.left(index)
 
     def keep(self, key: Any, recipe: Any) -> None:
         """How all that have this key run from now on."""

@@ -143,9 +143,9 @@ class Glue(TorchFunctionMode):
         args = args if what.kind is None else without_kind(args, what.kind)
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
-        loose = what.name in DENSE and not run.planned(index)
+        left = what.name in DENSE and run.left(index)  # what is a view by a plan or record is none then
         try:
-            key: Any = (func, mark, loose, key_of(args))
+            key: Any = (func, mark, left, key_of(args))
             if kwargs:
                 key += (*kwargs, key_of(kwargs.values()))
             recipe = run.recipes.get(key)

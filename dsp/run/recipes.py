@@ -161,7 +161,7 @@ def derive(op: Operation) -> Recipe:
                 wanted = [None] * len(wanted)
     # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
     view = outcome is not None and outcome.view and run.script is not None and op.index not in run.script.copies
-    view = view and not (op.what.name in DENSE and (run.strayed or op.index < 0))  # what a copy misses, no view sees
+    view = view and not (op.what.name in DENSE and run.left(op.index))  # what a copy misses, no view sees
     via = op.step.via if op.step is not None else []
     random = draws(op.what.name, frame.args, frame.kwargs)
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
