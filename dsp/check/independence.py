@@ -15,7 +15,7 @@ from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.slices import call_part, copied, error, part, slices
 from dsp.stages import Stage, cut_for
-from dsp.tensors import remade, tensors_in
+from dsp.tensors import tensors_in
 
 Cuts = list[Cut | None]
 
@@ -89,7 +89,7 @@ def compare_slices(
 
 
 def run(stage: Stage, args: Any, kwargs: Any) -> list[Tensor]:
-    args, kwargs = remade((args, kwargs), torch.clone)  # a stage may write into them
+    args, kwargs = copied(args, kwargs)  # a stage may write into them
     with torch.no_grad():
         return tensors_in(stage.module(*args, **kwargs))
 

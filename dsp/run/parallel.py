@@ -27,7 +27,7 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import trace
-from dsp.private import COMPILERS_OWN, maybe_current_level, uncompiled
+from dsp.private import COMPILERS_OWN, compiler_loaded, maybe_current_level, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
@@ -182,7 +182,7 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
-        for m in self.followed_in:
+        for m in self.followed_in if compiler_loaded() else ():
             if m._compiled_call_impl is not None:  # by its compile(): that takes the hooks into what it compiles
                 raise RuntimeError(COMPILE)
         leaves, spec = taken_apart(args, kwargs)
