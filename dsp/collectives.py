@@ -17,7 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.exchange import CARRIED, as_sent, exchanged, joint_plan, ranks, switch_plan, switch_plan_of_parts, wait
+from dsp.exchange import (
+    CARRIED,
+    as_sent,
+    dense,
+    exchanged,
+    inverse,
+    joint_plan,
+    order_of,
+    ranks,
+    switch_plan,
+    switch_plan_of_parts,
+    wait,
+)
 from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
 
@@ -64,7 +76,7 @@ def _switch_among(
     x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
 ) -> Tensor:
     rank = among.index(ranks(group)[1])
-    plan = switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank)
+    plan = switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank, order_of(x))
     return plan.unpack(plan.exchange_among(plan.pack(x), among, group))
 
 
@@ -86,7 +98,7 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
         out = exchanged(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
-    return out.view(size, *lead.shape[1:]).movedim(0, dim).contiguous()
+    return dense(out.view(size, *lead.shape[1:]).movedim(0, dim), order_of(x))
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
@@ -97,7 +109,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     rest = math.prod(lead.shape[1:])
     received = exchanged(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
     total = received.view(n, parts[rank], *lead.shape[1:])
-    return total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim).contiguous()
+    return dense(total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim), order_of(x))
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
@@ -105,7 +117,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     if wide.is_complex():
         wide = torch.view_as_real(wide)
     total = wait(torch.ops._c10d_functional.all_reduce(wide, "sum", group))
-    return (torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype)
+    return dense((torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype), order_of(x))
 
 
 def _fresh(name: str, kernel: Any) -> Any:
@@ -144,7 +156,13 @@ for _name, _kernel in [
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
     """What an op makes of a tensor without data: one of this shape."""
-    torch.library.register_fake(f"dsp::{name}", lambda x, *where: x.new_empty(shape(x.shape, *where)), lib=_lib)
+    torch.library.register_fake(f"dsp::{name}", lambda x, *where: like(x, shape(x.shape, *where)), lib=_lib)
+
+
+def like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new tensor of this shape, with its dims in memory in the order of those of x."""
+    order = order_of(x)
+    return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
 
 
 def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:

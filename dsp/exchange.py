@@ -38,6 +38,26 @@ def as_sent(x: Tensor) -> tuple[Tensor, int]:
     return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
 
 
+def order_of(x: Tensor) -> tuple[int, ...] | None:
+    """Its dims from the outermost in memory to the innermost; None where it is contiguous in the order they are in."""
+    stride = x.stride()
+    if x.is_contiguous() or 0 in stride:
+        return None
+    return tuple(sorted(range(x.ndim), key=lambda d: -stride[d]))
+
+
+def dense(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The same numbers next to each other in this order of its dims: what a part becomes lies as on one device, where
+    a later view of it is a view."""
+    if order is None:
+        return x.contiguous()
+    return x.permute(order).contiguous().permute(inverse(order))
+
+
+def inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
 def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
     """To each rank its part of a flat tensor; if `later`, to be waited for."""
     flat, width = as_sent(send)
@@ -61,13 +81,15 @@ class SwitchPlan:
     A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest.
     When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
     `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
-    order is a function of global sizes alone: strides may differ from rank to rank.
+    order is a function of global sizes alone: strides may differ from rank to rank. What is unpacked has its dims in
+    memory in the order `kept`, see `order_of`.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int
-    ) -> None:
-        self.shape, self.src, self.dst, self.dst_parts = shape, src, dst, list(dst_parts)
+        self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int,
+        kept: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
         n, src_size = len(src_parts), sum(src_parts)
         own_src, own_dst = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
@@ -123,7 +145,8 @@ class SwitchPlan:
     def unpack(self, received: Tensor) -> Tensor:
         if self.dst_leads:
             return self.join(received.split(self.out_splits))
-        return received.view(self.joined).movedim(0, self.src).contiguous()
+        joined = received.view(self.joined).movedim(0, self.src)
+        return joined.contiguous() if self.kept is None else dense(joined, self.kept)
 
     def join(self, received: Sequence[Tensor]) -> Tensor:
         """The same of a flat tensor from each rank, in one copy."""
@@ -132,7 +155,10 @@ class SwitchPlan:
         else:
             lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
             parts = [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
-        return torch.cat(parts, self.src).contiguous()
+        if self.kept is None:
+            return torch.cat(parts, self.src).contiguous()
+        parts = [part.permute(self.kept) for part in parts]
+        return torch.cat(parts, self.kept.index(self.src)).contiguous().permute(inverse(self.kept))
 
 
 class JointPlan:
@@ -168,25 +194,30 @@ def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _switch_plan(shape: tuple[int, ...], src: int, dst: int, src_size: int, n: int, rank: int) -> SwitchPlan:
-    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank)
+def _switch_plan(
+    shape: tuple[int, ...], kept: tuple[int, ...] | None, src: int, dst: int, src_size: int, n: int, rank: int
+) -> SwitchPlan:
+    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank, kept)
 
 
 @lru_cache(maxsize=4096)
 def _joint_plan(
-    shapes: tuple[tuple[int, ...], ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int
-) -> JointPlan:
-    return JointPlan([_switch_plan(shape, *each, n, rank) for shape, each in zip(shapes, where)])
+    forms: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...], where: tuple[tuple[int, int, int], ...],
+    n: int, rank: int,
+) -> JointPlan:  # fmt: skip
+    return JointPlan([_switch_plan(*form, *each, n, rank) for form, each in zip(forms, where)])
 
 
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 
 def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
-    return _switch_plan(tuple(x.shape), src, dst, src_size, *ranks(group))
+    order = None if x.is_contiguous() else order_of(x)  # without a call for most
+    return _switch_plan(tuple(x.shape), order, src, dst, src_size, *ranks(group))
 
 
 def joint_plan(
     xs: Sequence[Tensor], src: Sequence[int], dst: Sequence[int], src_size: Sequence[int], group: str
 ) -> JointPlan:
-    return _joint_plan(tuple([tuple(x.shape) for x in xs]), tuple(zip(src, dst, src_size)), *ranks(group))
+    forms = tuple([(tuple(x.shape), order_of(x)) for x in xs])
+    return _joint_plan(forms, tuple(zip(src, dst, src_size)), *ranks(group))

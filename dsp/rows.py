@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.collectives import back_many, implement, keep_many, summed_in
-from dsp.exchange import exchanged, ranks
+from dsp.collectives import back_many, implement, keep_many, like, summed_in
+from dsp.exchange import dense, exchanged, order_of, ranks
 from dsp.listening import back
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes
@@ -119,7 +119,9 @@ def _rows(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int],
     came = _swap(pieces, shapes, group)
     for i, (x, w) in enumerate(zip(xs, ways)):
         came[rank][i] = x.narrow(w.dim, *w.given[rank])
-    return [torch.cat([came[q][i] for q in range(n)], w.dim).contiguous() for i, w in enumerate(ways)]
+    return [
+        dense(torch.cat([came[q][i] for q in range(n)], w.dim), order_of(x)) for i, (x, w) in enumerate(zip(xs, ways))
+    ]
 
 
 def _rows_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
@@ -144,7 +146,7 @@ for _name, _kernel in (("rows", _rows), ("rows_home", _rows_home)):
 
 @torch.library.register_fake("dsp::rows", lib=_lib)
 def _(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    return [x.new_empty(_with(x, w.dim, w.span)) for x, w in zip(xs, ways_of(dims, sizes, spans, group))]
+    return [like(x, _with(x, w.dim, w.span)) for x, w in zip(xs, ways_of(dims, sizes, spans, group))]
 
 
 @torch.library.register_fake("dsp::rows_home", lib=_lib)

@@ -85,8 +85,8 @@ FAULTS = [
     Fault(
         "bfloat16 is summed over ranks in bfloat16",
         "dsp/collectives.py",
-        "return total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim).contiguous()",
-        "return sum(total[1:], total[0]).movedim(0, dim).contiguous()",
+        "return dense(total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim), order_of(x))",
+        "return dense(sum(total[1:], total[0]).movedim(0, dim), order_of(x))",
         "test_ops",
     ),
     Fault(

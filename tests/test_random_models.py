@@ -471,6 +471,14 @@ def forward(self, text: (b, l, c)):
     x6 = torch.view_as_complex(text.cumsum(1).unflatten(-1, (2, 2)))
     return torch.view_as_real(x6 * torch.polar(torch.ones_like(self.p1), self.p1)).flatten(-2).amax(1)
 """,
+    "complex numbers of a part that lies otherwise in memory than the whole": """
+b, t, s, c = 1, 3, 3, 6
+stages = {"": "x=b t s c"}
+p0 = param(c, c, 3, 3)
+def forward(self, x: (b, t, s, c)):
+    x4 = F.conv2d(x.movedim(-1, 1), self.p0, padding=1).movedim(1, -1)
+    return torch.view_as_real(torch.view_as_complex(x4.reshape(*x4.shape[:-1], -1, 2)) * 2).flatten(-2)
+""",
     "a part that looks contiguous where no plan tells, and is gathered": """
 b, t, s, c = 2, 1, 4, 4
 stages = {"": "x=b t s c"}
@@ -614,10 +622,23 @@ def forward(self, x: (b, t, s, c)):
 """
 
 
-@pytest.mark.parametrize(("text", "n"), [(TORN, 4), (ASTRAY, 3)])
+FOLDED = """
+b, t, s, c = 1, 6, 5, 4
+stages = {"": "x=b t s c"}
+def forward(self, x: (b, t, s, c)):
+    y = x.cumsum(1).cumsum(-1).transpose(1, 2) * 2
+    z = y.cumsum(-1).cumsum(1)
+    y = y.sin()
+    y.transpose(1, 2).flatten(2).mul_(2)
+    return (y + z).cumsum(-1).cumsum(1)
+"""
+
+
+@pytest.mark.parametrize(("text", "n"), [(TORN, 4), (ASTRAY, 3), (FOLDED, 2)])
 def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks, text: str, n: int) -> None:
     """A fold with a batch of 2 is told apart on 4 ranks, and switched at once: what is written then it cannot see. Nor
-    can what a forward that left its plan switched for a view, and writes into."""
+    can what a forward that left its plan switched for a view, and writes into; nor what a rank would have to copy, for
+    its part lies otherwise in memory."""
     (verdict,) = Judge(ranks)([text], n)
     assert verdict.kind == "refused", verdict
     assert "rite it out of place" in verdict.reason

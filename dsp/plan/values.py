@@ -46,6 +46,7 @@ class Values:
         self.ops: list[Op] = []
         self.events: list[Event] = []
         self.longest = 0  # bytes of the longest value so far, or of the longest at all, where that is known
+        self.folded: dict[Any, str] = {}  # by memory, what made a view of it that on parts may be a copy
         self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
         self.frames: list[Any] = []  # the activation checkpoints
 

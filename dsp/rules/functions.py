@@ -108,6 +108,8 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 # they make memory of their own where they must, and a rank's part may look as if it need not
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+# they are views, the dense ones where the argument lies so; on a part, which may lie otherwise, any may be a copy
+FOLDS = DENSE | {"view", "view_as", "unflatten", "view_as_complex"}
 # their results may be views of the first argument, though a switch of it does not follow them
 ALIASES = DENSE | frozenset(
     """

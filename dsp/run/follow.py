@@ -134,6 +134,8 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
             t._dsp_view = op.shells[0], recipe.view  # type: ignore[attr-defined]
     for t in wrapped if outcome.rows and aliases else ():  # would be a view
         as_copy(op, t, parts[0])
+    if op.views and op.shells[0] is not None and memory(made[0].local) != memory(parts[0]):
+        run.tore(op.shells[0], wrapped[0])
     return wrapped
 
 

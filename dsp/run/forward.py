@@ -274,6 +274,11 @@ class Run:
         self.lends |= not isinstance(t, Sharded)
         self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]
 
+    def tore(self, x: Sharded, t: Tensor) -> None:
+        """What is a view of x on one device is a copy on this rank, whose part of x lies otherwise in memory."""
+        if t.numel():
+            self.mark(t, x.__dict__.get("_dsp_lent") or memory(x))
+
     def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], home: Home) -> Tensor:
         if cut == t.at.cut:
             return plain(t)

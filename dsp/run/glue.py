@@ -214,6 +214,7 @@ class Glue(TorchFunctionMode):
                 out = plainly(out)
             if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
                 out = out.clone()
+            torn = quick.views and out.data_ptr() != args[0].data_ptr()
         finally:
             for t in own:
                 t.__class__ = Sharded
@@ -237,6 +238,8 @@ class Glue(TorchFunctionMode):
         if recipe.view is not None:
             for t in made:
                 t._dsp_view = first, recipe.view
+        if torn:
+            self.run.tore(args[0], out)
         if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
             for t in made:
                 if recipe.view is not None or memory(t) == memory(args[0]):

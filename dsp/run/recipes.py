@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsp.layout import At, Cut
 from dsp.plan.script import GlueStep, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
-from dsp.rules.functions import ALIASES, DENSE, Function, draws
+from dsp.rules.functions import ALIASES, DENSE, FOLDS, Function, draws
 from dsp.run.forward import Run
 from dsp.run.homes import View
 from dsp.sharded import Sharded
@@ -55,6 +55,7 @@ class Quick(NamedTuple):
     own: slice | None  # where its sharded tensors stand; None: not next to each other among the arguments themselves
     changes: bool  # it writes into the first argument
     aliases: bool  # its results may be views of the first argument
+    views: bool  # on one device its result is a view, though on this rank it may be a copy
     copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
     anew: bool  # its result is another tensor, though on this rank it is the argument: see `follow.results`
     moves: bool  # its tensors are brought elsewhere first
@@ -119,6 +120,11 @@ class Operation:
         if self.what.name not in DENSE or script is None or not self.run.planned(self.index):
             return None
         return self.index in script.fresh
+
+    @property
+    def views(self) -> bool:
+        """Whether it is a view on one device, and may yet be a copy on a rank whose part lies otherwise in memory."""
+        return self.what.name in FOLDS and (self.what.name not in DENSE or self.copies is False)
 
     def frame(self, cuts: Sequence[Cut | None]) -> Frame:
         """The call with Operands for tensors, cut so."""
@@ -219,7 +225,8 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
         own = None
     aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
     changes, copies, loose = op.what.changing, bool(op.copies), name in DENSE and op.copies is None
-    return Quick(outcome.func or op.func, rest, kept, parts, own, changes, aliases, copies, loose, moves, pushes)
+    call = outcome.func or op.func
+    return Quick(call, rest, kept, parts, own, changes, aliases, op.views, copies, loose, moves, pushes)
 
 
 def has_operands(value: Any) -> bool:
