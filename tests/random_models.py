@@ -458,7 +458,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next has the next")
     parser.add_argument("--size", type=int, default=2, help="2: a dozen statements")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4])
-    parser.add_argument("--check", type=int, default=10, help="dsp.check for one program of so many")
+    parser.add_argument("--check", type=int, default=10, help="dsp.check for one program of so many; 0: none")
     parser.add_argument("--shrink", type=float, default=90, help="seconds for each failure")
     parser.add_argument("--strays", action="store_true", help="programs of short dims that leave their plan")
     parser.add_argument("--each", type=int, default=1, help="failures of a kind to shrink")
@@ -477,7 +477,7 @@ def main() -> None:
         for start in range(0, len(named), 20):
             how = options.size, options.strays
             some = [(name, text or generate(int(name), *how)) for name, text in named[start : start + 20]]
-            asked = [not options.program and int(name) % options.check == 0 for name, _ in some]
+            asked = [not options.program and options.check > 0 and int(name) % options.check == 0 for name, _ in some]
             for n in options.ranks:
                 for (name, text), verdict in zip(some, judge([t for _, t in some], n, asked)):
                     kinds[verdict.kind] += 1

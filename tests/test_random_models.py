@@ -471,6 +471,17 @@ def forward(self, text: (b, l, c)):
     x6 = torch.view_as_complex(text.cumsum(1).unflatten(-1, (2, 2)))
     return torch.view_as_real(x6 * torch.polar(torch.ones_like(self.p1), self.p1)).flatten(-2).amax(1)
 """,
+    "what is computed and then told to ask for a gradient": """
+b, t, s, c = 2, 4, 5, 4
+stages = {"": "x=b t s c", "s0": "b [t] s [c]", "s1": "b t [s] [c]"}
+s0 = Attend(1)
+s1 = Attend(2)
+def forward(self, x: (b, t, s, c)):
+    x1 = (x * 2).detach()
+    x1.requires_grad = True
+    x2 = x.detach().flip(3).requires_grad_()
+    return self.s1(self.s0(x1)), self.s0(x2).sin()
+""",
     "complex numbers of a part that lies otherwise in memory than the whole": """
 b, t, s, c = 1, 3, 3, 6
 stages = {"": "x=b t s c"}

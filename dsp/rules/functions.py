@@ -25,7 +25,7 @@ METADATA = frozenset(
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
 promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_tensor
-data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
+requires_grad data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
 has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
 """.split()
 )
@@ -37,6 +37,8 @@ HOMONYMS = {
     torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
     torch.nn.functional.unfold: "im2col",
     torch.autograd.grad: "autograd_grad",
+    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    Tensor.requires_grad_: "requires_grad",
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }
 
