@@ -22,8 +22,8 @@ from dsp.exchange import (
     as_sent,
     dense,
     exchanged,
-    inverse,
     joint_plan,
+    like,
     order_of,
     ranks,
     switch_plan,
@@ -157,12 +157,6 @@ for _name, _kernel in [
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
     """What an op makes of a tensor without data: one of this shape."""
     torch.library.register_fake(f"dsp::{name}", lambda x, *where: like(x, shape(x.shape, *where)), lib=_lib)
-
-
-def like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A new tensor of this shape, with its dims in memory in the order of those of x."""
-    order = order_of(x)
-    return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
 
 
 def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:

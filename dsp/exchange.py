@@ -39,11 +39,17 @@ def as_sent(x: Tensor) -> tuple[Tensor, int]:
 
 
 def order_of(x: Tensor) -> tuple[int, ...] | None:
-    """Its dims from the outermost in memory to the innermost; None where it is contiguous in the order they are in."""
-    stride = x.stride()
+    """Its dims from the outermost in memory to the innermost; None where that is the order that they are in."""
+    stride, dims = x.stride(), range(x.ndim)
     if x.is_contiguous() or 0 in stride:
         return None
-    return tuple(sorted(range(x.ndim), key=lambda d: -stride[d]))
+    order = tuple(sorted(dims, key=stride.__getitem__, reverse=True))
+    return None if order == tuple(dims) else order
+
+
+@lru_cache(maxsize=4096)
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(d) for d in range(len(order)))
 
 
 def dense(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -54,8 +60,10 @@ def dense(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return x.permute(order).contiguous().permute(inverse(order))
 
 
-def inverse(order: tuple[int, ...]) -> list[int]:
-    return [order.index(d) for d in range(len(order))]
+def like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new tensor of this shape, with its dims in memory in the order of those of x."""
+    order = order_of(x)
+    return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
 
 
 def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:

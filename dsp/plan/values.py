@@ -41,12 +41,12 @@ class Values:
         self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
         self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
         self.viewed: set[int] = set()  # values of which there are views
+        self.folded: dict[StorageWeakRef, str] = {}  # by memory, what made a view of it that on parts may be a copy
         self.stretched: set[int] = set()  # values that are shorter ones, expanded
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
         self.longest = 0  # bytes of the longest value so far, or of the longest at all, where that is known
-        self.folded: dict[Any, str] = {}  # by memory, what made a view of it that on parts may be a copy
         self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
         self.frames: list[Any] = []  # the activation checkpoints
 

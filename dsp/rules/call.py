@@ -206,11 +206,11 @@ def first(f: Frame) -> tuple[Operand, Cut]:
 
 def apart(
     names: str, why: str = "it works along the sharded dim", mixed: Callable[[Frame, Operand], Any] = lambda f, x: (),
-    filled: bool = False,
+    filled: bool = False, func: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
     """A rule of operations that leave their first argument's dims as they are, and mix nothing but some, `mixed`.
 
-    filled: they take no empty tensor.
+    filled: they take no empty tensor; func: what to call instead.
     """
 
     @rule(names)
@@ -218,7 +218,8 @@ def apart(
         x, cut = first(f)
         if cut.dim in mixed(f, x):
             raise f.refuse(why.format(cut.dim))
-        return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]) if filled else None)
+        alone = f.on_a_row(cut, x.shape[cut.dim]) if filled else None
+        return Outcome(cut, x.shape[cut.dim], func=alone or func)
 
 
 def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:

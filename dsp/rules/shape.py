@@ -120,22 +120,18 @@ def permuted(f: Frame) -> Outcome:
     return Outcome(Cut(made.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
-# torch asks for strides, of a gradient too, that an empty one need not have
-apart("view_as_real", filled=True)
-
-
-@rule("view_as_complex")
-def complex_view(f: Frame) -> Outcome:
-    x, cut = first(f)
-    if cut.dim == x.ndim - 1:
-        raise f.refuse("the parts of its numbers lie on several ranks")
-    return Outcome(cut, x.shape[cut.dim], func=f.on_a_row(cut, x.shape[cut.dim]) or complex_numbers)
-
-
 def complex_numbers(x: torch.Tensor) -> torch.Tensor:
     """Of a part, which may lie otherwise in memory than the whole: its pairs of numbers side by side."""
     *rest, last = x.stride()
     return torch.view_as_complex(x if last == 1 and all(s % 2 == 0 for s in rest) else x.contiguous())
+
+
+# torch asks for strides, of a gradient too, that an empty one need not have
+apart("view_as_real", filled=True)
+apart(
+    "view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,), filled=True,
+    func=complex_numbers,
+)  # fmt: skip
 
 
 @rule("expand broadcast_to expand_as")
