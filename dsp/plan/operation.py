@@ -82,6 +82,14 @@ class Operation:
             self.brought[v, key] = None if isinstance(outcome, GlueError) else outcome.cut
         return self.brought[v, key]
 
+    def unfolded(self, how: str) -> GlueError:
+        """It writes into memory of which `how` made a view that on a part may be a copy."""
+        return self.frame({}).refuse(
+            f"what it writes into has a view that {how}() made, and that is one for how the tensor lies in memory, "
+            "where a rank's part may lie otherwise",
+            "Write it out of place, or make the tensor contiguous() before the view",
+        )
+
 
 @dataclass
 class Ways:

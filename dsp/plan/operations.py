@@ -133,13 +133,10 @@ class Operations(Values):
             raise op.frame({}).refuse("out= has no rule for a sharded tensor")
         if op.written and op.syms[0] is not None:
             if (how := self.folded.get(memory(op.tracked[0]))) is not None:
-                raise op.frame({}).refuse(
-                    f"what it writes into has a view that {how}() made, and that is one for how the tensor lies in "
-                    "memory, where a rank's part may lie otherwise",
-                    "Write it out of place, or make the tensor contiguous() before the view",
-                )
+                raise op.unfolded(how)
             self.fix(op.tracked[0], op.syms[0].value)
-        self.note_folded(op)
+        if op.name in FOLDS:
+            self.fold(op.name, op.outputs[0], op.tracked[0])
         found = self.found(op)
         if found.view and op.outputs:
             found.view = self.is_view(op.outputs[0], op.tracked[0], found.viewed)
@@ -152,13 +149,6 @@ class Operations(Values):
             self.follow_view(op, found)
         else:
             self.make(op, found)
-
-    def note_folded(self, op: Operation) -> None:
-        """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
-        if op.name not in FOLDS or memory(op.outputs[0]) != memory(x := op.tracked[0]):
-            return
-        if not (x if x._base is None else x._base).is_contiguous():
-            self.folded.setdefault(memory(x), op.name)
 
     def reads(self, op: Operation) -> None:
         """It makes numbers of sharded tensors."""

@@ -148,6 +148,11 @@ class Values:
             for v in kin:
                 self.values[v] = replace(self.values[v], fixed=True)
 
+    def fold(self, name: str, out: Tensor, x: Tensor) -> None:
+        """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
+        if memory(out) == memory(x) and not (x if x._base is None else x._base).is_contiguous():
+            self.folded.setdefault(memory(x), name)
+
     def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:
         """If they were written in place, a gradient comes to them another way since."""
         for t, s in zip(tensors, syms):
