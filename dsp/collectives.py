@@ -39,8 +39,8 @@ _lib.define(
     "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor"
 )
 _lib.define("switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]")
-_lib.define("gather(Tensor x, int dim, int size, str group) -> Tensor")
-_lib.define("reduce_scatter(Tensor x, int dim, str group) -> Tensor")
+_lib.define("gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor")
+_lib.define("reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor")
 _lib.define("all_reduce(Tensor x, str group) -> Tensor")
 
 
@@ -88,9 +88,9 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group))
 
 
-def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
+def _gather(x: Tensor, dim: int, size: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
     n, rank = ranks(group)
-    parts = chunk_sizes(size, n)
+    parts = chunk_sizes(tuple(pieces) or size, n)
     lead = x.movedim(dim, 0).contiguous()
     if len(set(parts)) == 1:
         out = wait(torch.ops._c10d_functional.all_gather_into_tensor(as_sent(lead)[0], n, group)).view(x.dtype)
@@ -98,14 +98,21 @@ def _gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
         rest = math.prod(lead.shape[1:])
         send = lead.reshape(-1).repeat(n)
         out = exchanged(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
-    return dense(out.view(size, *lead.shape[1:]).movedim(0, dim), order_of(x))
+    whole = out.view(size, *lead.shape[1:])
+    if pieces:  # they came rank by rank
+        came = whole.split([own for each in zip(*(chunk_sizes(piece, n) for piece in pieces)) for own in each])
+        whole = torch.cat([came[i] for k in range(len(pieces)) for i in range(k, len(came), len(pieces))])
+    return dense(whole.movedim(0, dim), order_of(x))
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
     # one exchange and a local sum: the bytes of a reduce-scatter, uneven sizes, and a sum in fp32 for half precision
     n, rank = ranks(group)
-    parts = chunk_sizes(x.shape[dim], n)
+    parts = chunk_sizes(tuple(pieces) or x.shape[dim], n)
     lead = x.movedim(dim, 0).contiguous()
+    if pieces:  # they go rank by rank
+        own = lead.split([own for piece in pieces for own in chunk_sizes(piece, n)])
+        lead = torch.cat([own[i] for k in range(n) for i in range(k, len(own), n)])
     rest = math.prod(lead.shape[1:])
     received = exchanged(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
     total = received.view(n, parts[rank], *lead.shape[1:])
@@ -163,9 +170,9 @@ def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
     return [sizes.get(d, size) for d, size in enumerate(shape)]
 
 
-def _own(size: int, group: str) -> int:
+def _own(size: Any, group: str) -> int:
     n, rank = ranks(group)
-    return chunk_sizes(int(size), n)[rank]
+    return chunk_sizes(size if isinstance(size, tuple) else int(size), n)[rank]
 
 
 _shapes("switch", lambda s, src, dst, src_size, group: _resized(s, {src: src_size, dst: _own(s[dst], group)}))
@@ -175,8 +182,8 @@ _shapes(
         s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
     ),
 )
-_shapes("gather", lambda s, dim, size, group: _resized(s, {dim: size}))
-_shapes("reduce_scatter", lambda s, dim, group: _resized(s, {dim: _own(s[dim], group)}))
+_shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
+_shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))
 _shapes("all_reduce", lambda s, group: s)
 
 
@@ -244,9 +251,12 @@ _adjoint(
     lambda ctx, g: back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group),
 )  # fmt: skip
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
-_adjoint("gather", "dim size group", lambda ctx, g: back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group))
 _adjoint(
-    "reduce_scatter", "dim group",
-    lambda ctx, g: back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group),
+    "gather", "dim size group pieces",
+    lambda ctx, g: back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group, ctx.pieces),
+)  # fmt: skip
+_adjoint(
+    "reduce_scatter", "dim group pieces",
+    lambda ctx, g: back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group, ctx.pieces),
 )  # fmt: skip
 _adjoint("all_reduce", "group", lambda ctx, g: back(ctx, torch.ops.dsp.all_reduce, g, ctx.group))

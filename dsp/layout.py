@@ -16,21 +16,54 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from dsp.gradients import GuardedWrap, HandedOver, Wrap, global_stride
+from dsp.planner import Extent, chunk_sizes
 from dsp.private import DTensorSpec, TensorMeta, _StridedShard
 
 
 class Cut(NamedTuple):
-    """The sharded dim of a tensor. With `outer` > 1 the dim is a fold ``(outer rest)`` of which `rest` is sharded."""
+    """The sharded dim of a tensor. With `outer` > 1 the dim is a fold ``(outer rest)`` of which `rest` is sharded.
+
+    An `outer` of several lengths says that the dim is joined, of pieces so long, such as text and video: each piece is
+    sharded on its own, and what a rank holds is its parts of them, one after the other.
+    """
 
     dim: int
-    outer: int = 1
+    outer: int | tuple[int, ...] = 1
+
+    @property
+    def joined(self) -> bool:
+        return type(self.outer) is tuple
+
+    @property
+    def folds(self) -> int:
+        """How many equal pieces the dim is made of, where it is not joined."""
+        assert isinstance(self.outer, int)
+        return self.outer
+
+    def pieces(self, size: int) -> tuple[int, ...]:
+        """The lengths of what is sharded each on its own, of a dim of `size`."""
+        return (size // self.outer,) * self.outer if isinstance(self.outer, int) else self.outer
+
+    def extent(self, size: int) -> Extent:
+        """What is dealt to the ranks, of a dim of `size`: the inner part of a fold, or the pieces of a join."""
+        return size // self.outer if isinstance(self.outer, int) else self.outer
+
+    def own(self, size: int, n: int, rank: int) -> int:
+        """How much of a dim of `size` a rank holds."""
+        own = chunk_sizes(self.extent(size), n)[rank]
+        return self.outer * own if isinstance(self.outer, int) else own
 
     def placement(self) -> Placement:
-        return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.outer)
+        if self.joined:
+            raise ValueError(
+                f"dim {self.dim} is made of pieces {list(self.pieces(0))} that are sharded each on its own, for which "
+                "DTensor has no placement; bring the tensor into another layout between stages first, or gather it"
+            )
+        return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.folds)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape can be sharded so."""
-        return self.dim < len(shape) and shape[self.dim] % self.outer == 0
+        return self.dim < len(shape) and sum(self.pieces(shape[self.dim])) == shape[self.dim]
 
 
 def cut_of(placement: Placement) -> Cut | None:
@@ -104,8 +137,7 @@ class Axis:
         return found
 
     def local_shape(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
-        extent = shape[cut.dim] // cut.outer
-        own = cut.outer * chunk(extent, self.size, self.rank)[1]
+        own = cut.own(shape[cut.dim], self.size, self.rank)
         return (*shape[: cut.dim], own, *shape[cut.dim + 1 :])
 
     def narrow(self, x: Tensor, cut: Cut) -> Tensor:
@@ -113,11 +145,14 @@ class Axis:
         if not torch.is_grad_enabled() and unwritable(x):
             with torch.enable_grad():
                 return self.narrow(x, cut)
-        extent = x.shape[cut.dim] // cut.outer
-        start, length = chunk(extent, self.size, self.rank)
         if cut.outer == 1:
-            return x.narrow(cut.dim, start, length)
-        unfolded = x.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
+            return x.narrow(cut.dim, *chunk(x.shape[cut.dim], self.size, self.rank))
+        if cut.joined:
+            pieces = x.split(cut.pieces(x.shape[cut.dim]), cut.dim)
+            return torch.cat([self.narrow(piece, Cut(cut.dim)) for piece in pieces], cut.dim)
+        extent = x.shape[cut.dim] // cut.folds
+        start, length = chunk(extent, self.size, self.rank)
+        unfolded = x.unflatten(cut.dim, (cut.folds, extent)).narrow(cut.dim + 1, start, length)
         return unfolded.flatten(cut.dim, cut.dim + 1)
 
     def wrap(
@@ -159,7 +194,7 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
     fine: list[int] = []
     where = [0] * len(cuts)
     for d, size in enumerate(shape):
-        marks = sorted({1, *(c.outer for c in cuts if c.dim == d)}) if size else [1]
+        marks = sorted({1, *(c.folds for c in cuts if c.dim == d)}) if size else [1]
         for i, mark in enumerate(marks):
             nxt = marks[i + 1] if i + 1 < len(marks) else size
             if mark == 0 or nxt % mark:
@@ -175,10 +210,12 @@ def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
     """Whether two cuts are along dims of their own, so that one all-to-all leads from one to the other."""
     if one.dim != two.dim:
         return True
-    coarse, fine = sorted((one, two), key=lambda c: c.outer)
-    if coarse == fine or fine.outer % coarse.outer:
+    if one.joined or two.joined:
         return False
-    return fold_fits(fine.outer // coarse.outer, shape[one.dim] // fine.outer, n)
+    coarse, fine = sorted((one, two), key=lambda c: c.folds)
+    if coarse == fine or fine.folds % coarse.folds:
+        return False
+    return fold_fits(fine.folds // coarse.folds, shape[one.dim] // fine.folds, n)
 
 
 def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
@@ -218,7 +255,7 @@ def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, li
         other = cut_of(p)
         if i == index or other is None:
             continue
-        if other.outer > 1 or other.dim == cut.dim:
+        if other.outer != 1 or other.dim == cut.dim:
             raise ValueError(f"dsp.{what}: {x.placements} shards one dim over two mesh axes; shard another dim")
         shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
     sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]

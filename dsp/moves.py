@@ -38,6 +38,8 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
         return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     part = Part(x, src, dst, shape)
+    if src.joined or dst.joined:
+        return switch_together([part], sp)[0]
     return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group), sp)
 
 
@@ -65,6 +67,45 @@ class Part(NamedTuple):
         """What came of it, in its own shape."""
         return came.reshape(sp.local_shape(self.shape, self.dst)) if self.folded else came
 
+    def apart(self, sp: Axis) -> list[Part]:
+        """Its pieces as tensors of their own: for each of the dim that it is cut at, those of the dim that it is to be
+        cut at. One, where neither is joined."""
+        if not (self.src.joined or self.dst.joined):
+            return [self]
+        (src, there), (dst, here) = (pieces_of(cut, self.shape) for cut in (self.src, self.dst))
+        own = [src._replace(dim=0).own(size, sp.size, sp.rank) for size in there]
+        found = []
+        for row, size in zip(self.local.split(own, src.dim), there):
+            for piece, extent in zip(row.split(here, dst.dim), here):
+                shape = list(self.shape)
+                shape[src.dim], shape[dst.dim] = size, extent
+                found.append(Part(piece, src, dst, tuple(shape)))
+        return found
+
+    def together(self, made: list[Tensor]) -> Tensor:
+        """What came of its pieces, joined."""
+        if len(made) == 1:
+            return made[0]
+        count = len(pieces_of(self.dst, self.shape)[1])
+        rows = [made[i : i + count] for i in range(0, len(made), count)]
+        joined = [row[0] if count == 1 else torch.cat(row, self.dst.dim) for row in rows]
+        return joined[0] if len(joined) == 1 else torch.cat(joined, self.src.dim)
+
+
+def pieces_of(cut: Cut, shape: Sequence[int]) -> tuple[Cut, list[int]]:
+    """How each piece of a joined dim is cut, and how long they are; of another dim the whole is one."""
+    size = shape[cut.dim]
+    return (Cut(cut.dim), list(cut.pieces(size))) if cut.joined else (cut, [size])
+
+
+def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
+    """Several switches in one all-to-all, forward and backward."""
+    pieces = [part.apart(sp) for part in parts]
+    every = [piece for own in pieces for piece in own]
+    came = torch.ops.dsp.switch_many(*map(list, zip(*[piece.opened(sp) for piece in every])), sp.group)
+    made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
+    return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
+
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
@@ -73,15 +114,15 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
     if len(small) > 1:
-        opened = map(list, zip(*[parts[i].opened(sp) for i in small]))
-        for i, t in zip(small, torch.ops.dsp.switch_many(*opened, sp.group)):
-            found[i] = parts[i].closed(t, sp)
+        found = dict(zip(small, switch_together([parts[i] for i in small], sp)))
     return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
 
 
 def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
     if cut.outer == 1:
         return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group)
+    if cut.joined:
+        return torch.ops.dsp.gather(x, cut.dim, shape[cut.dim], sp.group, cut.pieces(shape[cut.dim]))
     fine, (i,) = factor(shape, (cut,))
     out = torch.ops.dsp.gather(x.reshape(sp.local_shape(fine, Cut(i))), i, fine[i], sp.group)
     return out.reshape(tuple(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -58,12 +58,14 @@ def all_to_all_single(x: Tensor, out_splits: list[int], in_splits: list[int], gr
 
 
 @counts("gather", "gather")
-def gather(x: Tensor, *where: Any) -> int:
+def gather(x: Tensor, dim: int, size: int, group: str, pieces: Sequence[int] = ()) -> int:
+    return everywhere(x, group)
+
+
+@counts("all_gather_into_tensor", "all_gather_into_tensor")
+@counts("broadcast", "broadcast")
+def everywhere(x: Tensor, *where: Any) -> int:
     return nbytes(x) * (ranks(where[-1])[0] - 1)
-
-
-counts("all_gather_into_tensor", "all_gather_into_tensor")(gather)
-counts("broadcast", "broadcast")(gather)
 
 
 @counts("shard_dim_alltoall", "shard_dim_alltoall")
@@ -73,10 +75,10 @@ def shard_dim_alltoall(x: Tensor, *where: Any) -> int:
 
 
 @counts("reduce_scatter", "reduce_scatter")
-def reduce_scatter(x: Tensor, dim: int, group: str) -> int:
+def reduce_scatter(x: Tensor, dim: int, group: str, pieces: Sequence[int] = ()) -> int:
     n, rank = ranks(group)
     size = x.shape[dim]
-    return nbytes(x) // max(size, 1) * (size - chunk_sizes(size, n)[rank])
+    return nbytes(x) // max(size, 1) * (size - chunk_sizes(tuple(pieces) or size, n)[rank])
 
 
 @counts("reduce_scatter_tensor", "reduce_scatter_tensor")

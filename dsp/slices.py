@@ -57,8 +57,8 @@ def slices(size: int) -> list[tuple[int, int]]:
 
 def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
     """A slice of the dim of `size` that `cut` points at, inside its fold."""
-    inner = t.shape[cut.dim] // (cut.outer * size)
-    fine = t.unflatten(cut.dim, (cut.outer, size, inner)).narrow(cut.dim + 1, start, length)
+    inner = t.shape[cut.dim] // (cut.folds * size)
+    fine = t.unflatten(cut.dim, (cut.folds, size, inner)).narrow(cut.dim + 1, start, length)
     return fine.flatten(cut.dim, cut.dim + 2)
 
 
@@ -222,7 +222,7 @@ class Probe:
 
         A dim that some output lacks, or has in another size, or whose size is returned, the call computes over.
         """
-        outers = {b.tensor.shape[c.dim]: c.outer for b, c in zip(self.bound, cuts) if c is not None}
+        outers = {b.tensor.shape[c.dim]: c.folds for b, c in zip(self.bound, cuts) if c is not None}
         places: list[list[Cut]] | None = None
         for start, length in slices(size):
             try:

@@ -85,16 +85,17 @@ class Proof:
 
 def _show(layouts: Sequence[Layout]) -> str:
     def one(c: Layout) -> str:
-        return "whole" if c is None else f"dim {c.dim}" + (f" of {c.outer} folds" if c.outer > 1 else "")
+        return "whole" if c is None else f"dim {c.dim}" + (f" of {c.outer}" if c.outer != 1 else "")
 
     return " | ".join(map(one, layouts))
 
 
-def layouts_of(shape: Sequence[int], folds: bool) -> list[Layout]:
-    """Whole, every dim, and every dim as the inner of a fold."""
+def layouts_of(shape: Sequence[int], folds: bool, joins: int = 0) -> list[Layout]:
+    """Whole, every dim, and every dim as the inner of a fold, or joined of two pieces: in so many ways at most."""
     cuts: list[Layout] = [None]
     for d, size in enumerate(shape):
-        outers = [o for o in range(1, size) if size % o == 0] if folds and size > 1 else [1]
+        outers: list[Any] = [o for o in range(1, size) if size % o == 0] if folds and size > 1 else [1]
+        outers += [(k, size - k) for k in [*range(size // 3, size), *range(size // 3)] if k][:joins]
         cuts += [Cut(d, outer) for outer in outers]
     return cuts
 
@@ -103,23 +104,33 @@ def part(t: Tensor, cut: Layout, n: int, rank: int) -> Tensor:
     """One rank's part of a whole tensor."""
     if cut is None:
         return t
+    if isinstance(cut.outer, tuple):
+        return torch.cat([part(piece, Cut(cut.dim), n, rank) for piece in t.split(cut.outer, cut.dim)], cut.dim)
     extent = t.shape[cut.dim] // cut.outer
     start, length = chunk(extent, n, rank)
     opened = t.unflatten(cut.dim, (cut.outer, extent)).narrow(cut.dim + 1, start, length)
     return opened.flatten(cut.dim, cut.dim + 1)
 
 
-def prove(call: Call, n: int, *, folds: bool = False, only: Sequence[tuple[Layout, ...]] | None = None) -> Proof:
-    """Try every combination of layouts, at least one tensor being sharded; of many tensors three at once at most."""
+def prove(
+    call: Call, n: int, *, folds: bool = False, only: Sequence[tuple[Layout, ...]] | None = None, joins: int = 0
+) -> Proof:
+    """Try every combination of layouts, at least one tensor being sharded; of many tensors three at once at most.
+
+    joins: of those in which a dim is joined of pieces, and nothing else; of `cat`, which joins them, all.
+    """
     tensors = tensor_args(call.args, call.kwargs)
     whole = _Whole(call, tensors)
     proof = Proof(call, n)
-    every = itertools.product(*(layouts_of(t.shape, folds) for t in tensors))
+    every = itertools.product(*(layouts_of(t.shape, folds, joins) for t in tensors))
     most = 3 if len(tensors) > 5 else len(tensors)  # of a recurrence's ten there would be 20,000
+    apart = bool(joins) and RULES[call.name] is RULES["cat"]
     for combo in every if only is None else only:
+        if joins and not apart and not any(c is not None and c.joined for c in combo):
+            continue
         if 0 < sum(map(bool, combo)) <= most and not (in_place(call.func) and combo[0] is None):
             try:
-                proof.found[combo] = whole.compare(combo, n)
+                proof.found[combo] = whole.compare(combo, n, apart)
             except GlueError as refusal:
                 words = str(refusal)
                 proof.found[combo] = "refused" if " between stages: " in words else f"refused without words: {words}"
@@ -170,7 +181,7 @@ class _Whole:
             raise TypeError(f"it returns {out!r}, no tensor, of what a rank holds")
         return tensors_in(out)
 
-    def compare(self, cuts: tuple[Layout, ...], n: int) -> str:
+    def compare(self, cuts: tuple[Layout, ...], n: int, apart: bool = False) -> str:
         call = self.call
         totals = [torch.zeros_like(t) for t in self.tensors]  # gradients, put together from the ranks
         sums = [torch.zeros_like(t) for t in self.out]
@@ -182,7 +193,7 @@ class _Whole:
             stream = iter(operands)
             args, kwargs = replaced(call.args, call.kwargs, stream)
             try:
-                outcome = RULES[call.name](Frame(call.name, args, kwargs, n, rank, call.func))
+                outcome = Frame(call.name, args, kwargs, n, rank, call.func, apart).outcome()
             except GlueError as refusal:
                 refusals.append(refusal)
                 continue

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
+from dsp.rules.call import PIECEWISE
 from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, known, op_name
 from dsp.rules.sources import FILLED
 from dsp.tensors import tensors_in
@@ -128,7 +129,16 @@ def test_it_is_right_on_two_ranks_too(rule: str) -> None:
     proven(rule, 2)
 
 
-def proven(rule: str, n: int) -> None:
+PIECES = {RULES[name].__name__ for name in PIECEWISE}
+
+
+@pytest.mark.parametrize("rule", [r if r in ("cat", "take", "getitem", "setitem") else slow(r) for r in sorted(PIECES)])
+def test_what_is_joined_of_pieces_is_right(rule: str) -> None:
+    """Each piece is sharded on its own, as text and the tokens of a video that are joined to it."""
+    proven(rule, 3, joins=8 if rule in ("take", "getitem", "setitem") else 1)
+
+
+def proven(rule: str, n: int, joins: int = 0) -> None:
     wrong: list[Proof] = []
     untested: list[str] = []
     accepted = 0
@@ -141,7 +151,7 @@ def proven(rule: str, n: int) -> None:
         if not calls:
             untested.append(resolved)
         for call in calls:
-            proof = prove(call, n, folds=name in FORMS)
+            proof = prove(call, n, folds=name in FORMS and not joins, joins=joins)
             accepted += proof.accepted
             if proof.wrong:
                 wrong.append(proof)

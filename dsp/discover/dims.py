@@ -99,7 +99,7 @@ class Dims:
             spans: list[tuple[int, Dim]] = []
             marks = {1, size}
             for cut, dims in found:
-                start = cut.outer
+                start = cut.folds
                 for dim in atoms(dims) if cut.dim == d else ():
                     ends = sorted({*marks, start, start * dim.size})
                     if size % (start * dim.size) == 0 and all(b % a == 0 for a, b in itertools.pairwise(ends)):

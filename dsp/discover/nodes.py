@@ -87,7 +87,7 @@ def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
     """The dims that a place of a tensor holds."""
     outer, taken = 1, []
     for d in axes[cut.dim]:
-        if cut.outer <= outer and outer * d.size <= cut.outer * size:
+        if cut.folds <= outer and outer * d.size <= cut.folds * size:
             taken.append(d)
         outer *= d.size
     return tuple(taken) if math.prod(d.size for d in taken) == size else None

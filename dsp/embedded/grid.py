@@ -113,7 +113,7 @@ class Grid:
             fine, (j,) = factor(x.shape, (across,))
             parts = _scaled(block.across, fine[j] // sizes[dim])
             return x._replace(local=x.local.reshape(fine).narrow(j, sum(parts[:own]), parts[own]).reshape(shape))
-        shape[x.cut.dim], outer = shape[x.cut.dim] // sizes[self.along] * sum(block.along), x.cut.outer
+        shape[x.cut.dim], outer = shape[x.cut.dim] // sizes[self.along] * sum(block.along), x.cut.folds
         fine, (i, *rest) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
         along = _scaled(block.along, fine[i] // sizes[self.along])
         fine[i] = along[own]
@@ -124,7 +124,7 @@ class Grid:
             (j,) = rest
             parts = _scaled(block.across, fine[j] // sizes[dim])
             local = torch.ops.dsp.switch_among(x.local.reshape(fine), i, j, along, parts, block.ranks, group)
-            if across.dim == x.cut.dim and outer > across.outer:  # of a fold (t s)
+            if across.dim == x.cut.dim and outer > across.folds:  # of a fold (t s)
                 outer = outer // sizes[dim] * block.across[own]
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 

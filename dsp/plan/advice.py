@@ -162,7 +162,8 @@ class Names:
         found: list[list[str]] = []
         for d, extent in enumerate(x.shape):
             axis, outer = list[str](), 1
-            cuts = [(c.outer, -known[k], k) for k, c in sym.cuts.items() if c.dim == d] if sym is not None else []
+            mine = [] if sym is None else [(k, c) for k, c in sym.cuts.items() if c.dim == d and not c.joined]
+            cuts = [(c.folds, -known[k], k) for k, c in mine]
             for at, _, key in sorted(cuts):
                 if at % outer == 0 and at >= outer and extent % (at * known[key]) == 0:
                     axis += [self.gap(at // outer, found, axis)] if at > outer else []
@@ -197,9 +198,9 @@ class Names:
         for d, extent in enumerate(shape):
             axis, outer = list[str](), 1
             for cut, name in sorted((c, n) for n, c in free.items() if c.dim == d):
-                axis += [self.fresh(cut.outer // outer)] if cut.outer > outer else []
+                axis += [self.fresh(cut.folds // outer)] if cut.folds > outer else []
                 axis.append(name)
-                outer = cut.outer * sizes[name]
+                outer = cut.folds * sizes[name]
             if extent > outer or not axis:
                 axis.append(self.fresh(extent // outer))
             found.append(tuple(axis))

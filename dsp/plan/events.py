@@ -54,6 +54,7 @@ class Way:
     passing: Passing | None = None  # of a stage, where it sums
     source: Cut | None = None  # where a source is made in parts
     copied: bool = False  # whether what would be a view is a copy
+    apart: bool = False  # whether what is joined stays sharded piece by piece
 
 
 @dataclass

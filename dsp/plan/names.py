@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsp.planner import Layout
+from dsp.layout import Cut
+from dsp.planner import Extent, Layout
 
 if TYPE_CHECKING:
     from dsp.plan.operation import Operation
@@ -44,9 +45,29 @@ def letters_of(record: Values, op: Operation) -> Callable[[Tensor], list[str]]:
     own = [""] * x.ndim
     for d, cut in sym.spare.items():
         own[cut.dim] = record.letters[sym.value][d]
-    for key, cut in sorted(sym.cuts.items(), key=lambda item: -item[1].outer):
+    for key, cut in sorted(sym.cuts.items(), key=lambda item: -len(item[1].pieces(0))):
         own[cut.dim] = letter(record, sym.value, key)
     return lambda t: [own[d] if d is not None else op.name for d in origins(x.shape, t.shape)]
+
+
+def of_pieces(record: Values, op: Operation, combo: Sequence[Layout], cut: Cut) -> str:
+    """What a dim is called that an operation joins: its pieces, as ``n+s``."""
+    laid, found = dict(zip(op.values, combo)), list[str]()
+    for sym in op.syms:
+        if sym is None:
+            found.append("x")
+            continue
+        key = laid[sym.value] or next((k for k, c in sym.cuts.items() if c == Cut(cut.dim)), None)
+        found.append((letter(record, sym.value, key) if key is not None else "") or "x")
+    return "+".join(found)
+
+
+def of_piece(key: str, joined: Cut, taken: Extent) -> str:
+    """What pieces of a joined dim are called that were taken of it, by their lengths."""
+    names, pieces = key.rstrip("'").split("+"), joined.pieces(0)
+    wanted = (taken,) if isinstance(taken, int) else taken
+    starts = [i for i in range(len(pieces)) if pieces[i : i + len(wanted)] == wanted]
+    return "+".join(names[starts[0] : starts[0] + len(wanted)]) if starts and len(names) == len(pieces) else key
 
 
 def origins(old: Sequence[int], new: Sequence[int]) -> list[int | None]:

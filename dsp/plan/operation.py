@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.plan.events import Sym
-from dsp.planner import Choice, Layout
+from dsp.planner import Choice, Extent, Layout
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.sources import EXPANDED
 from dsp.tensors import memory
@@ -59,14 +59,14 @@ class Operation:
         known = () if self.written else [memory(t) for t in self.tracked]
         return max((t.numel() * t.element_size() for t in made if memory(t) not in known), default=0)
 
-    def frame(self, cuts: Mapping[int, Cut | None]) -> Frame:
+    def frame(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
         operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
-        return Frame(self.name, *replaced(self.args, self.kwargs, operands), self.n)
+        return Frame(self.name, *replaced(self.args, self.kwargs, operands), self.n, apart=apart)
 
-    def outcome(self, cuts: Mapping[int, Cut | None]) -> Outcome | GlueError:
+    def outcome(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Outcome | GlueError:
         try:
-            return self.frame(cuts).outcome()
+            return self.frame(cuts, apart).outcome()
         except GlueError as error:
             return error
 
@@ -97,14 +97,14 @@ class Ways:
 
     choices: list[Choice] = field(default_factory=list)
     cuts: dict[str, Cut] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Extent] = field(default_factory=dict)
     resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
     view: bool = True  # the same data in every layout
     viewed: bool = False  # in some layout
     refusal: GlueError | None = None
 
-    def sizes_of(self, t: Tensor) -> dict[str, int]:
-        own = {key: t.shape[cut.dim] // cut.outer for key, cut in self.cuts.items() if key in self.resized}
+    def sizes_of(self, t: Tensor) -> dict[str, Extent]:
+        own = {key: cut.extent(t.shape[cut.dim]) for key, cut in self.cuts.items() if key in self.resized}
         return self.sizes | own
 
     @property

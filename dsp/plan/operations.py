@@ -14,10 +14,10 @@ from torch import Tensor
 from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Sym, Way
-from dsp.plan.names import letters_of
+from dsp.plan.names import letters_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Operation, Ways
 from dsp.plan.values import Values, apart_from, first_part, is_batch
-from dsp.planner import Choice, Layout, Op
+from dsp.planner import Choice, Layout, Op, length
 from dsp.private import compiled_callers
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
 from dsp.rules.flex import OWN
@@ -33,6 +33,7 @@ conj_physical resolve_conj resolve_neg positive dropout alpha_dropout feature_dr
 """.split()
 )
 
+JOINS = frozenset({"cat", "concat", "concatenate"})
 COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
 
 
@@ -108,7 +109,7 @@ class Operations(Values):
         """A whole tensor is stretched, or one filled with a number: each rank may make its part alone."""
         if not cuts:
             return
-        sizes = {k: out.shape[c.dim] // c.outer for k, c in cuts.items()}
+        sizes = {k: c.extent(out.shape[c.dim]) for k, c in cuts.items()}
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
         if op.name in EXPANDED:
             self.stretched.add(value)
@@ -270,14 +271,18 @@ class Operations(Values):
         for combo in combos:
             if any(combo):
                 self.try_way(op, combo, found)
+                if op.name in JOINS:
+                    self.try_way(op, combo, found, apart=True)
             elif all(self.whole[v] for v in op.values):
                 found.choices.append(Choice(combo, (None,) * len(op.outputs)))
         return found
 
-    def try_way(self, op: Operation, combo: Combo, found: Ways) -> None:
-        """What the rule says of operands that lie so."""
+    def try_way(self, op: Operation, combo: Combo, found: Ways, apart: bool = False) -> None:
+        """What the rule says of operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
         cuts = op.cuts(dict(zip(op.values, combo)))
-        outcome = op.outcome(cuts)
+        outcome = op.outcome(cuts, apart)
+        if apart and (isinstance(outcome, GlueError) or outcome.cut is None or not outcome.cut.joined):
+            return
         if isinstance(outcome, GlueError):
             found.refusal = found.refusal or outcome
             found.view = False
@@ -294,11 +299,12 @@ class Operations(Values):
         key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
         if key is None:
             key = self.carried(op, combo, outcome.cut, found)
-        if outcome.rows:
+        if outcome.rows or outcome.sizes or outcome.cut.joined:
             found.resized.add(key)
+        if outcome.rows:
             copied = not op.written and any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
-        way = Way(passing=passing, copied=copied) if passing or copied else None
+        way = Way(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
 
     def carried(self, op: Operation, combo: Combo, cut: Cut, found: Ways) -> str:
@@ -307,12 +313,18 @@ class Operations(Values):
         carry = [k for v, k in zip(op.values, combo) if k is not None and op.brings(v, k) == cut]
         named = carry or [k for k in combo if k is not None]
         first = min(named, key=lambda k: (not is_batch(k), k.startswith("dim")))
+        value = op.values[combo.index(first)]
+        known, joined = self.values[value].extent(first), self.cuts[value][first]
+        extent = max((cut.extent(t.shape[cut.dim]) for t in op.outputs), key=length)
+        if op.name in JOINS and cut.joined:
+            first = of_pieces(self, op, combo, cut)
+        elif joined.joined and cut.outer != joined.outer:
+            first = of_piece(first, joined, extent)
         key = apart_from(found.cuts, first)
         found.cuts[key] = cut
         # the dim itself, without those folded into its chunks
-        known = dict(self.values[op.values[combo.index(first)]].sizes)[first]
-        extent = max(t.shape[cut.dim] // cut.outer for t in op.outputs)
-        found.sizes[key] = known if known and extent % known == 0 else extent
+        folded = isinstance(known, int) and isinstance(extent, int) and known and extent % known == 0
+        found.sizes[key] = known if folded else extent
         return key
 
     def passing(self, op: Operation, outcome: Outcome, cuts: Mapping[int, Cut]) -> Passing | None:

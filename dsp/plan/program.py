@@ -128,6 +128,8 @@ class Program:
                 script.glue[event.index] = GlueStep(event.name, source=step.way.source)
         elif event.kind == "glue":
             layout = dict(zip(step.op.inputs, step.choice.needs))
-            if any(pushes) or any(homes[v] != key for v, key in layout.items()):
+            apart = step.way.apart
+            if any(pushes) or apart or any(homes[v] != key for v, key in layout.items()):
                 cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
-                script.glue[event.index] = GlueStep(event.name, cuts, pushes, via=self.via(event.operands, step.at))
+                via = self.via(event.operands, step.at)
+                script.glue[event.index] = GlueStep(event.name, cuts, pushes, via=via, apart=apart)

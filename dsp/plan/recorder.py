@@ -181,7 +181,8 @@ class Recorder(Operations):
             if (sym := self.sym(t)) is None:
                 continue
             self.used([t], [sym])
-            choices = [] if gather else [Choice((k,), (), rank=int(is_batch(k))) for k in sym.cuts]
+            cuts = {} if gather else {k: c for k, c in sym.cuts.items() if not c.joined}  # which no DTensor is
+            choices = [Choice((k,), (), rank=int(is_batch(k))) for k in cuts]
             event = Event("output", position, "output", operands=[sym], grad=t.requires_grad)
             self.add(Op("output", (sym.value,), (), tuple(choices or [Choice((None,), ())])), event, [t])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsp.planner import Layout, Problem, solve
+from dsp.planner import Extent, Layout, Problem, solve
 
 FORBIDDING = 1 << 40  # times the price of what should not move
 
@@ -76,7 +76,7 @@ def joins(problem: Problem, stages: Sequence[bool]) -> list[_Join]:
 
 def residuals(problem: Problem, stages: Sequence[bool], solution: tuple[int, int]) -> list[Residual]:
     """Every residual stream of a problem whose plan sends `solution`; each alternative is planned without a limit."""
-    streams: dict[tuple[tuple[tuple[str, int], ...], int], list[_Join]] = {}
+    streams: dict[tuple[tuple[tuple[str, Extent], ...], int], list[_Join]] = {}
     for join in joins(problem, stages):
         out = problem.values[join.out]
         streams.setdefault((out.sizes, out.nbytes), []).append(join)

@@ -31,6 +31,7 @@ class GlueStep:
     push: list[Cut | None] = field(default_factory=list)
     source: Cut | None = None
     via: list[list[Via]] = field(default_factory=list)  # the copies to be made of each operand first, in this order
+    apart: bool = False  # what it joins stays sharded piece by piece
 
     @cached_property
     def idle(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from dsp.hardware import Hardware
 from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Trace, Way
-from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, solve
+from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.stages import Stage
 
 
@@ -112,8 +112,8 @@ def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
 def _batch_alone(found: Solved) -> bool:
     """Whether batch is all that is sharded, and a part of it as long as 1.5/N."""
     cut = [(step, v, k) for step in found.steps for v, k in step.op.layouts(step.choice) if k is not None]
-    sizes = (dict(found.problem.values[v].sizes)[k] for _, v, k in cut)
-    long = any(2 * found.size * chunk_sizes(size, found.size)[0] >= 3 * size for size in sizes)
+    sizes = (found.problem.values[v].extent(k) for _, v, k in cut)
+    long = any(2 * found.size * chunk_sizes(size, found.size)[0] >= 3 * length(size) for size in sizes)
     return long and all(step.choice.rank for step, _, _ in cut)
 
 
@@ -126,8 +126,10 @@ def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
     """
 
     def uneven(op: Op, c: Choice, stage: bool) -> bool:
-        sizes = (dict(t.values[v].sizes)[k] for v, k in op.layouts(c) if k is not None)
-        return any(size % n > 0 if stage else 2 * n * chunk_sizes(size, n)[0] > 3 * size for size in sizes)
+        sizes = (t.values[v].extent(k) for v, k in op.layouts(c) if k is not None)
+        return any(
+            length(size) % n > 0 if stage else 2 * n * chunk_sizes(size, n)[0] > 3 * length(size) for size in sizes
+        )
 
     stages = [op for op, event in zip(t.ops, t.events) if event.kind == "stage"]
     spared = all(any(not c.rank for c in op.choices) for op in stages)

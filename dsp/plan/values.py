@@ -14,7 +14,7 @@ from torch import Tensor
 from dsp.layout import Cut, separable
 from dsp.notation import BATCH_NAMES
 from dsp.plan.events import Event, Sym
-from dsp.planner import Op, Value
+from dsp.planner import Extent, Op, Value
 from dsp.private import StorageWeakRef, checkpoint_frame
 from dsp.tensors import edge, memory
 
@@ -51,8 +51,9 @@ class Values:
         self.frames: list[Any] = []  # the activation checkpoints
 
     def value(
-        self, t: Tensor, name: str, sizes: Mapping[str, int], cuts: dict[str, Cut], whole: bool, letters: Sequence[str]
-    ) -> int:
+        self, t: Tensor, name: str, sizes: Mapping[str, Extent], cuts: dict[str, Cut], whole: bool,
+        letters: Sequence[str],
+    ) -> int:  # fmt: skip
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded; `letters`:
         what each dim of the tensor is made of."""
         self.grow(t.numel() * t.element_size())
@@ -67,7 +68,7 @@ class Values:
         self.sharing.setdefault(memory(t), set()).add(index)
         named = {c.dim for c in cuts.values()}
         fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
-        spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.outer}
+        spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.folds}
         self.track(t, Sym(index, dict(cuts), spare))
         return index
 
@@ -124,7 +125,7 @@ class Values:
                 sym.cuts[named] = cut
                 continue
             key = apart_from(known, self.batch_name if d == 0 and self.leads(sym.value) else f"dim{d}")
-            extent = self.shapes[sym.value][d] // base.outer
+            extent = base.extent(self.shapes[sym.value][d])
             self.values[sym.value] = replace(value, sizes=(*value.sizes, (key, extent)))
             known[key] = base
             sym.cuts[key] = cut

@@ -28,6 +28,7 @@ from dsp.planner.problem import (
     MOVES,
     Choice,
     Copies,
+    Extent,
     Infeasible,
     Layout,
     Move,
@@ -37,13 +38,14 @@ from dsp.planner.problem import (
     Value,
     chunk_sizes,
     fuses,
+    length,
     price,
 )  # fmt: skip
 from dsp.planner.sweep import Sweep
 
 __all__ = [
-    "FUSE", "MOVES", "Choice", "Copies", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value",
-    "chunk_sizes", "fuses", "price", "solve",
+    "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value",
+    "chunk_sizes", "fuses", "length", "price", "solve",
 ]  # fmt: skip
 
 

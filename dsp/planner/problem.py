@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 Layout = str | None  # the dim that is sharded over the sequence-parallel ranks; None: whole on every rank
+Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
 Copies = frozenset[Layout]  # layouts of one value
 
 FUSE = 1 << 20  # bytes a rank of a tensor up to which it shares a collective (measured in benchmarks/README.md)
@@ -29,7 +30,7 @@ class Value:
     """
 
     name: str
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, Extent], ...]
     itemsize: int
     home: tuple[Layout, ...] = ()
     fixed: bool = False
@@ -38,7 +39,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        numel = prod(size for _, size in self.sizes) if self.numel is None else self.numel
+        numel = prod(length(size) for _, size in self.sizes) if self.numel is None else self.numel
         return numel * self.itemsize
 
     def local_bytes(self, layout: Layout, n: int) -> int:
@@ -49,8 +50,11 @@ class Value:
         """Bytes that each of n ranks holds."""
         if layout is None:
             return [self.nbytes] * n
-        size = dict(self.sizes)[layout]
-        return [self.nbytes * own // max(size, 1) for own in chunk_sizes(size, n)]
+        size = self.extent(layout)
+        return [self.nbytes * own // max(length(size), 1) for own in chunk_sizes(size, n)]
+
+    def extent(self, layout: str) -> Extent:
+        return dict(self.sizes)[layout]
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,15 @@ class Solution:
     states: int
 
 
+def length(size: Extent) -> int:
+    return size if isinstance(size, int) else sum(size)
+
+
 @lru_cache(maxsize=4096)  # asked for at every stage call
-def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
-    """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0."""
+def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
+    """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0; of joined pieces it deals each."""
+    if not isinstance(size, int):
+        return tuple(map(sum, zip(*(chunk_sizes(piece, n) for piece in size))))
     chunk = -(-size // n)
     return tuple(min(chunk, max(0, size - chunk * rank)) for rank in range(n))
 
@@ -158,8 +168,9 @@ class Kind(NamedTuple):
 
 
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    size = dict(value.sizes)[dst or ""]
-    return [own * (size - kept) // max(size, 1) for own, kept in zip(value.parts(src, n), chunk_sizes(size, n))]
+    extent = value.extent(dst or "")
+    size = length(extent)
+    return [own * (size - kept) // max(size, 1) for own, kept in zip(value.parts(src, n), chunk_sizes(extent, n))]
 
 
 def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:

@@ -13,7 +13,9 @@ from dsp.rules.call import Frame, Operand, Outcome, align, apart, first, rule
 from dsp.rules.elementwise import elementwise
 
 
-@rule("softmax log_softmax softmin cumsum cumprod logcumsumexp flip roll sort argsort topk normalize glu")
+@rule(
+    "softmax log_softmax softmin cumsum cumprod logcumsumexp flip roll sort argsort topk normalize glu", piecewise=True
+)
 def along(f: Frame) -> Outcome:
     x, cut = first(f)
     name = {"flip": "dims", "roll": "dims"}.get(f.name, "dim")
@@ -30,6 +32,8 @@ def along(f: Frame) -> Outcome:
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in f.dims(dims, x.ndim):
+        if cut.joined:
+            raise f.refuse("it works along the sharded dim, which is joined of pieces")
         if f.name in ("softmax", "log_softmax", "softmin"):
             dtype = next((a for a in (*f.args, *f.kwargs.values()) if isinstance(a, torch.dtype)), None)
             return statistics.softmax(f, x, cut, dtype)
@@ -42,6 +46,7 @@ def along(f: Frame) -> Outcome:
 @rule(
     "sum mean amax amin max min argmax argmin any all prod norm vector_norm logsumexp var std nansum nanmean median",
     "count_nonzero std_mean var_mean",
+    piecewise=True,
 )
 def reduction(f: Frame) -> Outcome:
     x = f.args[0] if f.args else f.kwargs.get("input")
@@ -62,6 +67,8 @@ def reduction(f: Frame) -> Outcome:
     if cut.dim not in gone:
         out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
         return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
+    if cut.joined and f.name not in ("sum", "nansum", "mean"):
+        raise f.refuse("it reduces over the sharded dim, which is joined of pieces")
     if f.name in ("var", "std"):
         if dims is not None and everything:
             raise f.refuse("no dim is named")  # torch's own gradient is wrong then
@@ -148,13 +155,15 @@ def put_by_index(f: Frame) -> Outcome:
     return outcome
 
 
-@rule("layer_norm rms_norm")
+@rule("layer_norm rms_norm", piecewise=True)
 def trailing_norm(f: Frame) -> Outcome:
     x, cut = first(f)
     shape = f.get(1, "normalized_shape")
     count = 1 if isinstance(shape, int) else len(shape)
     if cut.dim < x.ndim - count:
         return Outcome(cut, x.shape[cut.dim])
+    if cut.joined:
+        raise f.refuse("its statistics run over the sharded dim, which is joined of pieces")
     if f.name == "rms_norm":
         return statistics.trailing(f, x, cut, count, f.get(2, "weight"), None, f.get(3, "eps"), centred=False)
     return statistics.trailing(f, x, cut, count, f.get(2, "weight"), f.get(3, "bias"), f.get(4, "eps", 1e-5))

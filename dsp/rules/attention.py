@@ -17,7 +17,7 @@ from dsp.rules.call import Frame, Operand, Outcome, align, rule
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", piecewise=True)
 def attention(f: Frame) -> Outcome:
     q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = f.get(3, "attn_mask")
@@ -48,7 +48,7 @@ def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple
     And how to give each of them a head of its own; None where a rank has whole groups.
     """
     heads, shared = q.shape[at], k.shape[at]
-    if shared != v.shape[at] or heads % shared or any(o.cut.outer > 1 for o in (q, k, v) if o.cut):
+    if shared != v.shape[at] or heads % shared or any(o.cut.outer != 1 for o in (q, k, v) if o.cut):
         raise f.refuse("its heads do not come in groups that share one of keys and one of values")
     each = heads // shared
     spans = []
@@ -72,7 +72,7 @@ def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple
 
 
 def grouped(f: Frame, q: Operand, k: Operand, v: Operand, mask: Any) -> Outcome:
-    if isinstance(mask, Operand) and mask.cut and (mask.cut.outer > 1 or mask.shape[-3] != q.shape[-3]):
+    if isinstance(mask, Operand) and mask.cut and (mask.cut.outer != 1 or mask.shape[-3] != q.shape[-3]):
         raise f.refuse("its mask is not sharded along the heads of its queries")
     outcome, expand = shared_heads(f, q, k, v, -3)
     for i, o in enumerate(f.operands()):

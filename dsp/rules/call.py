@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dsp.layout import Cut
-from dsp.planner import chunk_sizes
 from dsp.rows import Rows
 
 
@@ -63,7 +62,10 @@ class Outcome:
 
 @dataclass
 class Frame:
-    """One operation: its name, arguments with Operands for tensors, the number of ranks, and what is called."""
+    """One operation: its name, arguments with Operands for tensors, the number of ranks, and what is called.
+
+    apart: what it joins along the sharded dim stays sharded piece by piece (`Cut.joined`), and no rows travel.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -71,6 +73,7 @@ class Frame:
     n: int
     rank: int = 0
     func: Callable[..., Any] | None = None
+    apart: bool = False
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         if len(self.args) > position:
@@ -93,6 +96,8 @@ class Frame:
 
     def outcome(self) -> Outcome:
         """What the rule says. Raises GlueError where it refuses, or where there is none."""
+        if self.name not in PIECEWISE and any(o.cut is not None and o.cut.joined for o in self.operands()):
+            raise self.refuse("its rule knows no sharded dim that is joined of pieces")
         return RULES.get(self.name, no_rule)(self)
 
     def refuse(self, reason: str, advice: str = "") -> GlueError:
@@ -110,7 +115,7 @@ class Frame:
         Of a first argument and a result of which `cut` is sharded and has global `size`. None: this rank holds a part.
         """
         func = self.func
-        if func is None or self.local_size(size, cut.outer):
+        if func is None or self.own(cut, size):
             return None
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +124,9 @@ class Frame:
 
         return run
 
-    def local_size(self, size: int, outer: int) -> int:
-        return outer * chunk_sizes(size // outer, self.n)[self.rank]
+    def own(self, cut: Cut, size: int) -> int:
+        """How much of a dim of `size` this rank holds, if it is cut so."""
+        return cut.own(size, self.n, self.rank)
 
     def normal(self, dim: int, ndim: int) -> int:
         if not -ndim <= dim < ndim:
@@ -171,13 +177,14 @@ def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
 
 Rule = Callable[[Frame], Outcome]
 RULES: dict[str, Rule] = {}
+PIECEWISE: set[str] = set()  # those that take what is joined of pieces, each sharded on its own
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
     def register(f: Rule) -> Rule:
         for group in names:
-            for name in group.split():
-                RULES[name] = f
+            RULES.update(dict.fromkeys(group.split(), f))
+            PIECEWISE.update(group.split() if piecewise else ())
         return f
 
     return register
@@ -213,7 +220,7 @@ def apart(
     filled: they take no empty tensor; func: what to call instead.
     """
 
-    @rule(names)
+    @rule(names, piecewise=True)
     def run(f: Frame) -> Outcome:
         x, cut = first(f)
         if cut.dim in mixed(f, x):

@@ -30,7 +30,7 @@ special_polygamma special_psi special_round special_sinc special_xlog1py special
 """.split()
 
 
-@rule(*ELEMENTWISE)
+@rule(*ELEMENTWISE, piecewise=True)
 def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
     if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
@@ -38,7 +38,7 @@ def elementwise(f: Frame) -> Outcome:
     return align(f, operands)[1]
 
 
-@rule("to type_as type")
+@rule("to type_as type", piecewise=True)
 def cast(f: Frame) -> Outcome:
     x, cut = f.args[0], f.args[0].cut
     if cut is None:

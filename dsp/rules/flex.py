@@ -103,7 +103,7 @@ def flex(f: Frame) -> Outcome:
     (cut,) = cuts
     if cut.dim == 3 or (cut.dim == 2 and (k.cut or v.cut)):
         raise f.refuse("it computes over the sharded dim")
-    if cut.dim == 2 and cut.outer > 1:
+    if cut.dim == 2 and cut.outer != 1:
         raise f.refuse("positions in a fold are in no block of its mask")
     size, expand = q.shape[cut.dim], None
     if cut.dim == 1 and k.shape[1] != size:
@@ -120,7 +120,7 @@ def flex(f: Frame) -> Outcome:
             raise f.refuse(f"a tensor, or its block mask, has {o.shape[cut.dim]} where the sharded dim has {size}")
     if any(o.cut is not None and o.shape[cut.dim] != size for o in (k, v)) and not outcome.rows:
         raise f.refuse("its keys and values are of another size along the sharded dim")
-    outcome.func = Local(cut, *chunk(size // cut.outer, f.n, f.rank), size // cut.outer, expand)
+    outcome.func = Local(cut, *chunk(size // cut.folds, f.n, f.rank), size // cut.folds, expand)
     return outcome
 
 
@@ -147,7 +147,7 @@ class Local:
         """The same function of (score,) b, h, q, k where argument number `at` is a place on this rank."""
         if (not self.start and self.cut.outer == 1) or plain(function):
             return function
-        start, own, extent, folds = self.start, self.own, self.extent, self.cut.outer > 1
+        start, own, extent, folds = self.start, self.own, self.extent, self.cut.outer != 1
 
         def of_the_whole(*args: Any) -> Any:
             i = args[at]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from dsp.rows import Rows
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 
 
-@rule("cat concat concatenate stack")
+@rule("cat concat concatenate stack", piecewise=True)
 def cat(f: Frame) -> Outcome:
     tensors = list(f.get(0, "tensors"))
     reference = next(t for t in tensors if t.cut is not None)
@@ -22,7 +22,7 @@ def cat(f: Frame) -> Outcome:
     stacked = f.name == "stack"
     dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
     if dim == cut.dim and not stacked:
-        return joined(f, tensors, cut)
+        return side_by_side(f, tensors, cut) if f.apart else dealt_anew(f, tensors, cut)
     outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])
     everything = f.operands()
     for t in tensors:
@@ -35,14 +35,34 @@ def cat(f: Frame) -> Outcome:
     return outcome
 
 
-def joined(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
-    """Along the sharded dim: each rank reads what the chunk of the result is made of."""
-    reference = next(t for t in tensors if t.cut is not None)
-    others = [(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == reference.ndim]
-    if cut.outer > 1 or any(t.cut not in (None, cut) for t in tensors):
-        raise f.refuse("its tensors are sharded along different dims")
-    if len(others) != len(tensors) or len(set(others)) > 1:
+def side_by_side(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
+    """Along the sharded dim: each rank joins its own parts, and nothing travels."""
+    alike(f, tensors, cut)
+    pieces, places = list[int](), f.operands()
+    outcome = Outcome(None)
+    for t in tensors:
+        if t.cut is None:
+            outcome.narrow[next(i for i, o in enumerate(places) if o is t)] = Cut(cut.dim)
+        elif t.cut.dim != cut.dim or (t.cut.outer != 1 and not t.cut.joined):
+            raise f.refuse("its tensors are sharded along different dims")
+        pieces += t.cut.pieces(0) if t.cut is not None and t.cut.joined else [t.shape[cut.dim]]
+    outcome.cut, outcome.size = Cut(cut.dim, tuple(pieces)), sum(pieces)
+    return outcome
+
+
+def alike(f: Frame, tensors: list[Operand], cut: Cut) -> None:
+    """Raises GlueError unless tensors that are joined along a sharded dim have one shape but for that."""
+    most = max(t.ndim for t in tensors)
+    others = {(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == most}
+    if any(t.ndim != most for t in tensors) or len(others) > 1:
         raise f.refuse("its tensors differ in more than the sharded dim")
+
+
+def dealt_anew(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
+    """Along the sharded dim: each rank reads what the chunk of the result is made of."""
+    if cut.outer != 1 or any(t.cut not in (None, cut) for t in tensors):
+        raise f.refuse("its tensors are sharded along different dims")
+    alike(f, tensors, cut)
     sizes = [t.shape[cut.dim] for t in tensors]
     chunks = [chunk(sum(sizes), f.n, rank) for rank in range(f.n)]
     places, before = f.operands(), 0
@@ -61,7 +81,7 @@ def stretches(
 
     `landing`: which dim of the results it is, if another.
     """
-    if cut.outer > 1 or any(r.step < 1 for r in ranges):
+    if cut.outer != 1 or any(r.step < 1 for r in ranges):
         raise f.refuse("it takes parts of the sharded dim")
 
     def span(r: range, rank: int) -> tuple[int, int]:
@@ -76,7 +96,39 @@ def stretches(
     return Outcome(out, sizes[0], rows={i: rows}, sizes=sizes, func=func, args=(x,), kwargs={})
 
 
-@rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select")
+class Stretch(NamedTuple):
+    """Some pieces of a joined dim: how they are cut, and where they lie in this rank's part."""
+
+    outer: int | tuple[int, ...]
+    start: int
+    length: int
+
+
+def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
+    """The pieces that a range of a joined dim consists of."""
+    pieces = cut.pieces(0)
+    ends = list(itertools.accumulate(pieces, initial=0))
+    if taken.step != 1 or taken.start not in ends or taken.stop not in ends or not taken:
+        raise f.refuse(f"it takes parts of the sharded dim, which is joined of pieces {list(pieces)}")
+    # of equal ends, which a piece of size 0 has, those next to each other
+    first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
+    own = [f.own(Cut(0), piece) for piece in pieces]
+    outer = pieces[first:last] if last - first > 1 else 1
+    return Stretch(outer, sum(own[:first]), sum(own[first:last]))
+
+
+def pieces_apart(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
+    """A joined dim, taken apart where its pieces meet: into parts of this rank's part."""
+    own = [stretch(f, cut, taken) for taken in ranges]
+    if len({s.outer for s in own}) > 1 or sum(s.length for s in own) != f.own(cut, x.shape[cut.dim]):
+        raise f.refuse(f"it takes parts of the sharded dim, which is joined of pieces {list(cut.pieces(0))}")
+    sizes, lengths = tuple(map(len, ranges)), [s.length for s in own]
+    return Outcome(
+        Cut(cut.dim, own[0].outer), sizes[0], sizes=sizes, func=torch.split, args=(x, lengths, cut.dim), kwargs={}
+    )
+
+
+@rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select", piecewise=True)
 def take(f: Frame) -> Outcome:
     x, cut = first(f)
     position, default = {"narrow": (1, None), "index_select": (1, None)}.get(f.name, (2, 0))
@@ -88,21 +140,26 @@ def take(f: Frame) -> Outcome:
         start, length = f.get(2, "start"), f.get(3, "length")
         if isinstance(start, Operand):
             raise f.refuse("where it starts is a tensor")
-        return stretches(f, x, cut, [range(size)[start:][:length]], lambda x: x)
+        taken = range(size)[start:][:length]
+        if cut.joined:
+            own = stretch(f, cut, taken)
+            return Outcome(Cut(dim, own.outer), length, args=(x, dim, own.start, own.length), kwargs={})
+        return stretches(f, x, cut, [taken], lambda x: x)
     how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
     if f.name == "index_select" or isinstance(how, Operand):
         raise f.refuse("it takes parts of the sharded dim")
     name = f.name.removeprefix("unsafe_")
     lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
     ends = list(itertools.accumulate(lengths, initial=0))
-    return stretches(f, x, cut, [range(a, b) for a, b in itertools.pairwise(ends)], _as_tuple)
+    ranges = [range(a, b) for a, b in itertools.pairwise(ends)]
+    return pieces_apart(f, x, cut, ranges) if cut.joined else stretches(f, x, cut, ranges, _as_tuple)
 
 
 def _as_tuple(parts: Any) -> tuple[torch.Tensor, ...]:
     return (parts,) if isinstance(parts, torch.Tensor) else tuple(parts)
 
 
-@rule("unbind select iter")
+@rule("unbind select iter", piecewise=True)
 def drop(f: Frame) -> Outcome:
     x, cut = first(f)
     dim = f.normal(f.get(1, "dim", 0), x.ndim)
@@ -129,7 +186,7 @@ def _one_of(x: torch.Tensor, dim: int, index: int, length: int, rest: tuple[Any,
     return mine[rest]
 
 
-@rule("getitem")
+@rule("getitem", piecewise=True)
 def getitem(f: Frame) -> Outcome:
     x, cut = first(f)
     index, at, out = opened(f, x, cut)
@@ -140,6 +197,10 @@ def getitem(f: Frame) -> Outcome:
         return Outcome(Cut(out, cut.outer), size)
     whole = (*index[:at], slice(None, None, item.step), *index[at + 1 :])
     if item.indices(size) != (0, size, 1):
+        if cut.joined:
+            own = stretch(f, cut, range(size)[item])
+            local = (*index[:at], slice(own.start, own.start + own.length), *index[at + 1 :])
+            return Outcome(Cut(out, own.outer), len(range(size)[item]), args=(x, local), kwargs={})
         return stretches(f, x, cut, [range(size)[item]], itemgetter(whole), landing=out)
     # an explicit end such as x[:, :7] is local, too
     return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
@@ -170,7 +231,7 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     return index, at, sum(not isinstance(i, int) for i in index[:at])
 
 
-@rule("setitem")
+@rule("setitem", piecewise=True)
 def setitem(f: Frame) -> Outcome:
     x, value = f.args[0], f.args[2]
     others = [o for o in f.operands() if o is not x and o is not value]
@@ -180,13 +241,18 @@ def setitem(f: Frame) -> Outcome:
     item, size = index[at], x.shape[x.cut.dim]
     if isinstance(item, int) or item.indices(size) != (0, size, 1):
         return into(f, index, at, out)
-    index = (*index[:at], slice(None), *index[at + 1 :])
-    outcome = Outcome(x.cut, size, args=(x, index, value), kwargs={})
+    return over(f, (*index[:at], slice(None), *index[at + 1 :]), Cut(out, x.cut.outer))
+
+
+def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:
+    """Into all that this rank holds of the target, in which the sharded dim is cut so; its part is at `index`."""
+    x, value = f.args[0], f.args[2]
+    outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
     if isinstance(value, Operand):
-        target = Operand(indexed_shape(f.args[1], x), Cut(out, x.cut.outer))
-        if value.ndim > target.ndim:
+        into = Operand(indexed_shape(f.args[1], x), target)
+        if value.ndim > into.ndim:
             raise f.refuse("the value has more dims than what it is written to")
-        _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
+        _, aligned = align(Frame(f.name, (into, value), {}, f.n, f.rank), [into, value])
         if 1 in aligned.narrow:
             outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
     return outcome
@@ -197,7 +263,10 @@ def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
     of the value that go there."""
     x, value, cut, item = f.args[0], f.args[2], f.args[0].cut, index[at]
     size = x.shape[cut.dim]
-    if cut.outer > 1 or (isinstance(item, int) and not -size <= item < size):
+    if cut.joined and isinstance(item, slice):
+        to = stretch(f, cut, range(size)[item])
+        return over(f, (*index[:at], slice(to.start, to.start + to.length), *index[at + 1 :]), Cut(out, to.outer))
+    if cut.outer != 1 or (isinstance(item, int) and not -size <= item < size):
         raise f.refuse("it writes to parts of the sharded dim")
     places = range(size)[item] if isinstance(item, slice) else range(size)[item % size :][:1]
 

@@ -9,7 +9,7 @@ from dsp.layout import Cut
 from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
 
 
-@rule("linear")
+@rule("linear", piecewise=True)
 def linear(f: Frame) -> Outcome:
     x, cut = first(f)
     if cut.dim == x.ndim - 1:
@@ -17,7 +17,7 @@ def linear(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
-@rule("matmul bmm mm rmatmul")
+@rule("matmul bmm mm rmatmul", piecewise=True)
 def matmul(f: Frame) -> Outcome:
     a, b = f.get(0, "input"), f.get(1, "mat2" if "mat2" in f.kwargs else "other")
     if f.name == "rmatmul":
@@ -55,7 +55,7 @@ def spelled_out(equation: str, ndims: Sequence[int]) -> tuple[str, str]:
     return ",".join(terms), output.replace("...", longest)
 
 
-@rule("einsum")
+@rule("einsum", piecewise=True)
 def einsum(f: Frame) -> Outcome:
     equation = f.args[0]
     operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
@@ -99,7 +99,7 @@ def distances(f: Frame) -> Outcome:
     return outcome
 
 
-@rule("embedding")
+@rule("embedding", piecewise=True)
 def embedding(f: Frame) -> Outcome:
     x, cut = first(f)
     return Outcome(cut, x.shape[cut.dim])

@@ -45,7 +45,7 @@ def recurrent(f: Frame) -> Outcome:
     if cut.dim != 1:
         raise f.refuse("it runs along the sharded dim" if cut.dim == 0 else "it mixes the sharded dim")
     narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is own for own in known) and o.cut is None}
-    nothing = not f.local_size(x.shape[1], cut.outer)
+    nothing = not f.own(cut, x.shape[1])
     return Outcome(cut, x.shape[1], narrow, func=on_one(f.func) if nothing and f.func is not None else None)
 
 

@@ -14,9 +14,14 @@ from dsp.rules.call import Frame, Operand, Outcome, apart, first, rule, sizes_of
 
 def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
     """Where the sharded dim goes in a reshape: it must stay one factor of one axis, on the same chunk boundaries."""
-    extent = x.shape[cut.dim] // cut.outer
-    before = math.prod(x.shape[: cut.dim]) * cut.outer
     after = math.prod(x.shape[cut.dim + 1 :])
+    if cut.joined:  # as it is, among other dims
+        for d, size in enumerate(new):
+            if size == x.shape[cut.dim] and math.prod(new[d + 1 :]) == after and 0 not in x.shape:
+                return Cut(d, cut.outer)
+        raise f.refuse(f"reshaping to {list(new)} takes dim {cut.dim} apart, which is joined of pieces")
+    extent = x.shape[cut.dim] // cut.folds
+    before = math.prod(x.shape[: cut.dim]) * cut.folds
     mine = [c * after for c in chunk_sizes(extent, f.n)]
     best: Cut | None = None
     lead = 1
@@ -53,11 +58,11 @@ def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
         raise f.refuse(f"shape {new} does not fit {total} elements")
     out = reshaped(f, x, cut, new)
     local = list(new)
-    local[out.dim] = f.local_size(new[out.dim], out.outer)
+    local[out.dim] = f.own(out, new[out.dim])
     return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, func=torch.Tensor.reshape, view=True)
 
 
-@rule("view reshape")
+@rule("view reshape", piecewise=True)
 def view(f: Frame) -> Outcome:
     sizes = sizes_of(f.kwargs.get("shape", f.kwargs.get("size", f.args[1:])))
     if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
@@ -65,13 +70,13 @@ def view(f: Frame) -> Outcome:
     return reshape_to(f, sizes)
 
 
-@rule("view_as reshape_as")
+@rule("view_as reshape_as", piecewise=True)
 def view_as(f: Frame) -> Outcome:
     x, shape = f.args[0], f.get(1, "other").shape
     return reshape_to(Frame(f.name, (x, shape), {}, f.n, f.rank), shape)
 
 
-@rule("flatten ravel")
+@rule("flatten ravel", piecewise=True)
 def flatten(f: Frame) -> Outcome:
     x, _ = first(f)
     start = f.normal(f.get(1, "start_dim", 0), x.ndim)
@@ -79,7 +84,7 @@ def flatten(f: Frame) -> Outcome:
     return reshape_to(f, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
 
 
-@rule("unflatten")
+@rule("unflatten", piecewise=True)
 def unflatten(f: Frame) -> Outcome:
     x, _ = first(f)
     dim, sizes = f.normal(f.get(1, "dim"), x.ndim), list(f.get(2, "sizes"))
@@ -88,14 +93,14 @@ def unflatten(f: Frame) -> Outcome:
     return reshape_to(f, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", piecewise=True)
 def unsqueeze(f: Frame) -> Outcome:
     x, cut = first(f)
     dim = f.normal(f.get(1, "dim"), x.ndim + 1)
     return Outcome(Cut(cut.dim + (dim <= cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
-@rule("squeeze")
+@rule("squeeze", piecewise=True)
 def squeeze(f: Frame) -> Outcome:
     x, cut = first(f)
     dims = f.get(1, "dim")
@@ -107,7 +112,7 @@ def squeeze(f: Frame) -> Outcome:
     return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
 
 
-@rule("permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint")
+@rule("permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint", piecewise=True)
 def permuted(f: Frame) -> Outcome:
     x, cut = first(f)
     if f.name in ("t", "T", "H") and x.ndim > 2:
@@ -134,7 +139,7 @@ apart(
 )  # fmt: skip
 
 
-@rule("expand broadcast_to expand_as")
+@rule("expand broadcast_to expand_as", piecewise=True)
 def expand(f: Frame) -> Outcome:
     x, cut = first(f)
     if f.name == "expand_as":
@@ -158,7 +163,7 @@ def repeat(f: Frame) -> Outcome:
     at = cut.dim + lead
     if not reps[at]:
         raise f.refuse("it repeats the sharded dim no time")
-    return Outcome(Cut(at, cut.outer * reps[at]), x.shape[cut.dim] * reps[at])
+    return Outcome(Cut(at, cut.folds * reps[at]), x.shape[cut.dim] * reps[at])
 
 
 @rule("repeat_interleave")
@@ -171,7 +176,7 @@ def repeat_interleave(f: Frame) -> Outcome:
     dim = f.normal(dim, x.ndim)
     size = x.shape[cut.dim]
     if dim == cut.dim:
-        if not fold_fits(size // cut.outer, times, f.n):
-            raise f.refuse(f"{size // cut.outer} repeated {times} times does not divide over {f.n} ranks")
+        if not fold_fits(size // cut.folds, times, f.n):
+            raise f.refuse(f"{size // cut.folds} repeated {times} times does not divide over {f.n} ranks")
         size *= times
     return Outcome(cut, size, kwargs=kwargs)

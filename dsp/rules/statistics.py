@@ -73,8 +73,8 @@ def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
     size = x.shape[cut.dim]
     if not math.prod(x.shape[d] for d in dims):
         raise f.refuse("it is over nothing")
-    beside = math.prod(x.shape[d] for d in dims) // size * cut.outer
-    return [beside * own for own in chunk_sizes(size // cut.outer, f.n)]
+    beside = math.prod(x.shape[d] for d in dims) // size * cut.folds
+    return [beside * own for own in chunk_sizes(size // cut.folds, f.n)]
 
 
 def kept(x: Operand, dims: Dims) -> int:

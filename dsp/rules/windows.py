@@ -48,7 +48,7 @@ def windowed(
     `run` does it on such rows, without padding along the dim; `fill` is what lies beyond the ends, None for the last
     row there. `crop` tells how many of its results come before `start`, if `first` is the first row read.
     """
-    if cut.outer > 1:
+    if cut.outer != 1:
         raise f.refuse("it reads over the borders of a fold")
     dim, size = cut.dim, x.shape[cut.dim]
     spans, before, after = spanned(f, size, out, reads)

@@ -340,7 +340,7 @@ def misread(stage: Stage, way: Way, place: Place, tensors: Sequence[Tensor], err
 def dummy(local: Tensor, cut: Cut) -> Tensor:
     """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
     shape = [*local.shape]
-    shape[cut.dim] = cut.outer
+    shape[cut.dim] = cut.folds
     if local.dtype == torch.bool:
         return local.new_ones(shape)
     if not inexact(local):

@@ -161,7 +161,7 @@ def source(op: Operation, cut: Cut) -> Any:
 def copied(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
     """A result that has its own memory if it would on one device, where no plan tells; parts of size 1 are contiguous
     too often."""
-    if t.shape[cut.dim] > cut.outer or memory(t) != memory(local):
+    if t.shape[cut.dim] > len(cut.pieces(0)) or memory(t) != memory(local):
         return t
     stride = stride_of(whole) if isinstance(whole, Sharded) else whole.stride()
     model = torch.empty_strided(whole.shape, stride, device="meta")

@@ -169,8 +169,10 @@ class Run:
             key = (cut, *copies, *views[:-1])
             known = views[-1].near
             if key not in known:
+                dims = range(len(home.shape))
                 folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
-                candidates = chain([home.cut, *copies], map(Cut, range(len(home.shape))), folds)
+                folds = (Cut(d, cut.outer) for d in dims) if cut.joined else folds
+                candidates = chain([home.cut, *copies], map(Cut, dims), folds)
                 known[key] = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
             near = known[key]
             if near is None:

@@ -130,7 +130,8 @@ class Operation:
         """The call with Operands for tensors, cut so."""
         stream = iter([Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)])
         axis = self.run.axis
-        return Frame(self.what.name, *replaced(self.args, self.kwargs, stream), axis.size, axis.rank, self.func)
+        apart = self.step is not None and self.step.apart
+        return Frame(self.what.name, *replaced(self.args, self.kwargs, stream), axis.size, axis.rank, self.func, apart)
 
 
 def cut_at(t: Sharded | None) -> Cut | None:
@@ -196,8 +197,8 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
         axis, there = op.run.axis, zip(op.shells, recipe.wanted)
         if any(s is not None and c is not None and 0 in axis.local_shape(s.at.shape, c) for s, c in there):
             return None
-    outer = outcome.cut.outer
-    if name in DENSE and op.run.axis.local_shape((outcome.size,), Cut(0, outer))[0] <= outer:
+    cut = outcome.cut
+    if name in DENSE and op.run.axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0)):
         return None
     operands = frame.operands()
     places = {id(o): i for i, o in enumerate(frame.args) if isinstance(o, Operand)}
