@@ -34,7 +34,9 @@ from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
 
 _lib = torch.library.Library("dsp", "DEF")
-_lib.define("switch(Tensor x, int src, int dst, int src_size, str group) -> Tensor")
+_lib.define(
+    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[]) -> Tensor"
+)
 _lib.define(
     "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor"
 )
@@ -67,8 +69,8 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
 
 
-def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> Tensor:
-    plan = switch_plan(x, src, dst, src_size, group)
+def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]) -> Tensor:
+    plan = switch_plan(x, src, dst, src_size, group, *pieces)
     return plan.unpack(plan.exchange(plan.pack(x), group))
 
 
@@ -175,7 +177,12 @@ def _own(size: Any, group: str) -> int:
     return chunk_sizes(size if isinstance(size, tuple) else int(size), n)[rank]
 
 
-_shapes("switch", lambda s, src, dst, src_size, group: _resized(s, {src: src_size, dst: _own(s[dst], group)}))
+_shapes(
+    "switch",
+    lambda s, src, dst, src_size, group, src_pieces=(), dst_pieces=(): _resized(
+        s, {src: src_size, dst: _own(tuple(dst_pieces) or s[dst], group)}
+    ),
+)
 _shapes(
     "switch_among",
     lambda s, src, dst, src_parts, dst_parts, among, group: _resized(
@@ -209,6 +216,11 @@ def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> No
         return send(ctx, g), *[None] * len(given.split())
 
     torch.library.register_autograd(f"dsp::{name}", backward, setup_context=_keep(given), lib=_lib)
+
+
+def _switch_back(ctx: Any, g: Tensor) -> Tensor:
+    pieces = (ctx.dst_pieces, ctx.src_pieces) if ctx.src_pieces or ctx.dst_pieces else ()
+    return back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, *pieces)
 
 
 def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
@@ -246,10 +258,7 @@ def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
 
 
 torch.library.register_autograd("dsp::switch_many", _switch_many_back, setup_context=_keep_many, lib=_lib)
-_adjoint(
-    "switch", "src dst src_size group",
-    lambda ctx, g: back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group),
-)  # fmt: skip
+_adjoint("switch", "src dst src_size group src_pieces dst_pieces", _switch_back)
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
 _adjoint(
     "gather", "dim size group pieces",

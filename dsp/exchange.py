@@ -90,14 +90,15 @@ class SwitchPlan:
     When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
     `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
     order is a function of global sizes alone: strides may differ from rank to rank. What is unpacked has its dims in
-    memory in the order `kept`, see `order_of`.
+    memory in the order `kept`, see `order_of`. Of a dim that is joined of `pieces` a part is one of each of them.
     """
 
     def __init__(
         self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int,
-        kept: tuple[int, ...] | None = None,
+        kept: tuple[int, ...] | None = None, pieces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:  # fmt: skip
         self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
+        self.came, self.gone = ([chunk_sizes(piece, len(src_parts)) for piece in own] for own in pieces)
         n, src_size = len(src_parts), sum(src_parts)
         own_src, own_dst = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
@@ -116,7 +117,7 @@ class SwitchPlan:
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
         # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
-        self.even = len(set(self.dst_parts)) == 1
+        self.even = len(set(self.dst_parts)) == 1 and not self.gone
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
         front = (dst,) if self.dst_leads else (dst, src + (src > dst))
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
@@ -130,11 +131,21 @@ class SwitchPlan:
         return x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
 
     def pack(self, x: Tensor) -> Tensor:
+        if self.gone:
+            return self.pack_pieces(x)
         blocks = x if self.dst_leads else self.blocks(x)
         if isinstance(blocks, Tensor):
             return blocks.reshape(-1).contiguous()  # a flat view may still have a stride
         send = x.new_empty(x.numel())
         place(send.split(self.in_splits), blocks)
+        return send
+
+    def pack_pieces(self, x: Tensor) -> Tensor:
+        lead, dim = (x, self.dst) if self.dst_leads else (x.movedim(self.src, 0), self.dst + (self.dst < self.src))
+        parts, send = lead.split([own for piece in self.gone for own in piece], dim), x.new_empty(x.numel())
+        for rank, room in enumerate(send.split(self.in_splits)):
+            shape = [*lead.shape[:dim], self.dst_parts[rank], *lead.shape[dim + 1 :]]
+            torch.cat(parts[rank :: len(self.dst_parts)], dim, out=room.view(shape))
         return send
 
     def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
@@ -151,7 +162,7 @@ class SwitchPlan:
         return exchanged(send, *splits, group)
 
     def unpack(self, received: Tensor) -> Tensor:
-        if self.dst_leads:
+        if self.dst_leads or self.came:
             return self.join(received.split(self.out_splits))
         joined = received.view(self.joined).movedim(0, self.src)
         return joined.contiguous() if self.kept is None else dense(joined, self.kept)
@@ -163,6 +174,9 @@ class SwitchPlan:
         else:
             lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
             parts = [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
+        if self.came:  # from each rank its part of every piece
+            own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
+            parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
         if self.kept is None:
             return torch.cat(parts, self.src).contiguous()
         parts = [part.permute(self.kept) for part in parts]
@@ -203,9 +217,11 @@ def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
 
 @lru_cache(maxsize=4096)
 def _switch_plan(
-    shape: tuple[int, ...], kept: tuple[int, ...] | None, src: int, dst: int, src_size: int, n: int, rank: int
-) -> SwitchPlan:
-    return SwitchPlan(shape, src, dst, chunk_sizes(src_size, n), chunk_sizes(shape[dst], n), rank, kept)
+    shape: tuple[int, ...], kept: tuple[int, ...] | None, src: int, dst: int, src_size: int, n: int, rank: int,
+    src_pieces: tuple[int, ...] = (), dst_pieces: tuple[int, ...] = (),
+) -> SwitchPlan:  # fmt: skip
+    parts = chunk_sizes(src_pieces or src_size, n), chunk_sizes(dst_pieces or shape[dst], n)
+    return SwitchPlan(shape, src, dst, *parts, rank, kept, (src_pieces, dst_pieces))
 
 
 @lru_cache(maxsize=4096)
@@ -219,9 +235,9 @@ def _joint_plan(
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 
-def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str) -> SwitchPlan:
+def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]) -> SwitchPlan:
     order = None if x.is_contiguous() else order_of(x)  # without a call for most
-    return _switch_plan(tuple(x.shape), order, src, dst, src_size, *ranks(group))
+    return _switch_plan(tuple(x.shape), order, src, dst, src_size, *ranks(group), *map(tuple, pieces))
 
 
 def joint_plan(

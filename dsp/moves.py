@@ -38,6 +38,9 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
         return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     part = Part(x, src, dst, shape)
+    if part.simple:
+        pieces = (cut.pieces(0) if cut.joined else () for cut in (src, dst))
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group, *pieces)
     if src.joined or dst.joined:
         return switch_together([part], sp)[0]
     return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group), sp)
@@ -55,6 +58,11 @@ class Part(NamedTuple):
     def folded(self) -> bool:
         """Whether one of its dims has to be opened for the exchange."""
         return not (self.src.outer == self.dst.outer == 1 and self.src.dim != self.dst.dim)
+
+    @property
+    def simple(self) -> bool:
+        """Whether both its dims are dims of the exchange, whole ones or joined."""
+        return self.src.dim != self.dst.dim and all(cut.outer == 1 or cut.joined for cut in (self.src, self.dst))
 
     def opened(self, sp: Axis) -> tuple[Tensor, int, int, int]:
         """For the exchange: the part, the dims from which and to which it goes, and the size of the first."""

@@ -35,10 +35,12 @@ def nbytes(x: Tensor) -> int:
 
 
 @counts("switch", "switch")
-def switch(x: Tensor, src: int, dst: int, src_size: int, group: str) -> int:
+def switch(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = ()
+) -> int:
     n, rank = ranks(group)
     size = x.shape[dst]
-    return nbytes(x) * (size - chunk_sizes(size, n)[rank]) // size if size else 0
+    return nbytes(x) * (size - chunk_sizes(tuple(dst_pieces) or size, n)[rank]) // size if size else 0
 
 
 @counts("switch", "switch_many")

@@ -87,8 +87,8 @@ def test_a_joint_attention_sends_what_ulysses_does(heads: int, n: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_block_sends_what_ulysses_does_and_the_rows_that_its_joins_shift(n: int) -> None:
-    """CogVideoX's, which joins text to video for attention and for its feed-forward: N T / (T + V) more."""
+def test_a_block_sends_what_ulysses_does_and_its_joins_nothing(n: int) -> None:
+    """CogVideoX's, which joins text to video for attention and for its feed-forward: each rank its own parts."""
     from diffusers import CogVideoXTransformer3DModel
 
     width, text, frames, side = 3072, 226, 13, (60, 90)
@@ -107,7 +107,7 @@ def test_a_block_sends_what_ulysses_does_and_the_rows_that_its_joins_shift(n: in
         plan = dsp.plan(model, kwargs=given, size=n, stages={"": line}, gather_output=False)
         assert plan.exact
         sent[layers] = plan.bytes["forward"] / ulysses
-    assert sent[2] - sent[1] == pytest.approx(1 + n * text / (text + video), abs=1e-3)
+    assert sent[2] - sent[1] == pytest.approx(1, abs=1e-3)
     assert 2 * sent[1] - sent[2] < 0.53  # the embedding of patches, once, and the last projection
 
 

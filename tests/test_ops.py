@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dsp
-from dsp.planner import chunk_sizes
+from dsp.layout import Axis, Cut
+from dsp.moves import gather_local, switch_local
+from dsp.planner import MOVES, Value, chunk_sizes
 
 SIZES = [1, 2, 3, 4]
 
@@ -306,3 +308,66 @@ def fakes(mesh: DeviceMesh) -> None:
 
 def test_several_have_a_fake_kernel(ranks) -> None:
     ranks(fakes, 2)
+
+
+def piecewise(mesh: DeviceMesh, memory: tuple[int, ...]) -> None:
+    """Joined dims: what moves is every rank's part of each piece, of a tensor that lies in memory in any order."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    axis, shape = Axis.of(mesh), (2, 9, 5, 3)
+    x = (
+        torch.randn(shape, dtype=torch.float64)
+        .permute(memory)
+        .contiguous()
+        .permute([memory.index(i) for i in range(4)])
+    )
+    weight = torch.randn(shape, dtype=torch.float64)
+    text, heads = Cut(1, (2, 7)), Cut(2, (1, 1, 3))
+    pairs = [
+        (text, Cut(2)),
+        (Cut(2), text),
+        (text, heads),
+        (text, Cut(0)),
+        (Cut(3), heads),
+        (text, None),
+        (heads, None),
+    ]
+    pairs.append((text, Cut(2, 5)) if mesh.size() == 1 else (heads, Cut(1, 3)))  # a fold is opened
+    for src, dst in pairs:
+        mine = axis.narrow(x, src).clone().requires_grad_()
+        expected = x if dst is None else axis.narrow(x, dst)
+        with dsp.count_comm() as comm:
+            if dst is None:
+                got = gather_local(mine, src, shape, axis)
+            else:
+                got = switch_local(mine, src, dst, shape, axis)
+            assert torch.equal(got, expected)
+            kept = weight / mesh.size() if dst is None else axis.narrow(weight, dst)
+            (got * kept).sum().backward()
+        torch.testing.assert_close(mine.grad, axis.narrow(weight, src))
+        there, back = ("gather", "reduce_scatter") if dst is None else ("switch", "switch")
+        assert (comm.forward.calls, comm.backward.calls) == ({there: 1}, {back: 1})
+        assert not got._is_view()
+        with FakeTensorMode():
+            fake = torch.empty(mine.shape)
+            made = gather_local(fake, src, shape, axis) if dst is None else switch_local(fake, src, dst, shape, axis)
+            assert made.shape == got.shape
+        # what was counted is what the planner says that each rank sends
+        keys = {"src": src.extent(shape[src.dim]), **({"dst": dst.extent(shape[dst.dim])} if dst is not None else {})}
+        value = Value("", tuple(keys.items()), x.element_size(), numel=x.numel())
+        to = None if dst is None else "dst"
+        assert comm.forward.bytes[there] == MOVES[there].sent(value, "src", to, axis.size)[axis.rank]
+        assert comm.backward.bytes[back] == MOVES[back].sent(value, to, "src", axis.size)[axis.rank]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_joined_dim_moves_piece_by_piece(ranks, n: int) -> None:
+    for memory in [(0, 1, 2, 3), (2, 0, 3, 1)]:
+        ranks(piecewise, n, memory)
+
+
+def test_a_joined_dim_has_no_placement() -> None:
+    assert Cut(1, (2, 7)).fits((4, 9))
+    assert not Cut(1, (2, 7)).fits((4, 8))
+    with pytest.raises(ValueError, match=r"pieces \[2, 7\] that are sharded each on its own"):
+        Cut(1, (2, 7)).placement()
