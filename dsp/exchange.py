@@ -215,21 +215,19 @@ def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
         room.view(block.shape).copy_(block)
 
 
-@lru_cache(maxsize=4096)
-def _switch_plan(
-    shape: tuple[int, ...], kept: tuple[int, ...] | None, src: int, dst: int, src_size: int, n: int, rank: int,
-    src_pieces: tuple[int, ...] = (), dst_pieces: tuple[int, ...] = (),
-) -> SwitchPlan:  # fmt: skip
-    parts = chunk_sizes(src_pieces or src_size, n), chunk_sizes(dst_pieces or shape[dst], n)
-    return SwitchPlan(shape, src, dst, *parts, rank, kept, (src_pieces, dst_pieces))
+Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and the order of dims in memory
 
 
 @lru_cache(maxsize=4096)
-def _joint_plan(
-    forms: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...], where: tuple[tuple[int, int, int], ...],
-    n: int, rank: int,
-) -> JointPlan:  # fmt: skip
-    return JointPlan([_switch_plan(*form, *each, n, rank) for form, each in zip(forms, where)])
+def _switch_plan(form: Form, where: tuple[int, int, int], n: int, rank: int, *pieces: tuple[int, ...]) -> SwitchPlan:
+    (shape, kept), (src, dst, src_size), (came, gone) = form, where, pieces or ((), ())
+    parts = chunk_sizes(came or src_size, n), chunk_sizes(gone or shape[dst], n)
+    return SwitchPlan(shape, src, dst, *parts, rank, kept, (came, gone))
+
+
+@lru_cache(maxsize=4096)
+def _joint_plan(forms: tuple[Form, ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int) -> JointPlan:
+    return JointPlan([_switch_plan(form, each, n, rank) for form, each in zip(forms, where)])
 
 
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
@@ -237,7 +235,7 @@ switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]) -> SwitchPlan:
     order = None if x.is_contiguous() else order_of(x)  # without a call for most
-    return _switch_plan(tuple(x.shape), order, src, dst, src_size, *ranks(group), *map(tuple, pieces))
+    return _switch_plan((tuple(x.shape), order), (src, dst, src_size), *ranks(group), *map(tuple, pieces))
 
 
 def joint_plan(
