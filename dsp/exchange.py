@@ -219,8 +219,10 @@ Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and the order of
 
 
 @lru_cache(maxsize=4096)
-def _switch_plan(form: Form, where: tuple[int, int, int], n: int, rank: int, *pieces: tuple[int, ...]) -> SwitchPlan:
-    (shape, kept), (src, dst, src_size), (came, gone) = form, where, pieces or ((), ())
+def _switch_plan(
+    form: Form, where: tuple[int, int, int], n: int, rank: int, came: tuple[int, ...] = (), gone: tuple[int, ...] = ()
+) -> SwitchPlan:
+    (shape, kept), (src, dst, src_size) = form, where
     parts = chunk_sizes(came or src_size, n), chunk_sizes(gone or shape[dst], n)
     return SwitchPlan(shape, src, dst, *parts, rank, kept, (came, gone))
 
