@@ -90,15 +90,16 @@ class SwitchPlan:
     When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
     `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
     order is a function of global sizes alone: strides may differ from rank to rank. What is unpacked has its dims in
-    memory in the order `kept`, see `order_of`. Of a dim that is joined of `pieces` a part is one of each of them.
+    memory in the order `kept`, see `order_of`. Of a dim that is joined of pieces a part is a part of each of them.
     """
 
     def __init__(
         self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int,
-        kept: tuple[int, ...] | None = None, pieces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        kept: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
-        self.came, self.gone = ([chunk_sizes(piece, len(src_parts)) for piece in own] for own in pieces)
+        self.came: list[tuple[int, ...]] = []  # of each piece of src what each rank has, if it is joined
+        self.gone: list[tuple[int, ...]] = []  # likewise of dst
         n, src_size = len(src_parts), sum(src_parts)
         own_src, own_dst = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
@@ -117,7 +118,7 @@ class SwitchPlan:
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
         # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
-        self.even = len(set(self.dst_parts)) == 1 and not self.gone
+        self.even = len(set(self.dst_parts)) == 1
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
         front = (dst,) if self.dst_leads else (dst, src + (src > dst))
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
@@ -224,7 +225,9 @@ def _switch_plan(
 ) -> SwitchPlan:
     (shape, kept), (src, dst, src_size) = form, where
     parts = chunk_sizes(came or src_size, n), chunk_sizes(gone or shape[dst], n)
-    return SwitchPlan(shape, src, dst, *parts, rank, kept, (came, gone))
+    plan = SwitchPlan(shape, src, dst, *parts, rank, kept)
+    plan.came, plan.gone = ([chunk_sizes(piece, n) for piece in pieces] for pieces in (came, gone))
+    return plan
 
 
 @lru_cache(maxsize=4096)
