@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from random_programs import (
@@ -548,6 +549,32 @@ def joined(w: Writer) -> Var:
     return w.let(
         f"torch.cat([{', '.join(parts)}], {at})", x.but(d, x.axes[d] if size == n else w.fresh(size)), own=True
     )
+
+
+@statement(1.5)
+def joined_and_taken_apart(w: Writer) -> Var:
+    """Two or three, as text and the tokens of a video, that are together for some operations."""
+    x = w.pick(ndim=(2, 4))
+    d = w.axis(x, 2)
+    parts = [x, *(twin(w, x, d) for _ in range(w.rng.randint(1, 2)))]
+    sizes = [w.size(v.axes[d]) for v in parts]
+    axes, at, ends_ = x.but(d, w.fresh(sum(sizes))), w.at(d, x.ndim), [0, *accumulate(sizes)]
+    both = w.let(f"torch.cat([{', '.join(v.name for v in parts)}], {at})", axes, own=True)
+    if wide(w, both) and d < x.ndim - 1 and w.chance(0.5):
+        both = w.let(f"{both.name} @ {w.param(axes[-1], axes[-1])}", axes, own=True)
+    if w.chance(0.5):
+        both = w.let(f"torch.tanh({both.name}) + {both.name}", axes, own=True)
+    if w.chance(0.4):
+        k = w.rng.randrange(len(parts))
+        place = ends(w, x.ndim, d, f"{ends_[k]}:{ends_[k + 1]}")
+        w.run(f"{both.name}[{place}] = {both.name}[{place}] * {w.any(['0.5', f'{parts[k].name}.sigmoid()'])}")
+    if w.chance(0.3):
+        both = w.let(f"{both.name}.cumsum({at})", axes, own=True)
+    if w.chance(0.5):
+        return w.several(f"{both.name}.split({tuple(sizes)}, {at})", *(v.axes for v in parts))[0]
+    first = w.let(f"{both.name}[{ends(w, x.ndim, d, f':{sizes[0]}')}]", x.axes)
+    w.let(f"{both.name}[{ends(w, x.ndim, d, f'{sizes[0]}:')}]", x.but(d, w.fresh(sum(sizes[1:]))))
+    return first
 
 
 @statement(1)
