@@ -550,6 +550,17 @@ def forward(self, x: (b, s, c), cond: (b, c)):
     x14 = x13[:, 1::2]
     return x14
 """,
+    "a spread of nothing, where a whole tensor is narrowed": """
+b, t, s, c = 2, 5, 3, 4
+stages = {"": "x=b t s c"}
+p0 = param(12, b*s)
+def forward(self, x: (b, t, s, c, float)):
+    x1 = x.std(-2)
+    x3 = torch.einsum("abc,aBC->Bab", x1, x1) * 0.3
+    x5 = rearrange(x, "a0 a1 a2 a3 -> (a3 a1) (a0 a2)")
+    x7 = x5 @ self.p0.T
+    return [x7.contiguous() * 1.1, x3[:, -1:], x1[:, :, None, None] - x[:, None]]
+""",
 }
 
 

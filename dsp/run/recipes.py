@@ -185,7 +185,7 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
         return None
     if outcome.rows or outcome.numbers is not None:
         return None
-    if any(s is not None and 0 in s.at.local for s in op.shells):
+    if any(s is not None and 0 in s.at.local for s in op.shells) or not frame.own(outcome.cut, outcome.size):
         return None
     came = list(map(cut_at, op.shells))
     moves = came != list(recipe.wanted) or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
