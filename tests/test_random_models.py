@@ -551,7 +551,7 @@ def forward(self, x: (b, s, c), cond: (b, c)):
     return x14
 """,
     "a spread of nothing, where a whole tensor is narrowed": """
-b, t, s, c = 2, 5, 3, 4
+b, t, s, c = 2, 5, 3, 6
 stages = {"": "x=b t s c"}
 p0 = param(12, b*s)
 def forward(self, x: (b, t, s, c, float)):
