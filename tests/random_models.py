@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import logging
 import os
 import re
@@ -50,6 +51,7 @@ from random_programs import (
     tensors,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -87,12 +89,22 @@ class Verdict:
 
 
 class Count(dsp.count_comm):
-    """Bytes of every collective, one by one, and the largest tensor that an operation made."""
+    """Bytes of every collective, one by one, and the largest tensor that an operation made; the memory of all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: dict[str, list[int]] = {phase: [] for phase in PHASES}
         self.largest = 0
+        self.memory: list[tuple[StorageWeakRef, str]] = []
+
+    def left(self) -> str:
+        """What still has memory, now that nobody is to hold anything of it; a backend's threads let go a bit later."""
+        for _ in range(100):
+            self.memory = [(memory, name) for memory, name in self.memory if not memory.expired()]
+            if not self.memory:
+                break
+            time.sleep(0.01)
+        return ", ".join(name for _, name in self.memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traffic = [getattr(self, phase) for phase in PHASES] if func.namespace != "aten" else []
@@ -107,8 +119,10 @@ class Count(dsp.count_comm):
                 events += [x.nbytes * (x.shape[d] - t.shape[d]) // max(x.shape[d], 1) for x, d, t in pieces]
             else:
                 events.append(now.bytes.total() - sent)
-        if not any(r.alias_info for r in func._schema.returns):
-            self.largest = max([self.largest, *(t.nbytes for t in made if not isinstance(t, DTensor))])
+        if not any(r.alias_info for r in func._schema.returns) and func.namespace != "c10d":
+            own = [t for t in made if not isinstance(t, DTensor)]
+            self.largest = max([self.largest, *(t.nbytes for t in own)])
+            self.memory += [(StorageWeakRef(t.untyped_storage()), str(func)) for t in own]
         return out
 
 
@@ -133,8 +147,13 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
     kinds = model.forward.__self__.kinds
     for call in ("", "second call: "):
-        found, sent, largest = parallel_step(model, inputs, mesh)
+        found, sent, largest, comm = parallel_step(model, inputs, mesh)
         problems += [f"{call}{p}" for p in differences(found, expect)]
+        del found
+        for p in model.parameters():
+            p.grad = None
+        if call and (left := comm.left()):  # the first one made tensors without data, to plan
+            problems.append(f"memory: after a step there is still that of {left}")
         if not call:
             verdict.sent, plan = sent, next(iter(kinds.values())).plan
             if plan is not None and not plan.script.recorded:
@@ -178,14 +197,20 @@ def astray(model: nn.Module, single: nn.Module, inputs: dict[str, Tensor], mesh:
         model.other = single.other = other
         expect = step(single, inputs)
         for call in range(times):
-            found = parallel_step(model, inputs, mesh)[0]
+            found, _, _, comm = parallel_step(model, inputs, mesh)
             problems += [f"other {other}, call {call}: {p}" for p in differences(found, expect)]
+            del found
+            for p in model.parameters():
+                p.grad = None
+            gc.collect()  # what recorded a call
+            if left := comm.left():
+                problems.append(f"memory: after call {call} of other {other} there is still that of {left}")
     return problems
 
 
 def parallel_step(
     model: nn.Module, inputs: dict[str, Tensor], mesh: DeviceMesh
-) -> tuple[Step, dict[str, list[int]], int]:
+) -> tuple[Step, dict[str, list[int]], int, Count]:
     """What `step` does, over ranks; what it sends but for the loss, which is no part of a plan; the largest tensor."""
     n, leaves = mesh.size(), leaves_of(inputs)
     for p in model.parameters():
@@ -210,7 +235,7 @@ def parallel_step(
     averaged = {k: piece.view(p.shape) for (k, p), piece in zip(params.items(), pieces)}
     grads = {k: v.grad for k, v in leaves.items() if v.requires_grad}
     found = Step([dsp.gather(y.detach()) for y in outputs], averaged, grads)
-    return found, {**comm.events, "forward": forward}, largest
+    return found, {**comm.events, "forward": forward}, largest, comm
 
 
 def differences(found: Step, expect: Step) -> list[str]:

@@ -17,7 +17,7 @@ from dsp.randomness import forked
 from dsp.rules import Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
-from dsp.run.homes import home_of
+from dsp.run.homes import forget
 from dsp.run.recipes import Operation, Recipe
 from dsp.sharded import Moved, Sharded, bare, claim, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
@@ -190,7 +190,7 @@ def writes(op: Operation, parts: list[Tensor], cuts: Sequence[Cut | None]) -> It
         if version(x) == before and not (op.what.changing and i == 0 and x.is_inference()):
             continue
         if s is not None:
-            home_of(s).forget()
+            forget(s)
         run.wrote(f"{op.what.name}() between stages", t if s is None else s, x)
         if s is not None and memory(x) != memory(s):
             if c is None:  # written whole, on every rank

@@ -146,11 +146,11 @@ class Run:
         homes = [home_of(t) for t, _ in wanted]
         sources = [self.source(t, cut, home) for (t, cut), home in zip(wanted, homes)]
         for home, source in zip(homes, sources):
-            if isinstance(source, Cut) and source not in (copies := home.copies):
-                if None in copies:
+            if isinstance(source, Cut) and source not in home:
+                if None in home:
                     self.narrow(home, source)
                 else:
-                    todo.setdefault((id(home), source), (home, home.cut))
+                    todo.setdefault((id(home.copies), source), (home, home.cut))
         if todo:
             self.switch(todo)
         return [self.view(t, cut, source, home) for (t, cut), source, home in zip(wanted, sources, homes)]
@@ -164,42 +164,43 @@ class Run:
             return "whole"
         if cut == t.at.cut:
             return home.cut
-        found, views, copies = cut, views_of(t), home.copies
+        found, views = cut, views_of(t)
         if views:
-            key = (cut, *copies, *views[:-1])
+            cuts = home.cuts
+            key = (cut, *cuts, *views[:-1])
             known = views[-1].near
             if key not in known:
                 dims = range(len(home.shape))
                 folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
                 folds = (Cut(d, cut.outer) for d in dims) if cut.joined else folds
-                candidates = chain([home.cut, *copies], map(Cut, dims), folds)
+                candidates = chain(cuts, map(Cut, dims), folds)
                 known[key] = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
             near = known[key]
             if near is None:
                 return "view"
             found = near
-        if found not in copies and not separable(home.shape, home.cut, found, self.axis.size):
+        if found not in home and not separable(home.shape, home.cut, found, self.axis.size):
             self.gather(home)
         return found
 
     def gather(self, home: Home, src: Cut | None = None) -> Tensor:
-        if None not in home.copies:
+        if None not in home:
             with differentiable(home.local):
                 src = src or home.cut
-                home.copies[None] = gather_local(home.copies[src], src, home.shape, self.axis)
-        return home.copies[None]
+                home[None] = gather_local(home[src], src, home.shape, self.axis)
+        return home[None]
 
     def narrow(self, home: Home, dst: Cut) -> None:
         with differentiable(home.local):
-            home.copies[dst] = self.axis.narrow(home.copies[None], dst)
+            home[dst] = self.axis.narrow(home[None], dst)
 
     def switch(self, todo: Mapping[tuple[int, Cut], tuple[Home, Cut]]) -> None:
         """Copies in new cuts, each made of the one named: small ones share a call."""
-        parts = [Part(home.copies[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
+        parts = [Part(home[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
         with differentiable(*[p.local for p in parts]):
             made = switch_all(parts, self.axis)
         for ((_, dst), (home, _)), local in zip(todo.items(), made):
-            home.copies[dst] = local
+            home[dst] = local
 
     def read(self, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
         """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
@@ -219,18 +220,17 @@ class Run:
         """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
         todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
         for home, src, dst in [(home_of(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
-            if src is not None and (id(home), src) in todo:
+            if src is not None and (id(home.copies), src) in todo:
                 self.switch(todo)
                 todo.clear()
-            copies = home.copies
-            if dst in copies or src not in copies:
+            if dst in home or src not in home:
                 continue
             if src is None and dst is not None:
                 self.narrow(home, dst)
             elif dst is None and src is not None:
                 self.gather(home, src)
             elif src is not None and dst is not None:
-                todo[id(home), dst] = home, src
+                todo[id(home.copies), dst] = home, src
         if todo:
             self.switch(todo)
 
@@ -286,11 +286,11 @@ class Run:
             return plain(t)
         if source == "view":
             assert cut is not None
-            if None not in home.copies and separable(t.at.shape, t.at.cut, cut, self.axis.size):
+            if None not in home and separable(t.at.shape, t.at.cut, cut, self.axis.size):
                 return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
             return self.axis.narrow(self.view(t, None, "whole", home), cut)
         at = None if source == "whole" else source
-        local = self.gather(home) if at is None else home.copies[at]
+        local = self.gather(home) if at is None else home[at]
         views = views_of(t)
         for view in views:
             again = view.under(at)

@@ -48,6 +48,7 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
             yield
     finally:
         ACTIVE.reset(token)
+        run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
 
 
 KEPT = (

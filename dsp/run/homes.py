@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,41 +27,60 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 
 
 @dataclass(eq=False)
+class Copies:
+    """What was made of a tensor in other layouts (None: whole), which it holds itself, as it was `version` writes ago.
+
+    Its own part is not among them. It is a view of the tensor, and so keeps it: nobody would ever let go of either.
+    """
+
+    version: int
+    made: dict[Cut | None, Tensor] = field(default_factory=dict)
+
+
 class Home:
-    """The tensor that a chain of views started from, and its copies in other layouts (None: whole)."""
+    """The tensor that a chain of views started from, its part, and its copies in other layouts."""
 
-    local: Tensor
-    cut: Cut
-    shape: tuple[int, ...]
+    def __init__(self, t: Sharded) -> None:
+        self.tensor, self.cut, self.shape = t, t.at.cut, t.at.shape
+        found: Copies | None = t.__dict__.get("_dsp_copies")
+        if found is None or found.version != version(t):  # written in place: the copies are of the past
+            found = t._dsp_copies = Copies(version(t))  # type: ignore[attr-defined]
+        self.copies = found
 
-    def __post_init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self.version = version(self.local)
-        self._copies: dict[Cut | None, Tensor] = {self.cut: self.local}
+    @cached_property
+    def local(self) -> Tensor:
+        with NO():
+            node, asks = self.tensor.grad_fn, self.tensor.requires_grad
+        with NOTHING if node is None else torch.enable_grad():
+            local = plain(self.tensor)
+        # a view that was made without gradient: torch says it has one
+        return local.detach() if asks and node is None else local
 
     @property
-    def copies(self) -> dict[Cut | None, Tensor]:
-        if version(self.local) != self.version:  # written in place: the copies are of the past
-            self.forget()
-        return self._copies
+    def cuts(self) -> list[Cut | None]:
+        """Those in which there is a copy, its own first."""
+        return [self.cut, *self.copies.made]
+
+    def __contains__(self, cut: Cut | None) -> bool:
+        return cut == self.cut or cut in self.copies.made
+
+    def __getitem__(self, cut: Cut | None) -> Tensor:
+        return self.local if cut == self.cut else self.copies.made[cut]
+
+    def __setitem__(self, cut: Cut | None, copy: Tensor) -> None:
+        self.copies.made[cut] = copy
 
 
 def home_of(t: Sharded) -> Home:
     """Of the tensor that `t` is a view of, or of itself."""
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t = view[0]
-    home = t.__dict__.get("_dsp_home")
-    if home is None:
-        with NO():
-            node, asks = t.grad_fn, t.requires_grad
-        with NOTHING if node is None else torch.enable_grad():
-            local = plain(t)
-        if asks and node is None:  # a view that was made without gradient: torch says it has one
-            local = local.detach()
-        home = t._dsp_home = Home(local, t.at.cut, t.at.shape)  # type: ignore[attr-defined]
-    return home
+    return Home(t)
+
+
+def forget(t: Sharded) -> None:
+    """It was written, or a view of it: its copies are of the past."""
+    home_of(t).copies.made.clear()
 
 
 def views_of(t: Sharded) -> list[View]:
