@@ -102,6 +102,7 @@ class Ways:
     view: bool = True  # the same data in every layout
     viewed: bool = False  # in some layout
     refusal: GlueError | None = None
+    through: bool = False  # whether a dim gets through as it is, that is neither batch nor joined of pieces
 
     def sizes_of(self, t: Tensor) -> dict[str, Extent]:
         own = {key: cut.extent(t.shape[cut.dim]) for key, cut in self.cuts.items() if key in self.resized}
@@ -109,7 +110,5 @@ class Ways:
 
     @property
     def narrow(self) -> bool:
-        """Whether nothing but batch, or what is whole already, gets through as it is."""
-        return bool(self.refusal or any(c.way for c in self.choices)) and all(
-            c.rank or c.bytes or (c.way and c.way.copied) or not any(c.needs) for c in self.choices
-        )
+        """Whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
+        return bool(self.refusal or any(c.way for c in self.choices)) and not self.through

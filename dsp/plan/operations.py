@@ -303,6 +303,8 @@ class Operations(Values):
             found.resized.add(key)
         if outcome.rows:
             copied = not op.written and any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
+        joined = any(c.joined for c in (outcome.cut, *cuts.values()))
+        found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
         way = Way(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
