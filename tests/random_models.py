@@ -51,9 +51,9 @@ from random_programs import (
     tensors,
 )
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import dsp
 from dsp.plan.table import Plan
