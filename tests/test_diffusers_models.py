@@ -21,7 +21,7 @@ pytest.importorskip("diffusers")
 MODELS = {
     "FluxTransformer2DModel": 1.1,
     "AutoencoderKLHunyuanVideo, decoder": None,
-    "CogVideoXTransformer3DModel": 1.3,
+    "CogVideoXTransformer3DModel": 1.01,
     "MochiTransformer3DModel": 1.3,
     "LTXVideoTransformer3DModel": 1.1,
     "WanTransformer3DModel": 1.1,
