@@ -280,6 +280,13 @@ FAULTS = [
         "test_random_models::test_mended",
     ),
     Fault(
+        "a tensor keeps its own part, and nobody lets go of either",
+        "dsp/run/homes.py",
+        "        self.copies.made[cut] = copy",
+        "        self.copies.made[cut], self.copies.own = copy, self.local",
+        "test_random_models::test_random_models",
+    ),
+    Fault(
         "a fold that is opened by a copy is a view, which is switched for each use",
         "dsp/run/recipes.py",
         " and op.index not in run.script.copies",
