@@ -23,6 +23,7 @@ from dsp.exchange import (
     dense,
     exchanged,
     joint_plan,
+    launched,
     like,
     order_of,
     ranks,
@@ -41,6 +42,10 @@ _lib.define(
     "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor"
 )
 _lib.define("switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]")
+_lib.define(
+    "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces) "
+    "-> Tensor[]"
+)
 _lib.define("gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor")
 _lib.define("reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor")
 _lib.define("all_reduce(Tensor x, str group) -> Tensor")
@@ -88,6 +93,15 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
     plan = joint_plan(xs, src, dst, src_size, group)
     return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group))
+
+
+def _switch_each(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
+) -> list[Tensor]:
+    # all under way at once: links have something to send while a rank waits for a slower one
+    plans = [switch_plan(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
+    under_way = [launched(p.pack(x), p.out_splits, p.in_splits, group) for p, x in zip(plans, xs)]
+    return [plan.unpack(arrived()) for plan, arrived in zip(plans, under_way)]
 
 
 def _gather(x: Tensor, dim: int, size: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
@@ -157,8 +171,9 @@ def implement(lib: torch.library.Library, name: str, kernel: Any) -> None:
 
 
 for _name, _kernel in [
-    ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many), ("gather", _gather),
-    ("reduce_scatter", _reduce_scatter), ("all_reduce", _all_reduce),
+    ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many),
+    ("switch_each", _switch_each), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
+    ("all_reduce", _all_reduce),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
 
@@ -197,6 +212,11 @@ _shapes("all_reduce", lambda s, group: s)
 @torch.library.register_fake("dsp::switch_many", lib=_lib)
 def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
     return [torch.ops.dsp.switch(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
+
+
+@torch.library.register_fake("dsp::switch_each", lib=_lib)
+def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any) -> list[Tensor]:
+    return [torch.ops.dsp.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
 
 
 def _keep(names: str) -> Any:
@@ -244,20 +264,26 @@ def back_many(ctx: Any, grads: list[Tensor | None], send: Callable[[list[int]], 
 
 
 def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, ctx.src, ctx.dst, _, ctx.group = inputs
+    xs, ctx.src, ctx.dst, _, ctx.group, *ctx.pieces = inputs
     ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
     keep_many(ctx, xs)
 
 
-def _switch_many_back(ctx: Any, grads: list[Tensor | None]) -> Any:
-    def send(asks: list[int]) -> list[Tensor]:
-        where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-        return back(ctx, torch.ops.dsp.switch_many, [grads[i] for i in asks], *where, ctx.group)
+def _switches_back(op: Any) -> Any:
+    def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
+        def send(asks: list[int]) -> list[Tensor]:
+            where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
+            return back(ctx, op, [grads[i] for i in asks], *where, ctx.group, *reversed(ctx.pieces))
 
-    return back_many(ctx, grads, send), None, None, None, None
+        # an empty list might be one of tensors, says torch
+        return back_many(ctx, grads, send), *[None] * 4, *(None if piece else [] for piece in ctx.pieces)
+
+    return backward
 
 
-torch.library.register_autograd("dsp::switch_many", _switch_many_back, setup_context=_keep_many, lib=_lib)
+for _name in ("switch_many", "switch_each"):
+    _back = _switches_back(getattr(torch.ops.dsp, _name))
+    torch.library.register_autograd(f"dsp::{_name}", _back, setup_context=_keep_many, lib=_lib)
 _adjoint("switch", "src dst src_size group src_pieces dst_pieces", _switch_back)
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
 _adjoint(

@@ -62,8 +62,8 @@ class count_comm(TorchDispatchMode):
                 # a collective of ours in backward is its adjoint's, or else it is forward work done again
                 again = func.namespace == "dsp" and not OURS.search(backward_node())
                 traffic = self.recompute if again else self.backward
-            kind, sent = COLLECTIVES[name]
-            traffic.calls[kind] += 1
+            kind, sent, calls = COLLECTIVES[name]
+            traffic.calls[kind] += calls(*args)
             traffic.bytes[kind] += sent(*args)
         return func(*args, **kwargs)
 

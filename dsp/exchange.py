@@ -6,17 +6,16 @@ All sizes follow `torch.chunk`, or are told by part. `group` is the name of a pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group
+from dsp.private import _resolve_process_group, all_to_all
 
 
 def ranks(group: str) -> tuple[int, int]:
@@ -68,15 +67,27 @@ def like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
     """To each rank its part of a flat tensor; if `later`, to be waited for."""
+    if not later:  # half the host time
+        return launched(send, out_splits, in_splits, group)()
+    flat, width = as_sent(send)
+    splits = [s * width for s in out_splits], [s * width for s in in_splits]
+    out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, group)
+    return out if flat.dtype == send.dtype else out.view(send.dtype)
+
+
+def launched(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Callable[[], Tensor]:
+    """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if later:
-        out = torch.ops._c10d_functional.all_to_all_single.default(flat, out_splits, in_splits, group)
-    else:  # half the host time
-        out = flat.new_empty(sum(out_splits))
-        dist.all_to_all_single(out, flat, out_splits, in_splits, _resolve_process_group(group))  # type: ignore[arg-type]
-    return out if flat.dtype == send.dtype else out.view(send.dtype)
+    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(group)  # type: ignore[arg-type]
+    work = all_to_all(out, flat, out_splits, in_splits, pg)
+
+    def arrived() -> Tensor:
+        work.wait()
+        return out if flat.dtype == send.dtype else out.view(send.dtype)
+
+    return arrived
 
 
 def wait(x: Tensor) -> Tensor:

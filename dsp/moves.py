@@ -38,12 +38,9 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
         return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
     part = Part(x, src, dst, shape)
-    if part.simple:
-        pieces = (cut.pieces(0) if cut.joined else () for cut in (src, dst))
-        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group, *pieces)
-    if src.joined or dst.joined:
+    if part.pieces is None:
         return switch_together([part], sp)[0]
-    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group), sp)
+    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group, *part.pieces), sp)
 
 
 class Part(NamedTuple):
@@ -55,25 +52,26 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def folded(self) -> bool:
-        """Whether one of its dims has to be opened for the exchange."""
-        return not (self.src.outer == self.dst.outer == 1 and self.src.dim != self.dst.dim)
-
-    @property
     def simple(self) -> bool:
         """Whether both its dims are dims of the exchange, whole ones or joined."""
         return self.src.dim != self.dst.dim and all(cut.outer == 1 or cut.joined for cut in (self.src, self.dst))
 
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...] | None:
+        """Those that its two dims are joined of, if any; None where it has to be taken apart for the exchange."""
+        joined = tuple(cut.pieces(0) if cut.joined else () for cut in (self.src, self.dst))
+        return joined if self.simple or not any(joined) else None
+
     def opened(self, sp: Axis) -> tuple[Tensor, int, int, int]:
         """For the exchange: the part, the dims from which and to which it goes, and the size of the first."""
-        if not self.folded:
+        if self.simple:
             return self.local, self.src.dim, self.dst.dim, self.shape[self.src.dim]
         fine, (i, j) = factor(self.shape, (self.src, self.dst))
         return self.local.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i]
 
     def closed(self, came: Tensor, sp: Axis) -> Tensor:
         """What came of it, in its own shape."""
-        return came.reshape(sp.local_shape(self.shape, self.dst)) if self.folded else came
+        return came if self.simple else came.reshape(sp.local_shape(self.shape, self.dst))
 
     def apart(self, sp: Axis) -> list[Part]:
         """Its pieces as tensors of their own: for each of the dim that it is cut at, those of the dim that it is to be
@@ -116,14 +114,26 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
 
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
-    """Several switches at one place: those of small tensors share one all-to-all, forward and backward."""
+    """Several switches at one place, forward and backward: those of small tensors share one all-to-all, and those of
+    large ones are under way at once."""
     if len(parts) == 1:
         return [switch_local(*parts[0], sp)]
+    alike: dict[Any, list[int]] = {}
+    for i, p in enumerate(parts):
+        small = fuses(math.prod(p.shape) * p.local.element_size(), sp.size)
+        alike.setdefault("small" if small else i if p.pieces is None else p.pieces, []).append(i)
     found: dict[int, Tensor] = {}
-    small = [i for i, p in enumerate(parts) if fuses(math.prod(p.shape) * p.local.element_size(), sp.size)]
-    if len(small) > 1:
-        found = dict(zip(small, switch_together([parts[i] for i in small], sp)))
-    return [found[i] if i in found else switch_local(*p, sp) for i, p in enumerate(parts)]
+    for kind, own in alike.items():
+        of = [parts[i] for i in own]
+        if len(own) == 1:
+            made = [switch_local(*of[0], sp)]
+        elif kind == "small":
+            made = switch_together(of, sp)
+        else:
+            came = torch.ops.dsp.switch_each(*map(list, zip(*[p.opened(sp) for p in of])), sp.group, *kind)
+            made = [p.closed(t, sp) for p, t in zip(of, came)]
+        found.update(zip(own, made))
+    return [found[i] for i in range(len(parts))]
 
 
 def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:

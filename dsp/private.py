@@ -53,6 +53,12 @@ def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
     return gather(everyone, mine)
 
 
+def all_to_all(out: Tensor, flat: Tensor, out_splits: list[int], in_splits: list[int], group: Any) -> Any:
+    """Likewise `torch.distributed.all_to_all_single`."""
+    exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # renamed in torch 2.13
+    return exchange(out, flat, out_splits, in_splits)
+
+
 def uncompiled(func: Any) -> Any:
     """Not to be made part of a compiled caller, which calls it as it runs; the compiler is not loaded for that."""
     func._torchdynamo_disable = True
@@ -187,6 +193,7 @@ __all__ = [
     "_resolve_process_group",
     "after_backward",
     "all_gather",
+    "all_to_all",
     "any_device",
     "backward_node",
     "backward_pass",

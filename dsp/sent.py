@@ -15,6 +15,7 @@ from dsp.planner import chunk_sizes
 class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
+    calls: Callable[..., int] = lambda *_: 1  # how many it makes, likewise
 
 
 COLLECTIVES: dict[str, Collective] = {}
@@ -44,8 +45,13 @@ def switch(
 
 
 @counts("switch", "switch_many")
-def switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> int:
-    return sum(switch(*one, group) for one in zip(xs, src, dst, src_size))
+def switches(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
+) -> int:
+    return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
+
+
+COLLECTIVES["switch_each"] = Collective("switch", switches, lambda xs, *_: len(xs))
 
 
 @counts("switch", "switch_among")

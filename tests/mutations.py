@@ -303,8 +303,8 @@ FAULTS = [
     Fault(
         "switches that share a call make one each",
         "dsp/moves.py",
-        "if len(small) > 1:",
-        "if len(small) > 99:",
+        '"small" if small else i if',
+        "i if small else i if",
         "test_plan_word::test_runs_send_what_is_planned",
     ),
     Fault(

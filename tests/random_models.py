@@ -114,7 +114,8 @@ class Count(dsp.count_comm):
         for events, now, (calls, sent) in zip(self.events.values(), traffic, before):
             if now.calls.total() == calls:
                 continue
-            if func._schema.name == "dsp::switch_many":  # the plan prices each of its tensors by itself
+            # the plan prices each of its tensors by itself
+            if func._schema.name in ("dsp::switch_many", "dsp::switch_each"):
                 pieces = zip(args[0], args[2], made)
                 events += [x.nbytes * (x.shape[d] - t.shape[d]) // max(x.shape[d], 1) for x, d, t in pieces]
             else:

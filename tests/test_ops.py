@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dsp
+from dsp import moves
 from dsp.layout import Axis, Cut
-from dsp.moves import gather_local, switch_local
+from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.planner import MOVES, Value, chunk_sizes
 
 SIZES = [1, 2, 3, 4]
@@ -252,7 +253,7 @@ def test_selective_checkpointing_sees_the_switch(ranks) -> None:
 
 
 def several(mesh: DeviceMesh, t: int, s: int) -> None:
-    """Three tensors in one exchange against one switch each: values, gradients, calls and bytes."""
+    """Three tensors in one exchange, and under way at once, against a switch each: values, gradients, calls, bytes."""
     group, n, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
     wholes = [torch.randn(2, t, s, 3, dtype=torch.float64), torch.randn(s, t), torch.randn(1, t, s) > 0]
     where = [(1, 2), (1, 0), (2, 1)]
@@ -262,7 +263,7 @@ def several(mesh: DeviceMesh, t: int, s: int) -> None:
         parts = [dsp.split(x, mesh, src).to_local().clone() for x, (src, _) in zip(wholes, where)]
         return [x.requires_grad_(x.is_floating_point()) for x in parts]
 
-    one, each = leaves(), leaves()
+    one, each, at_once = leaves(), leaves(), leaves()
     with dsp.count_comm() as together:
         got = torch.ops.dsp.switch_many(one, *map(list, zip(*where)), sizes, group)
         assert together.forward.calls == {"switch": 1}
@@ -275,6 +276,12 @@ def several(mesh: DeviceMesh, t: int, s: int) -> None:
     assert (together.forward.calls, together.backward.calls) == ({"switch": 1}, {"switch": 1})
     assert (together.recompute.calls, apart.forward.calls) == ({}, {"switch": 3})
     assert (together.forward.bytes, together.backward.bytes) == (apart.forward.bytes, apart.backward.bytes)
+    with dsp.count_comm() as comm:
+        got = torch.ops.dsp.switch_each(at_once, *map(list, zip(*where)), sizes, group, [], [])
+        (got[0].square().sum() + got[1].sin().sum()).backward()
+    assert all(torch.equal(a, b) and a.is_contiguous() and not a._is_view() for a, b in zip(got, expect))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(at_once[:2], each))
+    assert repr(comm) == repr(apart)
     # one that nobody used sends no gradient back, and one of a kind of dtype travels as it is
     one = leaves()
     with dsp.count_comm() as comm:
@@ -294,6 +301,34 @@ def several(mesh: DeviceMesh, t: int, s: int) -> None:
 def test_several_in_one_exchange(ranks, n: int) -> None:
     for t, s in [(7, 5), (4, 8), (2, 3)]:
         ranks(several, n, t, s)
+
+
+def under_way_at_once(mesh: DeviceMesh) -> None:
+    """Large tensors that are switched at one place: each as by itself, plain, joined of pieces and within a fold."""
+    axis, shape, small = Axis.of(mesh), (2, 9, 6, 3), moves.fuses
+    wholes = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+    joined = Cut(1, (2, 7))
+    moves.fuses = lambda nbytes, n: False
+    try:
+        plain, folded = (Cut(1), Cut(2)), (Cut(1, 3), Cut(2))
+        for src, dst in [plain, (joined, Cut(2)), (Cut(2), joined), folded, (joined, Cut(2, 2))]:
+            found = []
+            for together in (True, False):
+                own = [axis.narrow(x, src).clone().requires_grad_() for x in wholes]
+                parts = [Part(x, src, dst, shape) for x in own]
+                with dsp.count_comm() as comm:
+                    made = switch_all(parts, axis) if together else [switch_all([p], axis)[0] for p in parts]
+                    sum((x.square() * (i + 1)).sum() for i, x in enumerate(made)).backward()
+                assert all(torch.equal(x, axis.narrow(whole, dst)) for x, whole in zip(made, wholes))
+                found.append(([x.grad.tolist() for x in own], repr(comm)))
+            assert found[0] == found[1]
+    finally:
+        moves.fuses = small
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_large_ones_are_under_way_at_once(ranks, n: int) -> None:
+    ranks(under_way_at_once, n)
 
 
 def fakes(mesh: DeviceMesh) -> None:

@@ -343,6 +343,11 @@ def groups(mesh: DeviceMesh) -> None:
     everyone = torch.zeros(group.size(), dtype=torch.int64)
     private.all_gather(everyone, torch.tensor([group.rank()]), group).wait()
     assert everyone.tolist() == list(range(group.size()))
+    given = [k + 1 for k in everyone.tolist()]  # to rank k so many of each
+    mine = torch.full((sum(given),), group.rank())
+    own = [group.rank() + 1] * group.size()
+    private.all_to_all(came := torch.empty(sum(own), dtype=torch.int64), mine, own, given, group).wait()
+    assert torch.equal(came, everyone.repeat_interleave(own[0]))
 
 
 def functional_collectives(mesh: DeviceMesh) -> None:

@@ -43,8 +43,8 @@ class Tally:
         self.entries.append((where, kind, calls, nbytes))
 
     def hear(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
-        kind, sent = COLLECTIVES[name]
-        self.add(where, kind, 1, sent(*args))
+        kind, sent, calls = COLLECTIVES[name]
+        self.add(where, kind, calls(*args), sent(*args))
 
     def by_place(self) -> dict[Where, Counter[str]]:
         places: dict[Where, Counter[str]] = {}
