@@ -209,13 +209,9 @@ _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _ow
 _shapes("all_reduce", lambda s, group: s)
 
 
-@torch.library.register_fake("dsp::switch_many", lib=_lib)
-def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
-    return [torch.ops.dsp.switch(x, *where, group) for x, where in zip(xs, zip(src, dst, src_size))]
-
-
-@torch.library.register_fake("dsp::switch_each", lib=_lib)
-def _(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any) -> list[Tensor]:
+def _switches_like(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
+) -> list[Tensor]:
     return [torch.ops.dsp.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
 
 
@@ -283,6 +279,7 @@ def _switches_back(op: Any) -> Any:
 
 for _name in ("switch_many", "switch_each"):
     _back = _switches_back(getattr(torch.ops.dsp, _name))
+    torch.library.register_fake(f"dsp::{_name}", _switches_like, lib=_lib)
     torch.library.register_autograd(f"dsp::{_name}", _back, setup_context=_keep_many, lib=_lib)
 _adjoint("switch", "src dst src_size group src_pieces dst_pieces", _switch_back)
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)

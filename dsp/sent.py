@@ -15,17 +15,19 @@ from dsp.planner import chunk_sizes
 class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
-    calls: Callable[..., int] = lambda *_: 1  # how many it makes, likewise
+    calls: Callable[..., int]  # how many it makes, likewise
 
 
 COLLECTIVES: dict[str, Collective] = {}
 
 
-def counts(kind: str, *names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def counts(
+    kind: str, *names: str, calls: Callable[..., int] = lambda *_: 1
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
 
     def register(sent: Callable[..., int]) -> Callable[..., int]:
-        COLLECTIVES.update({name: Collective(kind, sent) for name in names})
+        COLLECTIVES.update({name: Collective(kind, sent, calls) for name in names})
         return sent
 
     return register
@@ -45,13 +47,11 @@ def switch(
 
 
 @counts("switch", "switch_many")
+@counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
 def switches(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
 ) -> int:
     return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
-
-
-COLLECTIVES["switch_each"] = Collective("switch", switches, lambda xs, *_: len(xs))
 
 
 @counts("switch", "switch_among")

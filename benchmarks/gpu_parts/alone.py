@@ -42,7 +42,8 @@ def operations(machine: Machine, dtype: torch.dtype) -> Row:
     ops = torch.ops.dsp
     made = {
         "switch": ops.switch(x, 1, 2, 6, group), "two halves": PendingSwitch(x, 1, 2, 6, group).wait(),
-        "switch_many": ops.switch_many([x], [1], [2], [6], group)[0], "gather": ops.gather(x, 1, 6, group),
+        "switch_many": ops.switch_many([x], [1], [2], [6], group)[0],
+        "switch_each": ops.switch_each([x], [1], [2], [6], group, [], [])[0], "gather": ops.gather(x, 1, 6, group),
         "switch_among": ops.switch_among(x, 1, 2, [6], [4], [0], group),
     }  # fmt: skip
     if dtype not in (torch.bool, torch.complex64):
