@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from zoo.training import UserError
 from zoo.training.watch import (
@@ -173,7 +174,8 @@ def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
     """Print what ends the run, once for all ranks."""
     if getattr(error, "told", False):
         return
-    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION)
+    met = error.__cause__ if isinstance(error, UserError) else error  # as by a save, whose error says more
+    lost = isinstance(met, (RuntimeError, CheckpointException)) and any(word in str(met) for word in CONNECTION)
     if lost and watch and watch.verdict(2 * PATIENCE):  # another rank ended, and that is what there is to say
         error.told = True  # type: ignore[attr-defined]
         return

@@ -26,7 +26,8 @@ PATIENCE = 3.0  # seconds that a rank waits for what the others have to say of a
 LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 HOME = Path(__file__).resolve().parents[2]
 OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # what is ours in it
-WAITING = ("torch/distributed/", "dsp/collectives.py", "torch/_ops.py")  # where a rank is that waits for the others
+# where a rank is that waits for the others
+WAITING = ("torch/distributed/", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
 MOST = 1 << 20  # bytes of a message
 
 
