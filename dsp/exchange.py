@@ -39,8 +39,13 @@ def as_sent(x: Tensor) -> tuple[Tensor, int]:
 
 def order_of(x: Tensor) -> tuple[int, ...] | None:
     """Its dims from the outermost in memory to the innermost; None where that is the order that they are in."""
-    stride, dims = x.stride(), range(x.ndim)
-    if x.is_contiguous() or 0 in stride:
+    stride, dims = list(x.stride()), range(x.ndim)
+    if x.is_contiguous():
+        return None
+    for d in reversed(dims):
+        if x.shape[d] == 1 and stride[d] == 0:  # as attention gives them: it lies anywhere, so where it is
+            stride[d] = stride[d + 1] * x.shape[d + 1] if d + 1 < x.ndim else 1
+    if 0 in stride:
         return None
     order = tuple(sorted(dims, key=stride.__getitem__, reverse=True))
     return None if order == tuple(dims) else order

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dsp
 from dsp import moves
+from dsp.exchange import order_of
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.planner import MOVES, Value, chunk_sizes
@@ -105,6 +106,14 @@ def every_switch(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_every_pair_of_dims_dtypes_and_memory_orders(ranks, n: int) -> None:
     ranks(every_switch, n)
+
+
+def test_a_dim_of_one_lies_where_it_is_whatever_its_stride() -> None:
+    # as attention gives its result for a batch of one; an expanded dim has no order
+    assert order_of(torch.empty_strided((1, 8, 6, 4), (0, 4, 32, 1))) == (0, 2, 1, 3)
+    assert order_of(torch.empty_strided((3, 2, 1), (1, 3, 0))) == (1, 0, 2)
+    assert order_of(torch.empty_strided((1, 1, 3), (0, 0, 1))) is None
+    assert order_of(torch.empty(2, 1, 3).expand(2, 4, 3)) is None
 
 
 def half(mesh: DeviceMesh) -> Tensor:
