@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
+    alone,
     as_sent,
     dense,
     exchanged,
@@ -144,22 +145,10 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def _fresh(name: str, kernel: Any) -> Any:
-    """A view made inside an op may not be written in place outside: hand its storage over as a tensor of its own.
-
-    Dims of size 1 get the strides that they have in any other contiguous tensor: by some that are as true, torch's own
-    kernels go wrong (backward of a batch norm).
-    """
-
-    def own(out: Tensor) -> Tensor:
-        if not out._is_view():
-            return out
-        stride = () if out.is_contiguous() else out.stride()
-        return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
-
     def run(*args: Any) -> Any:
         tell(name, *args)
         out = kernel(*args)
-        return list(map(own, out)) if isinstance(out, list) else own(out)
+        return list(map(alone, out)) if isinstance(out, list) else alone(out)
 
     return run
 

@@ -64,10 +64,26 @@ def dense(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return x.permute(order).contiguous().permute(inverse(order))
 
 
+def empty(x: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
+    """A new tensor of this shape and the type of x, with its dims in memory in this order."""
+    return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
+
+
 def like(x: Tensor, shape: Sequence[int]) -> Tensor:
     """A new tensor of this shape, with its dims in memory in the order of those of x."""
-    order = order_of(x)
-    return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
+    return empty(x, shape, order_of(x))
+
+
+def alone(out: Tensor) -> Tensor:
+    """A view made inside an op may not be written in place outside: its storage, as a tensor of its own.
+
+    Dims of size 1 get the strides that they have in any other contiguous tensor: by some that are as true, torch's own
+    kernels go wrong (backward of a batch norm).
+    """
+    if not out._is_view():
+        return out
+    stride = () if out.is_contiguous() else out.stride()
+    return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
 
 def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
@@ -184,8 +200,25 @@ class SwitchPlan:
         joined = received.view(self.joined).movedim(0, self.src)
         return joined.contiguous() if self.kept is None else dense(joined, self.kept)
 
-    def join(self, received: Sequence[Tensor]) -> Tensor:
-        """The same of a flat tensor from each rank, in one copy."""
+    def room(self, received: Tensor) -> Tensor:
+        """For what `unpack` will make of a tensor that is still under way: that itself, if it comes as it is to lie."""
+        if not (self.dst_leads or self.came):
+            joined = received.view(self.joined).movedim(0, self.src)
+            if (joined if self.kept is None else joined.permute(self.kept)).is_contiguous():
+                return joined
+        shape = list(self.received[0])
+        shape[self.src] = self.joined[0]
+        return empty(received, shape, self.kept)
+
+    def fill(self, room: Tensor, received: Tensor) -> None:
+        """Once it has come: what `unpack` makes of it."""
+        if self.dst_leads or self.came:
+            self.join(received.split(self.out_splits), room)
+        elif room.data_ptr() != received.data_ptr():
+            room.copy_(received.view(self.joined).movedim(0, self.src))
+
+    def join(self, received: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
+        """The same of a flat tensor from each rank, in one copy; into `room`, if there is one."""
         if self.dst_leads:
             parts = [part.view(shape) for part, shape in zip(received, self.received)]
         else:
@@ -195,9 +228,10 @@ class SwitchPlan:
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
         if self.kept is None:
-            return torch.cat(parts, self.src).contiguous()
+            return torch.cat(parts, self.src, out=room).contiguous()
         parts = [part.permute(self.kept) for part in parts]
-        return torch.cat(parts, self.kept.index(self.src)).contiguous().permute(inverse(self.kept))
+        room = None if room is None else room.permute(self.kept)
+        return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
 
 
 class JointPlan:

@@ -51,6 +51,10 @@ class Part(NamedTuple):
     dst: Cut
     shape: tuple[int, ...]
 
+    def small(self, n: int) -> bool:
+        """Whether it shares a collective with others, over n ranks."""
+        return fuses(math.prod(self.shape) * self.local.element_size(), n)
+
     @property
     def simple(self) -> bool:
         """Whether both its dims are dims of the exchange, whole ones or joined."""
@@ -120,8 +124,7 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
         return [switch_local(*parts[0], sp)]
     alike: dict[Any, list[int]] = {}
     for i, p in enumerate(parts):
-        small = fuses(math.prod(p.shape) * p.local.element_size(), sp.size)
-        alike.setdefault("small" if small else i if p.pieces is None else p.pieces, []).append(i)
+        alike.setdefault("small" if p.small(sp.size) else i if p.pieces is None else p.pieces, []).append(i)
     found: dict[int, Tensor] = {}
     for kind, own in alike.items():
         of = [parts[i] for i in own]

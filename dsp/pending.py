@@ -1,13 +1,14 @@
-"""A switch in two halves, to overlap with computation: forward and backward each launch it and wait for it."""
+"""Switches in two halves, to overlap with computation: launched in one place, and waited for in another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsp.exchange import switch_plan, wait
+from dsp.exchange import alone, switch_plan, wait
 from dsp.listening import back, remember, tell
 
 
@@ -61,3 +62,34 @@ class _Await(torch.autograd.Function):
         pending.back = switch_plan(grad, dst, src, size, group)
         pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
         return grad.new_empty(0), None
+
+
+def ahead(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]
+) -> tuple[Tensor, Callable[[], None]]:
+    """A switch under way, with the tensor that it makes: its place is there, its numbers are once the function ran.
+
+    Until then nobody may read it, but views of it may be taken. Its gradient is switched in one go.
+    """
+    arrived = list[Callable[[], None]]()
+    out = _Ahead.apply(x, (src, dst, src_size, group, *pieces), arrived)
+    return out, arrived[0]
+
+
+class _Ahead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:  # type: ignore[override]
+        src, dst, _, group, *pieces = where
+        remember(ctx)
+        ctx.back = dst, src, x.shape[dst], group, *reversed(pieces)
+        tell("switch", x, *where)
+        plan = switch_plan(x, *where)
+        received = plan.exchange(plan.pack(x), group, later=True)
+        out = alone(plan.room(received))
+        room = out.detach()
+        arrived.append(lambda: plan.fill(room, wait(received)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return back(ctx, torch.ops.dsp.switch, grad, *ctx.back), None, None

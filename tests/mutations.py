@@ -92,7 +92,7 @@ FAULTS = [
     Fault(
         "what a collective makes is a view that nobody may write",
         "dsp/collectives.py",
-        "return list(map(own, out)) if isinstance(out, list) else own(out)",
+        "return list(map(alone, out)) if isinstance(out, list) else alone(out)",
         "return out",
         "test_composition",
     ),

@@ -122,6 +122,17 @@ bfloat16 conj positive dropout
 )
 
 
+# they read no number, of a tensor that lies densely in memory and is of the type that they ask for
+LOOKS = frozenset(
+    """
+view view_as unflatten transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze T mT select narrow chunk
+split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as broadcast_to to type_as
+""".split()
+)
+# of what tells of a tensor: what reads it, or lets others read it
+TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor".split())
+
+
 # which argument only gives a type and a device: how it lies is no matter
 KINDS = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
 

@@ -110,6 +110,8 @@ class StageCalls:
             return None
         if saving_hooks(False) is not None:
             note_checkpoint(run)
+        if run.coming:  # nobody sees what a stage reads
+            run.arrive()
         run.mode.suspend()
         run.observe("enter_stage", stage, args, kwargs)
         way = self.way(run, stage, args, kwargs)

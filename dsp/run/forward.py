@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from dsp.gradients import connected_local
 from dsp.inside import Place
 from dsp.layout import Axis, Cut, cut_of, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
+from dsp.pending import ahead
 from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
@@ -49,6 +50,7 @@ class Run:
         self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
         self.lends = False  # whether a whole tensor is a copy that may not be written
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
+        self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
@@ -300,6 +302,18 @@ class Run:
             made = t.grad_fn
         # a view that was made without gradient has none now either
         return local.detach() if views and made is None else local
+
+    def arrive(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Wait for the numbers of these tensors, or of all, where they are under way."""
+        for of in list(self.coming) if tensors is None else map(memory, tensors):
+            if (arrived := self.coming.pop(of, None)) is not None:
+                arrived()
+
+    def send_ahead(self, part: Part) -> Tensor:
+        """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
+        made, arrived = ahead(*part.opened(self.axis), self.axis.group, *(part.pieces or ()))
+        self.coming[memory(made)] = arrived
+        return made
 
     def push_all(self, parts: Sequence[Part]) -> list[Tensor]:
         """What an operation or stage made, switched to where the plan wants it."""

@@ -30,7 +30,17 @@ from dsp.private import (
     saving_hooks,
 )
 from dsp.rules import GlueError, replaced, tensor_args
-from dsp.rules.functions import DENSE, UNRUNNABLE, Function, known, refuse_unrunnable, without_kind
+from dsp.rules.functions import (
+    DENSE,
+    KINDS,
+    LOOKS,
+    TELLING,
+    UNRUNNABLE,
+    Function,
+    known,
+    refuse_unrunnable,
+    without_kind,
+)
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run
 from dsp.run.recipes import Odd, Operation, Quick, Recipe, derive, key_of
@@ -107,6 +117,8 @@ class Glue(TorchFunctionMode):
             refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
             if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
                 return func(*args, **kwargs)
+        if run.coming and what.name not in LOOKS and (not what.metadata or what.name in TELLING):
+            run.arrive(tensor_args(args, kwargs))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
         if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
@@ -152,6 +164,8 @@ class Glue(TorchFunctionMode):
             recipe = run.recipes.get(key)
         except (Odd, TypeError):
             key = recipe = None
+        if run.coming and not looks(func, what.name, recipe, args, kwargs):
+            run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:
             quick = recipe.quick
             if recipe.ready and not (quick.changes and self.watched(args[0])):
@@ -253,7 +267,17 @@ class Glue(TorchFunctionMode):
         cut = recipe.outcome.cut
         assert cut is not None
         parts = [Part(t, cut, at.cut, at.shape) for t, at in zip(tensors_in(out), recipe.ats)]
+        if self.goes_ahead(parts):
+            return map_tensors(out, map(claim, map(self.run.send_ahead, parts), recipe.ats))
         return map_tensors(out, map(claim, self.run.push_all(parts), recipe.ats))
+
+    def goes_ahead(self, parts: Sequence[Part]) -> bool:
+        """Whether all may be under way while the forward goes on. Not what is computed again from a checkpoint, whose
+        forward may end before it comes."""
+        script, size = self.run.script, self.run.axis.size
+        if saving_hooks(False) is not None or script is None or script.compiled:
+            return False
+        return all(p.simple and p.src != p.dst and not p.small(size) for p in parts)
 
     def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "backward":
@@ -267,6 +291,17 @@ class Glue(TorchFunctionMode):
             with NO():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
+    """Whether an operation by this recipe reads no number of its first argument."""
+    quick = recipe.quick if recipe is not None and recipe.ready else None
+    if name not in LOOKS or quick is None or quick.moves or quick.pushes:
+        return False
+    if name in KINDS:  # it is the argument itself, if that is of this type
+        nothing = plain(args[0]).new_empty(0)
+        return not kwargs and func(nothing, *args[1:]) is nothing
+    return not quick.views or plain(args[0]).is_contiguous()
 
 
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:

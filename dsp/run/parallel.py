@@ -224,6 +224,7 @@ class Runtime:
                 output = self.forward(*args, **kwargs)
             if without_data(output) and not without_data((args, kwargs)):
                 raise GlueError(f"{type(self.model).__name__} {KEPT}")
+            run.arrive()
             run.observe("root_outputs", output, self.gather_output)
             if plan is None:
                 kind.plan, kind.places = self.recorded(run), None
