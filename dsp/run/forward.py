@@ -307,7 +307,8 @@ class Run:
         """Wait for the numbers of these tensors, or of all, where they are under way."""
         for of in list(self.coming) if tensors is None else map(memory, tensors):
             if (arrived := self.coming.pop(of, None)) is not None:
-                arrived()
+                with torch._C.DisableTorchFunction():  # it is no operation of the model
+                    arrived()
 
     def send_ahead(self, part: Part) -> Tensor:
         """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
