@@ -121,7 +121,7 @@ class Count(dsp.count_comm):
             else:
                 events.append(now.bytes.total() - sent)
         if not any(r.alias_info for r in func._schema.returns) and func.namespace != "c10d":
-            own = [t for t in made if not isinstance(t, DTensor)]
+            own = [t for t in made if not (t.is_meta or isinstance(t, DTensor))]  # the former to plan
             self.largest = max([self.largest, *(t.nbytes for t in own)])
             self.memory += [(StorageWeakRef(t.untyped_storage()), str(func)) for t in own]
         return out
