@@ -1,0 +1,175 @@
+"""Switches that are launched where a tensor is made and waited for where it is read: nothing reads it before."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from dsp.layout import Axis, Cut
+from dsp.moves import Part, switch_local
+from dsp.pending import ahead
+from dsp.run.forward import Run
+from dsp.tensors import memory
+
+SIZES = [1, 2, 3, 4]
+
+
+def launched(mesh: DeviceMesh) -> None:
+    """As a switch at one place does: numbers, their order in memory, gradients twice, counters, of any dtype."""
+    axis, shape, joined = Axis.of(mesh), (2, 9, 6, 3), Cut(1, (2, 7))
+    whole = torch.randn(shape, dtype=torch.float64)
+    for src, dst in [(Cut(1), Cut(2)), (Cut(2), Cut(1)), (joined, Cut(2)), (Cut(2), joined), (Cut(3), Cut(0))]:
+        for order in [(0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2)]:
+            back, found = tuple(order.index(d) for d in range(4)), []
+            for way in ("ahead", "at once"):
+                x = axis.narrow(whole, src).permute(order).contiguous().permute(back).requires_grad_()
+                part = Part(x, src, dst, shape)
+                with dsp.count_comm() as comm:
+                    if way == "ahead":
+                        y, arrive = ahead(*part.opened(axis), axis.group, *(part.pieces or ()))
+                        viewed = y.transpose(1, 2)
+                        arrive()
+                        assert viewed.data_ptr() == y.data_ptr()
+                        y = viewed.transpose(1, 2)
+                    else:
+                        y = switch_local(*part, axis)
+                    [g] = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+                    [gg] = torch.autograd.grad(g.square().sum(), x)
+                assert torch.equal(y, axis.narrow(whole, dst))
+                lies = [step for step, size in zip(y.stride(), y.shape) if size > 1 and y.numel()]
+                found.append((lies, g.tolist(), gg.tolist(), repr(comm)))
+            assert found[0] == found[1]
+    for dtype in (torch.bool, torch.complex64, torch.bfloat16):
+        x = axis.narrow(whole.relu().to(dtype), Cut(1))
+        y, arrive = ahead(x, 1, 2, 9, axis.group)
+        arrive()
+        assert torch.equal(y, axis.narrow(whole.relu().to(dtype), Cut(2)))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_switch_that_is_launched_is_the_same_switch(ranks, n: int) -> None:
+    ranks(launched, n)
+
+
+class Outside(nn.Module):
+    """A stage, and what it is given: it may hold more than that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Attention(nn.Module):
+    """Attention whose v is switched where it is made, and then `touched`, before q and k are made."""
+
+    def __init__(self, touched: Callable[[Attention, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.touched = touched
+        self.q, self.k, self.v = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+        self.outside = Outside()
+        self.stages = {"": "x=b s c", "outside": "b [s] c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v(x)
+        v = self.touched(self, v)
+        q, k, v = (t.unflatten(2, (4, 2)).transpose(1, 2) for t in (self.q(x), self.k(x), v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def unread(v: Tensor, text: str) -> Tensor:
+    assert "nan" not in text, "read before it came"
+    return v
+
+
+def chunked(model: Attention, v: Tensor) -> Tensor:
+    first, second = v.unflatten(-1, (4, 2)).chunk(2, -1)
+    return torch.cat([second, first], -1).flatten(2)
+
+
+def kept(model: Attention, v: Tensor) -> Tensor:
+    model.outside.held = v.unflatten(-1, (4, 2))  # reached by the stage in another way than by its arguments
+    return v + model.outside(v * 2)
+
+
+TOUCHES: dict[str, Callable[[Attention, Tensor], Tensor]] = {
+    "nothing": lambda model, v: v,
+    "a sum": lambda model, v: v + 1,
+    "in place": lambda model, v: v.mul_(2),
+    "a view written in place": lambda model, v: (v.unflatten(-1, (4, 2)).mul_(2), v)[1],
+    "its type": lambda model, v: v.to(torch.float64).to(torch.float32).to(torch.float64),
+    "pieces": chunked,
+    "every second": lambda model, v: v[..., ::2].repeat(1, 1, 2),
+    "print": lambda model, v: unread(v, f"{v} {v.transpose(1, 2)!r}"),
+    "its part": lambda model, v: unread(v, str(getattr(v, "to_local", v.clone)())),
+    "all of it": lambda model, v: unread(v, str(getattr(v, "full_tensor", v.clone)())),
+    "a stage": lambda model, v: model.outside(v),
+    "a stage beside it": kept,
+    "a copy": lambda model, v: copy.deepcopy(v.detach()) + v,
+    "where": lambda model, v: torch.where(v > 0, v, v * 0.1),
+    "in a list": lambda model, v: torch.stack([v, v * 2]).sum(0),
+    "a checkpoint": lambda model, v: checkpoint(lambda x: x.sin() * x, v, use_reentrant=False),
+    "nobody": lambda model, v: (model.v(v * 2), v.detach() * 0 + 1)[1],
+}  # fmt: skip
+
+
+WITH_SIZES = "dsp.moves", "dsp.plan.program", "dsp.plan.traffic"  # they ask whether a tensor is small
+
+
+def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part], Tensor]) -> Tensor:
+    """What comes late for certain: until it is waited for there are no numbers."""
+    made = launch(run, part)
+    with torch._C.DisableTorchFunction():
+        room = made.data
+        run.coming.pop(memory(made))()
+        came = room.clone()
+        room.fill_(torch.nan)
+    run.coming[memory(made)] = lambda: room.copy_(came)
+    under_way.append(len(run.coming))
+    return made
+
+
+def touched(mesh: DeviceMesh, name: str) -> int:
+    torch.manual_seed(0)
+    single = Attention(TOUCHES[name])
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    whole = copy.deepcopy(single)
+    expect = whole(x)
+    expect.square().sum().backward()
+    under_way, launch = list[int](), Run.send_ahead
+    large = {module: module.fuses for module in map(sys.modules.get, WITH_SIZES)}
+    for module in large:
+        module.fuses = lambda nbytes, n: False
+    Run.send_ahead = lambda run, part: late(run, part, under_way, launch)
+    try:
+        model = dsp.parallelize(single, mesh)
+        for grad in (True, True, False, True):
+            model.zero_grad()
+            with torch.set_grad_enabled(grad):
+                found = model(x)
+            torch.testing.assert_close(found, expect)
+            if grad:
+                found.square().sum().backward()
+                for p, q in zip(model.parameters(), whole.parameters()):
+                    mine = torch.zeros_like(p) if p.grad is None else p.grad
+                    average = torch.ops.dsp.all_reduce(mine, mesh.get_group().group_name) / mesh.size()
+                    torch.testing.assert_close(average, q.grad if q.grad is not None else torch.zeros_like(p))
+    finally:
+        Run.send_ahead = launch
+        for module, fuses in large.items():
+            module.fuses = fuses
+    return max(under_way, default=0)
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_nothing_reads_what_has_not_come(ranks, name: str) -> None:
+    under_way = ranks(partial(touched, name=name), 2)
+    assert name != "nothing" or under_way == [3, 3]  # q, k and v
