@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         "switches that share a call make one each",
         "dsp/moves.py",
-        '"small" if small else i if',
-        "i if small else i if",
+        '"small" if p.small(sp.size) else i if',
+        "i if p.small(sp.size) else i if",
         "test_plan_word::test_runs_send_what_is_planned",
     ),
     Fault(
