@@ -5,7 +5,7 @@
 
 Hosts, turns and ratios are those of benchmarks/cluster.py. The models are diffusers', unmodified, in float32, with the
 proportions of the real ones: heads, the tokens of text to those of video. `real` ones have all widths of Wan 1.3B and
-CogVideoX 5B, but two layers, which for CogVideoX are one twice: two do not fit. `small` ones are so narrow that the
+CogVideoX 5B, but two layers and one (two of CogVideoX do not fit). `small` ones are so narrow that the
 host's own time weighs as it hardly ever does. CogVideoX has no `_cp_plan`, and its attention knows no Ulysses: Flux
 runs at its proportions, whose attention is joint as well and which has one. Both methods get whole inputs and return
 whole outputs, the same on every rank.
@@ -71,8 +71,6 @@ def cogvideox(size: str) -> tuple[nn.Module, dict[str, Any]]:
         in_channels=16, num_layers=layers, num_single_layers=0, attention_head_dim=wide, num_attention_heads=48,
         joint_attention_dim=text_dim, pooled_projection_dim=pooled, axes_dims_rope=axes,
     )  # fmt: skip
-    if size == "real":
-        model.transformer_blocks.append(model.transformer_blocks[0])
     places = torch.cartesian_prod(torch.arange(12), torch.arange(4 * layers), torch.arange(13)).float()
     return model, {
         "hidden_states": torch.randn(1, len(places), 16), "encoder_hidden_states": torch.randn(1, 8 * layers, text_dim),
