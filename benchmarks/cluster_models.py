@@ -5,10 +5,10 @@
 
 Hosts, turns and ratios are those of benchmarks/cluster.py. The models are diffusers', unmodified, in float32, with the
 proportions of the real ones: heads, the tokens of text to those of video. `real` ones have all widths of Wan 1.3B and
-CogVideoX 5B, but two layers and one (two of CogVideoX do not fit). `small` ones are so narrow that the
-host's own time weighs as it hardly ever does. CogVideoX has no `_cp_plan`, and its attention knows no Ulysses: Flux
-runs at its proportions, whose attention is joint as well and which has one. Both methods get whole inputs and return
-whole outputs, the same on every rank.
+CogVideoX 5B, but two layers and one (two of CogVideoX do not fit); `small` ones are so narrow that the host's own time
+weighs as it hardly ever does. CogVideoX has no `_cp_plan`, and its attention knows no Ulysses: Flux runs at its
+proportions, whose attention is joint as well and which has one. Both methods get whole inputs and return whole outputs,
+the same on every rank.
 
 Links drop nothing here, as those that collectives run over: they keep 400 ms of packets. With 50 ms the one exchange of
 q, k and v lost some that three small ones did not, and TCP takes 200 ms to send them again.

@@ -3,8 +3,7 @@
     python benchmarks/fuse.py [--ranks 4] [--rounds 31] [--tensors 2]
 
 One each either one after the other, or all under way at once. Medians over rounds in which the ways take turns, both
-directions (at batch 1 each packs on the other side).
-`dsp.planner.FUSE` is the size up to which tensors share.
+directions (at batch 1 each packs on the other side). `dsp.planner.FUSE` is the size up to which tensors share.
 """
 
 from __future__ import annotations

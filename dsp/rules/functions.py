@@ -129,8 +129,9 @@ view view_as unflatten transpose swapaxes swapdims permute movedim moveaxis unsq
 split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as broadcast_to to type_as
 """.split()
 )
-# of what tells of a tensor: what reads it, or lets others read it
-TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor".split())
+# of what tells of a tensor: what reads it, or lets others read it; properties in Python, such as
+# __cuda_array_interface__, have a name from Python 3.13 on
+TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())
 
 
 # which argument only gives a type and a device: how it lies is no matter

@@ -164,7 +164,7 @@ class Glue(TorchFunctionMode):
             recipe = run.recipes.get(key)
         except (Odd, TypeError):
             key = recipe = None
-        if run.coming and not looks(func, what.name, recipe, args, kwargs):
+        if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:
             quick = recipe.quick
@@ -294,9 +294,9 @@ class Glue(TorchFunctionMode):
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
-    """Whether an operation by this recipe reads no number of its first argument."""
+    """Whether one of LOOKS by this recipe reads no number of its first argument indeed."""
     quick = recipe.quick if recipe is not None and recipe.ready else None
-    if name not in LOOKS or quick is None or quick.moves or quick.pushes:
+    if quick is None or quick.moves or quick.pushes:
         return False
     if name in KINDS:  # it is the argument itself, if that is of this type
         nothing = plain(args[0]).new_empty(0)

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,6 +237,8 @@ class Runtime:
                 kind.plan = None
             return output
         except Exception as error:
+            with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
+                run.arrive()
             if run.misread is not None and run.misread[0] is error:
                 raise NotationError(run.misread[1]) from error
             if type(error).__module__ == COMPILERS_OWN:
