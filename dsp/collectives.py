@@ -35,21 +35,20 @@ from dsp.exchange import (
 from dsp.listening import back, remember, tell
 from dsp.planner import chunk_sizes
 
+# what an op makes lies in memory as what it was given: a compiler may not choose for it
+EXACT = torch.Tag.needs_exact_strides
 _lib = torch.library.Library("dsp", "DEF")
-_lib.define(
-    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[]) -> Tensor"
-)
-_lib.define(
-    "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor"
-)
-_lib.define("switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]")
-_lib.define(
+for _op in (
+    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[]) -> Tensor",
+    "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor",
+    "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]",
     "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces) "
-    "-> Tensor[]"
-)
-_lib.define("gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor")
-_lib.define("reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor")
-_lib.define("all_reduce(Tensor x, str group) -> Tensor")
+    "-> Tensor[]",
+    "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
+    "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
+    "all_reduce(Tensor x, str group) -> Tensor",
+):
+    _lib.define(_op, tags=EXACT)
 
 
 def inexact(x: Tensor) -> bool:

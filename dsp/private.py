@@ -35,6 +35,7 @@ from torch.utils._mode_utils import no_dispatch  # past every dispatch mode
 from torch.utils._python_dispatch import (  # sees every op below autograd: to count, to trace
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode,
 )
 
 # autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
@@ -45,6 +46,8 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 )
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
+COMPILERS = (COMPILERS_OWN, "torch._inductor")  # and those of a backend
+OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
 
 def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
@@ -91,6 +94,13 @@ def any_device() -> Iterator[None]:
     finally:
         if refuses is not None:
             setattr(module, name, refuses)
+
+
+def graph_of(function: Any, *args: Any) -> Any:
+    """A function as a graph of the operations that it does, above autograd; run on tensors without data."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # loads a compiler's modules, which few need
+
+    return make_fx(function, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*args)
 
 
 def compiler_loaded() -> bool:
@@ -173,8 +183,10 @@ def checkpoint_frame() -> Any:
 
 
 __all__ = [
+    "COMPILERS",
     "COMPILERS_OWN",
     "LEAF",
+    "OF_AN_OP",
     "PASSING",
     "DTensorSpec",
     "DataDependentOutputException",
@@ -187,6 +199,8 @@ __all__ = [
     "TorchDispatchMode",
     "_BatchNorm",
     "_StridedShard",
+    "_disable_current_modes",
+    "_get_current_dispatch_mode",
     "_get_current_function_mode",
     "_pop_mode",
     "_push_mode",
@@ -204,6 +218,7 @@ __all__ = [
     "dtensor",
     "fake_tensor",
     "get_unwrapped",
+    "graph_of",
     "is_functorch_wrapped_tensor",
     "maybe_current_level",
     "opened",

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.collectives import back_many, implement, keep_many, summed_in
+from dsp.collectives import EXACT, back_many, implement, keep_many, summed_in
 from dsp.exchange import dense, exchanged, like, order_of, ranks
 from dsp.listening import back
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
-_lib.define("rows(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]")
-_lib.define("rows_home(Tensor[] grads, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]")
+_lib.define("rows(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]", tags=EXACT)
+_lib.define("rows_home(Tensor[] grads, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]", tags=EXACT)
 
 Span = tuple[int, int]  # start and stop
 

@@ -173,3 +173,43 @@ def touched(mesh: DeviceMesh, name: str) -> int:
 def test_nothing_reads_what_has_not_come(ranks, name: str) -> None:
     under_way = ranks(partial(touched, name=name), 2)
     assert name != "nothing" or under_way == [3, 3]  # q, k and v
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(model: Attention, v: Tensor) -> Tensor:
+    if model.stops:  # type: ignore[has-type]
+        raise Stop
+    return v
+
+
+def stopped(mesh: DeviceMesh) -> None:
+    runs, launch = list[Run](), Run.send_ahead
+    large = {module: module.fuses for module in map(sys.modules.get, WITH_SIZES)}
+    for module in large:
+        module.fuses = lambda nbytes, n: False
+    Run.send_ahead = lambda run, part: runs.append(run) or launch(run, part)
+    model = Attention(stop)
+    try:
+        dsp.parallelize(model, mesh)
+        for model.stops in (False, False, True):
+            runs.clear()
+            try:
+                model(torch.randn(1, 7, 8, dtype=torch.float64))
+            except Stop:
+                assert model.stops
+            else:
+                assert not model.stops
+        assert len(runs) == 1  # v alone was made
+        assert not runs[0].coming
+    finally:
+        Run.send_ahead = launch
+        for module, fuses in large.items():
+            module.fuses = fuses
+
+
+def test_a_forward_that_raises_has_waited_for_what_was_under_way(ranks) -> None:
+    """torch keeps for good what nobody waits for."""
+    ranks(stopped, 2)

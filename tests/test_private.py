@@ -293,6 +293,32 @@ def compilers() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(3))
     assert type(caught.value).__module__ == private.COMPILERS_OWN
+    assert type(caught.value).__module__.startswith(private.COMPILERS)
+
+
+def graphs(mesh: DeviceMesh) -> None:
+    """A function as a graph above autograd: its operations, and nodes by which functions and ops are told apart."""
+    nodes = []
+
+    def f(weights: list[Tensor], x: Tensor) -> Tensor:
+        y = (x @ weights[0]).relu()
+        for z in (y, Noting.apply(y), torch.ops.dsp.all_reduce(y, mesh.get_group().group_name)):
+            nodes.append(z.grad_fn)
+        return y
+
+    x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(3, 3))
+    with dsp.count_comm() as comm:
+        assert private._get_current_dispatch_mode() is comm
+        with private._disable_current_modes():
+            assert private._get_current_dispatch_mode() is None
+            graph = private.graph_of(f, [weight], x)
+    named = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert named[:2] == ["aten.matmul.default", "aten.relu.default"]
+    assert [node.op for node in graph.graph.nodes][:2] == ["placeholder"] * 2
+    torch.testing.assert_close(graph([weight], x), x @ weight)
+    ours = [isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes]
+    assert ours == [False, True, True]
+    assert [node.name().startswith(private.OF_AN_OP) for node in nodes] == [False, False, True]
 
 
 ALONE = [
@@ -392,7 +418,7 @@ def nodes_of_fully_shard(mesh: DeviceMesh) -> None:
     assert names
 
 
-ON_RANKS = [dtensors, strided_shards, groups, functional_collectives, names_of_nodes, nodes_of_fully_shard]
+ON_RANKS = [dtensors, strided_shards, groups, functional_collectives, names_of_nodes, nodes_of_fully_shard, graphs]
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)

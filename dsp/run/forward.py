@@ -32,6 +32,10 @@ log = logging.getLogger("dsp")
 RECIPES = 65536  # kept for a plan
 
 
+class Unfit(Exception):
+    """Why a forward cannot be one graph: what it does, of "it"."""
+
+
 class Run:
     """One forward of a parallelized model on this rank: where it is in its script."""
 
@@ -51,6 +55,7 @@ class Run:
         self.lends = False  # whether a whole tensor is a copy that may not be written
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
+        self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 

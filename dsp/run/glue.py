@@ -42,7 +42,7 @@ from dsp.rules.functions import (
     without_kind,
 )
 from dsp.run.follow import follow, parted, source, writes
-from dsp.run.forward import Run
+from dsp.run.forward import Run, Unfit
 from dsp.run.recipes import Odd, Operation, Quick, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.stance import Followed
@@ -275,7 +275,7 @@ class Glue(TorchFunctionMode):
         """Whether all may be under way while the forward goes on. Not what is computed again from a checkpoint, whose
         forward may end before it comes."""
         script, size = self.run.script, self.run.axis.size
-        if saving_hooks(False) is not None or script is None or script.compiled:
+        if saving_hooks(False) is not None or script is None or script.compiled or self.run.by_graph:
             return False
         return all(p.simple and p.src != p.dst and not p.small(size) for p in parts)
 
@@ -332,6 +332,8 @@ def note_checkpoint(run: Run) -> None:
     frame = checkpoint_frame()
     if frame is None or getattr(frame, "_dsp_noted", False):
         return
+    if run.by_graph:
+        raise Unfit("it has an activation checkpoint")
     frame._dsp_noted = True
     original, script, sizes = frame.recompute_fn, run.script, run.root_sizes
     stage_index, glue_index, axis, recipes = run.stage_index, run.glue_index, run.axis, run.recipes

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.gradients import covered_exit
 from dsp.layout import Axis
 from dsp.listening import listening
 from dsp.notation import NotationError, StagePattern
@@ -33,8 +32,9 @@ from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.calls import StageCalls, unpicklable
-from dsp.run.forward import Run
+from dsp.run.forward import Run, Unfit
 from dsp.run.glue import KEPT, active
+from dsp.run.graph import Graph, Graphs
 from dsp.run.hooks import leave_out, settle
 from dsp.run.inputs import (
     Place,
@@ -47,17 +47,18 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.ledger import Account, Word
-from dsp.sharded import ACTIVE, plain
+from dsp.run.outputs import bring_out, hand_out
+from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
-from dsp.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
 
 
 COMPILE = (
-    "torch.compile of a parallelized model, or of more than one of its stages at once, does not work: compile the "
-    "forwards of its stages, after dsp.parallelize, as in block.forward = torch.compile(block.forward)"
+    "torch.compile of a parallelized model, or of more than one of its stages at once, does not work: give "
+    "dsp.parallelize compile=True, or compile the forwards of its stages after it, as in block.forward = "
+    "torch.compile(block.forward)"
 )
 DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
@@ -71,6 +72,7 @@ def parallelize(
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None = None,
     gather_output: bool = True,
+    compile: bool | str = False,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -80,6 +82,10 @@ def parallelize(
     with ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the
     ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
 
+    compile: True, or a backend of torch.compile, has it compile the forward, collectives and all, as one graph: from
+    the second call with inputs of one signature on, where one graph can stand for it (docs/how-it-works.md); others run
+    as without, with a warning that says why.
+
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
@@ -88,12 +94,12 @@ def parallelize(
     axis = Axis.of(mesh)
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        agree(axis, model, {"stages": stated, "gather_output": gather_output})
+        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, found, root, gather_output).install()
+        Runtime(model, axis, found, root, gather_output, compile).install()
     return model
 
 
@@ -102,7 +108,7 @@ class Kind:
     """What is known of calls whose inputs have one signature, of which `number` is made.
 
     sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
-    told: what was said of runs that send other than planned.
+    told: what was said of runs that send other than planned. graphs: those of ``compile``.
     """
 
     number: int
@@ -111,16 +117,19 @@ class Kind:
     asks: bool
     places: list[Place] | None = None
     told: str = ""
+    graphs: list[Graph] | None = field(default_factory=list)  # None: none can be made
 
 
 class Runtime:
     """What `parallelize` adds to a model: hooks, plans by input signature, and the check that ranks agree."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool
-    ) -> None:
+        self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
+        compile: bool | str = False,
+    ) -> None:  # fmt: skip
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
+        self.graphs = Graphs(model, axis, compile) if compile else None
         self.kinds: OrderedDict[Any, Kind] = OrderedDict()  # by the signature of inputs
         self.advice = ""  # what runs whole, as it was said
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
@@ -137,7 +146,7 @@ class Runtime:
         new.__dict__.update(self.__dict__)
         new.kinds, new.recipes, new.idle = OrderedDict(), {}, threading.Lock()
         # the model is not complete yet
-        copied = "model forward stages signature hooks between followed_in agreement stage_calls"
+        copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.left_out = {id(stage.module) for stage in new.stages}
@@ -190,19 +199,21 @@ class Runtime:
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         kind, fresh = self.kind_of(key, leaves, args, kwargs)
         plan = kind.plan
-        self.agreement.start(leaves, spec, kind.number + (plan is None), wait=fresh or plan is None)
+        graph = None if self.graphs is None or fresh else self.graphs.which(kind, leaves)
+        number = kind.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
+        self.agreement.start(leaves, spec, number, wait=fresh or plan is None)
         if fresh:
             leave_out(self.model, self.left_out)
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
         run = Run(self.axis, plan.script if plan else None, kind.sizes, self.recipes)
-        if plan is not None and self.counts:
+        if plan is not None and self.counts and graph is None:
             run.account = self.account(plan, kind, run)
         with listening(run.account.forward if run.account is not None else None):
-            return self.followed(run, kind, args, kwargs)
+            return self.followed(run, kind, args, kwargs, graph)
 
-    def followed(self, run: Run, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def followed(self, run: Run, kind: Kind, args: Any, kwargs: Any, graph: int | None) -> Any:
         """The forward by its plan, or else as it chooses."""
         plan = kind.plan
         if self.signature is not None:
@@ -217,6 +228,12 @@ class Runtime:
             if self.signature is not None:
                 bound = self.signature.bind(args, kwargs)[1]
                 run.observe("root_inputs", bound, given_cuts(self.signature, args, kwargs))
+        if graph is not None and self.graphs is not None:
+            self.agreement.before_switching()
+            try:
+                return self.graphs.run(self, kind, graph, args, kwargs)
+            except Unfit as reason:
+                self.graphs.give_up(kind, str(reason))
         state = None
         if plan is None or plan.script.random_glue:
             state = share(self.axis)
@@ -229,7 +246,9 @@ class Runtime:
             run.observe("root_outputs", output, self.gather_output)
             if plan is None:
                 kind.plan, kind.places = self.recorded(run), None
-            output = self.leave(run, output)
+            made = bring_out(run, output, self.root, self.gather_output)
+            witness = run.account.witness if run.account is not None and run.account.word.returns else None
+            output = hand_out(self.axis, output, made, witness)
             if run.account is not None:
                 run.account.end()
             if plan is not None and run.strayed and not plan.script.recorded:
@@ -315,31 +334,6 @@ class Runtime:
 
     def solve(self, t: Trace, more: Sequence[Stage] = ()) -> Plan:
         return make_plan(t, {s.name: s for s in (*self.stages, *more)}, Goal(self.axis.size))
-
-    def leave(self, run: Run, output: Any) -> Any:
-        finished = []
-        for i, t in enumerate(tensors_in(output)):
-            run.where = ("output", i, "output")
-            shard = run.open(t)
-            if shard is None:
-                finished.append(t)
-            elif self.gather_output:
-                if run.script is not None and i in run.script.outputs:
-                    run.copy_first([shard], [run.script.outputs[i]])
-                finished.append(covered_exit(run.move(shard, None)))
-            else:
-                finished.append(self.axis.wrap(plain(shard), shard.at.cut, shard.at.shape, guard=True))
-        if self.root is not None and self.root.explicit_output:
-            for pattern, t in zip(self.root.outputs, finished):
-                if t.ndim != len(pattern.axes):
-                    raise NotationError(
-                        f"the model returned shape {tuple(t.shape)}, but its root pattern says '{pattern}'"
-                    )
-        if run.account is not None and run.account.word.returns:
-            for t in finished:
-                if t.requires_grad and t.grad_fn is not None:
-                    t.register_hook(run.account.witness)
-        return map_tensors(output, finished)
 
 
 @uncompiled

@@ -1,0 +1,338 @@
+"""A forward by its plan as one graph for torch.compile: the operations on local parts, and the plan's collectives.
+
+The second call of a kind is recorded, on tensors without data. What stands between the operations, such as this
+library's rules and the model's own Python, ran once and is not in the graph. So a graph holds for calls like that one:
+inputs of the same signature, the same numbers among them, the same modules with the same attributes. Others are
+recorded for themselves. A forward that one graph cannot stand for runs as it does without, which is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from dsp.layout import At, Axis
+from dsp.listening import listening
+from dsp.private import (
+    COMPILERS,
+    OF_AN_OP,
+    OpOverload,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_function_mode,
+    graph_of,
+    pytree,
+    saving_hooks,
+)
+from dsp.run.agreement import same
+from dsp.run.forward import Run, Unfit
+from dsp.run.glue import active
+from dsp.run.outputs import Made, bring_out, hand_out
+from dsp.sent import COLLECTIVES
+from dsp.sharded import Sharded, carry, plain
+from dsp.tensors import tensors_in
+
+log = logging.getLogger("dsp")
+
+MOST = 8  # graphs of one kind of calls
+ORDERLY = ("eager", "aot_eager")  # backends that leave operations in their order, whatever the sizes
+HELD = (dict, OrderedDict, list, set)  # what modules hold that changes without being another object
+SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
+SAID = "compile: %s runs as without it, for %s"
+
+
+class Graphs:
+    """The graphs of a parallelized model, and when each of them holds."""
+
+    def __init__(self, model: nn.Module, axis: Axis, backend: str | bool) -> None:
+        self.model, self.axis, self.backend = model, axis, "inductor" if backend is True else str(backend)
+        self.said = False
+
+    def which(self, kind: Any, leaves: Sequence[Any]) -> int | None:
+        """The number of the graph for a call of a kind, but its first; that of all so far if it is to be recorded now,
+        and None if it runs without one."""
+        if kind.graphs is None or kind.plan is None:
+            return None
+        if _get_current_function_mode() is not None or saving_hooks(False) is not None:
+            return None
+        options = options_of(leaves)
+        for i, graph in enumerate(kind.graphs):
+            if graph.facts.hold(options):
+                return i
+        if len(kind.graphs) == MOST:
+            self.give_up(kind, f"its numbers or attributes were others in each of {MOST} calls")
+            return None
+        return len(kind.graphs)
+
+    def give_up(self, kind: Any, reason: str) -> None:
+        kind.graphs = None
+        if not self.said:
+            self.said = True
+            (log.warning if self.axis.rank == 0 else log.info)(SAID, type(self.model).__name__, reason)
+
+    def run(self, runtime: Any, kind: Any, which: int, args: Any, kwargs: Any) -> Any:
+        """The output of a call by its graph, which is recorded if there is none yet. Raises Unfit."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        given = [t for t in flat if isinstance(t, Tensor)]
+        if which == len(kind.graphs):
+            kind.graphs.append(self.record(runtime, kind, flat, spec))
+        return kind.graphs[which](self.axis, [plain(t) for t in given])
+
+    def record(self, runtime: Any, kind: Any, flat: list[Any], spec: Any) -> Graph:
+        runtime.agreement.finish()  # it looks at real tensors
+        options, why, made = options_of(flat), "", None
+        facts = Facts(self.model, options, self.axis.mesh.device_type)
+        try:
+            with _disable_current_modes(), listening(None):
+                made = recorded(runtime, kind, flat, spec)
+        except Unfit as reason:
+            why = str(reason)
+        except Exception as error:
+            log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
+            why = f"it cannot be recorded: {type(error).__name__}: {error}"
+        if not facts.hold(options):
+            facts.restore()  # to what has data
+            why = why or "it changes what its modules hold"
+        # a rank without a graph, or with another one, might make its collectives in another order
+        if not same(self.axis, made and collectives(made[0].graph)):
+            why = why or "another rank could not record it, or otherwise"
+        if made is None or why:
+            raise Unfit(why)
+        backend = self.backend
+        if backend not in ORDERLY and not same(self.axis, shapes(made[0].graph)):
+            # a compiler that decides by sizes might put collectives in another order on a rank with smaller parts
+            backend = "aot_eager"
+        for node in made[0].graph.nodes:
+            node.meta.clear()  # of tensors without data
+        return Graph(facts, *made, torch.compile(made[0], fullgraph=True, dynamic=False, backend=backend))
+
+
+class Graph:
+    """A recorded forward: `plainly` operation by operation, `compiled` otherwise."""
+
+    def __init__(
+        self, facts: Facts, plainly: GraphModule, output: Any, lies: Sequence[At | bool], compiled: Any
+    ) -> None:
+        self.called = False
+        self.facts, self.plainly, self.output, self.lies, self.compiled = facts, plainly, output, lies, compiled
+
+    def __call__(self, axis: Axis, locals_: list[Tensor]) -> Any:
+        if _get_current_dispatch_mode() is not None:  # one that counts, say: what is compiled shows it no operation
+            made = self.plainly(*locals_)
+        elif self.called:
+            made = self.compiled(*locals_)
+        else:
+            made, self.called = self.at_first(locals_), True
+        return hand_out(axis, self.output, list(zip(made, self.lies)))
+
+
+    def at_first(self, locals_: list[Tensor]) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is not a leaf Tensor")  # the compiler asks, and hides that
+            try:
+                return self.compiled(*locals_)
+            except Exception as error:
+                if not type(error).__module__.startswith(COMPILERS):
+                    raise
+                log.info("compile: the compiler failed", exc_info=True)
+                raise Unfit(f"the compiler failed: {str(error).strip().splitlines()[0]}") from None
+
+
+def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
+    """The graph of a forward, on local parts of the tensors among its arguments, and what it returns."""
+    script, model = kind.plan.script, runtime.model
+    if script.recorded:
+        raise Unfit("it finds its way by what its tensors hold")
+    if script.random_glue or any(step.random for step in script.stages):
+        raise Unfit("it draws random numbers")
+    if any(isinstance(v, Tensor) and type(v) not in (Tensor, nn.Parameter, Sharded) for v in flat):
+        raise Unfit("an input is of another type than torch.Tensor")
+    if odd := next((v for v in options_of(flat) if type(v) not in SIMPLE), None):
+        raise Unfit(f"an input is a {type(odd).__name__}, which may hold anything")
+    names, weights = zip(*unique([*model.named_parameters(), *model.named_buffers()]))
+    if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
+        raise Unfit("a weight is of another type than torch.Tensor, as those that fully_shard cuts")
+    refuse_hooks(runtime)
+    run = Run(runtime.axis, script, kind.sizes, {})
+    run.by_graph = True
+    output: Any = None
+    made: list[Made] = []
+
+    class Forward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, args: Any, kwargs: Any) -> None:
+            nonlocal output, made
+            with active(runtime, run):
+                output = runtime.forward(*args, **kwargs)
+            made = bring_out(run, output, runtime.root, runtime.gather_output)
+
+    def forward(weights: Sequence[Tensor], *locals_: Tensor) -> list[Tensor]:
+        own = iter(locals_)
+        values = [carried(v, next(own)) if isinstance(v, Tensor) else v for v in flat]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        swapped = dict(zip([f"model.{name}" for name in names], weights))
+        torch.func.functional_call(holder, swapped, (args, kwargs))
+        return [t for t, _ in made]
+
+    holder = Forward()
+    locals_ = [plain(t) for t in flat if isinstance(t, Tensor)]
+    leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in locals_]  # torch asks leaves alone for .grad
+    graph = graph_of(forward, list(weights), *leaves)
+    if run.strayed is not None:
+        raise Unfit("it does not go the way of its plan")
+    if not made:
+        raise Unfit("it returns no tensor")
+    if function := own_function([t for t, _ in made]):
+        raise Unfit(f"the autograd.Function {function} is in it, whose backward a graph would not call")
+    refuse_drawing(graph)
+    hold(graph, weights)
+    return graph, output, [lies for _, lies in made]
+
+
+def carried(given: Tensor, local: Tensor) -> Tensor:
+    """What stands in for an input of the forward."""
+    if not isinstance(given, Sharded):
+        return local
+    t = carry(local, given.at)
+    t.__dict__.update({k: v for k, v in given.__dict__.items() if k == "_dsp_lent"})
+    return t
+
+
+def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return [*{id(t): (name, t) for name, t in named}.values()]
+
+
+def refuse_hooks(runtime: Any) -> None:
+    own = {(id(module), key) for module, *keys in runtime.hooks for key in keys}
+    for name, module in runtime.model.named_modules():
+        if "forward" in module.__dict__ and module is not runtime.model:
+            raise Unfit(f"{name!r} has been given another forward, as by torch.compile or a cache")
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if any((id(module), key) not in own for key in hooks) and module is not runtime.model:
+                raise Unfit(f"{name!r} has a hook, which would run once and never again")
+
+
+def own_function(tensors: Iterable[Tensor]) -> str:
+    """The name of an autograd.Function that these come of and that is no op's; nothing if there is none."""
+    waiting, seen = [t.grad_fn for t in tensors], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not node.name().startswith(OF_AN_OP):
+            return node.name().removesuffix("Backward")
+        waiting += [of for of, _ in node.next_functions]
+    return ""
+
+
+def refuse_drawing(graph: GraphModule) -> None:
+    for node in graph.graph.nodes:
+        op = node.target
+        if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+            continue
+        named = {a.name: a.default_value if a.has_default_value() else 1 for a in op._schema.arguments}
+        given = named | dict(zip(named, node.args)) | node.kwargs
+        if given.get("dropout_p", given.get("p", 1)) and given.get("train", True):
+            raise Unfit(f"it draws random numbers ({op})")
+
+
+def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
+    """Make weights, which are the first arguments of a graph, attributes of it."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for i, (place, weight) in enumerate(zip(places, weights)):
+        name = f"weight_{i}"
+        if isinstance(weight, nn.Parameter):
+            graph.register_parameter(name, weight)
+        else:
+            graph.register_buffer(name, weight)
+        with graph.graph.inserting_before(place):
+            held = graph.graph.get_attr(name)
+        place.replace_all_uses_with(held)
+        graph.graph.erase_node(place)
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())
+    graph.recompile()
+
+
+def collectives(graph: torch.fx.Graph) -> list[Any]:
+    """Those of a graph in their order, with what is alike on all ranks."""
+    found = []
+    for node in graph.nodes:
+        op = node.target
+        if isinstance(op, OpOverload) and op.namespace == "dsp" and op._schema.name.split("::")[1] in COLLECTIVES:
+            found.append((op._schema.name, *(a for a in node.args if isinstance(a, (int, str)))))
+    return found
+
+
+def shapes(graph: torch.fx.Graph) -> list[Any]:
+    """What a compiler may decide by."""
+    return [(str(node.target), [tuple(t.shape) for t in tensors_in(node.meta.get("val"))]) for node in graph.nodes]
+
+
+class Facts:
+    """What a graph takes for given: numbers among the inputs, torch's state, and what the modules of a model hold."""
+
+    def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
+        self.options, self.device, self.outside = options, device, outside(device)
+        self.modules = [(m, {k: copied(v) for k, v in m.__dict__.items()}) for m in model.modules()]
+        self.objects = [dict(m.__dict__) for m in model.modules()]
+
+    def hold(self, options: list[Any]) -> bool:
+        """Whether all is as it was."""
+        try:
+            with Differ():  # what is the same object is never compared
+                return (
+                    self.options == options
+                    and self.outside == outside(self.device)
+                    and all(m.__dict__ == held for m, held in self.modules)
+                )
+        except Exception:  # other tensors, or arrays
+            return False
+
+
+    def restore(self) -> None:
+        """Make all that modules hold what it was."""
+        for (m, held), objects in zip(self.modules, self.objects):
+            for k, v in objects.items():
+                if isinstance(v, list):
+                    v[:] = held[k]
+                elif type(v) in HELD:
+                    v.clear()
+                    v.update(held[k])
+            m.__dict__.clear()
+            m.__dict__.update(objects)
+
+
+def options_of(leaves: Iterable[Any]) -> list[Any]:
+    return [v for v in leaves if not isinstance(v, Tensor)]
+
+
+def outside(device: str) -> tuple[Any, ...]:
+    autocast = torch.is_autocast_enabled(device)
+    return (
+        autocast, autocast and torch.get_autocast_dtype(device), torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+    )  # fmt: skip
+
+
+def copied(held: Any) -> Any:
+    return type(held)(held) if type(held) in HELD else held
+
+
+class Differ(TorchFunctionMode):
+    """Within it no tensor is compared with another."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Unfit("a tensor is another one")

@@ -1,0 +1,52 @@
+"""The outputs of a call: brought to where they are handed out, and handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dsp.gradients import covered_exit
+from dsp.layout import At, Axis
+from dsp.notation import NotationError, StagePattern
+from dsp.run.forward import Run
+from dsp.sharded import plain
+from dsp.tensors import map_tensors, tensors_in
+
+Made = tuple[Tensor, At | bool]  # and where it lies; of a whole one, whether it was gathered
+
+
+def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -> list[Made]:
+    """The tensors of what a forward returned, as this rank hands them out; those that were sharded whole if asked."""
+    found: list[Made] = []
+    for i, t in enumerate(tensors_in(output)):
+        run.where = ("output", i, "output")
+        shard = run.open(t)
+        if shard is None:
+            found.append((t, False))
+        elif gathers:
+            if run.script is not None and i in run.script.outputs:
+                run.copy_first([shard], [run.script.outputs[i]])
+            found.append((run.move(shard, None), True))
+        else:
+            found.append((plain(shard), shard.at))
+    if root is not None and root.explicit_output:
+        for pattern, (t, _) in zip(root.outputs, found):
+            if t.ndim != len(pattern.axes):
+                raise NotationError(f"the model returned shape {tuple(t.shape)}, but its root pattern says '{pattern}'")
+    return found
+
+
+def hand_out(axis: Axis, output: Any, made: Sequence[Made], witness: Any = None) -> Any:
+    """The same output with these tensors; `witness` is a hook for the gradients of all."""
+    finished = []
+    for t, lies in made:
+        if isinstance(lies, At):
+            t = axis.wrap(t, lies.cut, lies.shape, guard=True)
+        elif lies:
+            t = covered_exit(t)
+        if witness is not None and t.requires_grad and t.grad_fn is not None:
+            t.register_hook(witness)
+        finished.append(t)
+    return map_tensors(output, finished)
