@@ -46,7 +46,6 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 )
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
-COMPILERS = (COMPILERS_OWN, "torch._inductor")  # and those of a backend
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
 
@@ -183,7 +182,6 @@ def checkpoint_frame() -> Any:
 
 
 __all__ = [
-    "COMPILERS",
     "COMPILERS_OWN",
     "LEAF",
     "OF_AN_OP",

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from dsp.layout import At, Axis
 from dsp.listening import listening
 from dsp.private import (
-    COMPILERS,
     OF_AN_OP,
     OpOverload,
     _disable_current_modes,
@@ -113,7 +112,9 @@ class Graphs:
             backend = "aot_eager"
         for node in made[0].graph.nodes:
             node.meta.clear()  # of tensors without data
-        return Graph(facts, *made, torch.compile(made[0], fullgraph=True, dynamic=False, backend=backend))
+        # of the method: by the module an error in the graph would come to the compiler, as one of its own
+        compiled = torch.compile(made[0].forward, fullgraph=True, dynamic=False, backend=backend)
+        return Graph(facts, *made, compiled)
 
 
 class Graph:
@@ -138,13 +139,7 @@ class Graph:
     def at_first(self, locals_: list[Tensor]) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is not a leaf Tensor")  # the compiler asks, and hides that
-            try:
-                return self.compiled(*locals_)
-            except Exception as error:
-                if not type(error).__module__.startswith(COMPILERS):
-                    raise
-                log.info("compile: the compiler failed", exc_info=True)
-                raise Unfit(f"the compiler failed: {str(error).strip().splitlines()[0]}") from None
+            return self.compiled(*locals_)
 
 
 def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
@@ -158,7 +153,8 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         raise Unfit("an input is of another type than torch.Tensor")
     if odd := next((v for v in options_of(flat) if type(v) not in SIMPLE), None):
         raise Unfit(f"an input is a {type(odd).__name__}, which may hold anything")
-    names, weights = zip(*unique([*model.named_parameters(), *model.named_buffers()]))
+    held = unique([*model.named_parameters(), *model.named_buffers()])
+    names, weights = [name for name, _ in held], [w for _, w in held]
     if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
         raise Unfit("a weight is of another type than torch.Tensor, as those that fully_shard cuts")
     refuse_hooks(runtime)
@@ -182,14 +178,14 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         own = iter(locals_)
         values = [carried(v, next(own)) if isinstance(v, Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)
-        swapped = dict(zip([f"model.{name}" for name in names], weights))
+        swapped = {f"model.{name}": w for name, w in zip(names, weights)}
         torch.func.functional_call(holder, swapped, (args, kwargs))
         return [t for t, _ in made]
 
     holder = Forward()
     locals_ = [plain(t) for t in flat if isinstance(t, Tensor)]
     leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in locals_]  # torch asks leaves alone for .grad
-    graph = graph_of(forward, list(weights), *leaves)
+    graph = graph_of(forward, weights, *leaves)
     if run.strayed is not None:
         raise Unfit("it does not go the way of its plan")
     if not made:
