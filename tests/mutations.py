@@ -433,6 +433,42 @@ FAULTS = [
         "return torch.stack([near, (t - near).exp().sum(over, keepdim=True)])",
         "test_prover::test_what_a_rule_accepts_is_right",
     ),
+    Fault(
+        "a graph holds whatever numbers come with the inputs",
+        "dsp/run/graph.py",
+        "self.options == options and",
+        "",
+        "test_graph",
+    ),
+    Fault(
+        "a graph holds whatever the modules became",
+        "dsp/run/graph.py",
+        "all(m.__dict__ == held for m, held in self.modules)",
+        "True",
+        "test_graph",
+    ),
+    Fault(
+        "a graph has an autograd.Function, and not its backward",
+        "dsp/run/graph.py",
+        "if function := own_function([t for t, _ in made]):",
+        'if function := "":',
+        "test_graph",
+    ),
+    Fault(
+        "a model keeps what a recording left it, without data",
+        "dsp/run/graph.py",
+        "facts.restore()  # to what has data",
+        "pass",
+        "test_graph",
+    ),
+    Fault(
+        "who raises leaves what was under way",
+        "dsp/run/parallel.py",
+        "            with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good\n"
+        "                run.arrive()\n",
+        "",
+        "test_ahead",
+    ),
 ]
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.layout import Axis
+from dsp.tensors import tensors_in
 
 
 def latte() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
@@ -105,6 +106,11 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
         sent.append(beside(single, m, mesh, kwargs, rounds=2, count=True, **rounding))
     [_, told], [_, planned] = sent
     assert repr(told) == repr(planned)
+    loss = sum(dsp.mean(y.square()) for y in tensors_in(model(**kwargs)))
+    with dsp.count_comm() as comm:  # of what is compiled the backward alone
+        loss.backward()
+    assert comm.backward.bytes["switch"] == planned.backward.bytes["switch"]
+    assert not comm.recompute.bytes
     for way in (torch.no_grad, torch.inference_mode):
         with way():
             for _ in range(3):
@@ -166,7 +172,7 @@ class Mixes(nn.Module):
 
     def __init__(self, does: str = "") -> None:
         super().__init__()
-        self.does, self.times, self.kept = does, 0, torch.ones(())
+        self.does, self.times, self.kept, self.seen = does, 0, torch.ones(()), []
         self.one, self.two = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
         self.drop, self.act = nn.Dropout(0.5), nn.GELU()
         self.cubed = Cubed()
@@ -183,8 +189,8 @@ class Mixes(nn.Module):
         elif self.does == "counts":
             self.times += 1
         elif self.does == "keeps":
-            self.kept = y.detach()
-        return y + torch.softmax(self.two(y), 2) * self.kept.sum() if self.does != "keeps" else y
+            self.seen.append(y.detach())
+        return y + torch.softmax(self.two(y), 2) * self.kept.sum()
 
 
 REFUSED = {
@@ -222,6 +228,7 @@ def refused(mesh: DeviceMesh) -> None:
         finally:
             log.removeFilter(hear)
         assert graphs(model) == [None]
+        assert len(model.seen) == 3 * (does == "keeps")
         heard = [text for text in heard if text.startswith("compile: ")]
         assert axis.rank or (len(heard) == 1 and says in heard[0]), (does, heard)
 
@@ -266,6 +273,13 @@ def anew(mesh: DeviceMesh) -> None:
     run(6)
     model.load_state_dict(single.state_dict())
     run(6)
+    for m in (single, model):
+        m.one.bias.requires_grad_(False)
+    run(7)
+    again = copy.deepcopy(model)
+    single.zero_grad()
+    beside(single, again, mesh, {"x": x}, rounds=3)
+    assert graphs(again) == [1]
 
 
 @pytest.mark.parametrize("n", [3])

@@ -8,6 +8,7 @@ recorded for themselves. A forward that one graph cannot stand for runs as it do
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections import OrderedDict
@@ -55,6 +56,9 @@ class Graphs:
     def __init__(self, model: nn.Module, axis: Axis, backend: str | bool) -> None:
         self.model, self.axis, self.backend = model, axis, "inductor" if backend is True else str(backend)
         self.said = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return Graphs(copy.deepcopy(self.model, memo), self.axis, self.backend)
 
     def which(self, kind: Any, leaves: Sequence[Any]) -> int | None:
         """The number of the graph for a call of a kind, but its first; that of all so far if it is to be recorded now,
@@ -134,7 +138,6 @@ class Graph:
         else:
             made, self.called = self.at_first(locals_), True
         return hand_out(axis, self.output, list(zip(made, self.lies)))
-
 
     def at_first(self, locals_: list[Tensor]) -> Any:
         with warnings.catch_warnings():
@@ -268,8 +271,15 @@ def collectives(graph: torch.fx.Graph) -> list[Any]:
     for node in graph.nodes:
         op = node.target
         if isinstance(op, OpOverload) and op.namespace == "dsp" and op._schema.name.split("::")[1] in COLLECTIVES:
-            found.append((op._schema.name, *(a for a in node.args if isinstance(a, (int, str)))))
+            found.append((op._schema.name, *filter(told, node.args)))
     return found
+
+
+def told(argument: Any) -> bool:
+    """Whether an argument of a node is no other node, nor a list of such."""
+    return isinstance(argument, (int, str)) or (
+        isinstance(argument, (list, tuple)) and all(isinstance(a, int) for a in argument)
+    )
 
 
 def shapes(graph: torch.fx.Graph) -> list[Any]:
@@ -284,19 +294,18 @@ class Facts:
         self.options, self.device, self.outside = options, device, outside(device)
         self.modules = [(m, {k: copied(v) for k, v in m.__dict__.items()}) for m in model.modules()]
         self.objects = [dict(m.__dict__) for m in model.modules()]
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.kinds = [*map(kind_of, self.weights)]
 
     def hold(self, options: list[Any]) -> bool:
         """Whether all is as it was."""
+        if self.outside != outside(self.device) or self.kinds != [*map(kind_of, self.weights)]:
+            return False
         try:
             with Differ():  # what is the same object is never compared
-                return (
-                    self.options == options
-                    and self.outside == outside(self.device)
-                    and all(m.__dict__ == held for m, held in self.modules)
-                )
+                return self.options == options and all(m.__dict__ == held for m, held in self.modules)
         except Exception:  # other tensors, or arrays
             return False
-
 
     def restore(self) -> None:
         """Make all that modules hold what it was."""
@@ -309,6 +318,10 @@ class Facts:
                     v.update(held[k])
             m.__dict__.clear()
             m.__dict__.update(objects)
+
+
+def kind_of(weight: Tensor) -> Any:
+    return weight.requires_grad, weight.dtype, weight.device
 
 
 def options_of(leaves: Iterable[Any]) -> list[Any]:
