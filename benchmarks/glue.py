@@ -2,6 +2,7 @@
 
     python benchmarks/glue.py [--ranks 2] [--frames 16] [--side 32] [--hidden 384] [--layers 4] [--repeat 15]
     python benchmarks/glue.py --tiny        # 4 frames of 8 x 8, hidden 16: host work alone
+    python benchmarks/glue.py --tiny --compile inductor        # the unmodified one as one graph
 
 Both run the same blocks on the same gloo ranks and send the same bytes through the same collective; by hand the forward
 holds plain local tensors, calls the switch itself and slices its conditions itself. Steps (forward and backward) of the
@@ -109,7 +110,7 @@ def worker(rank: int, o: argparse.Namespace, store: str, out: str) -> None:
         "encoder_hidden_states": torch.randn(1, 20, 64, generator=g),
     }
     ours, theirs = build(o), ByHand(build(o), mesh)
-    dsp.parallelize(ours, mesh, STAGES)
+    dsp.parallelize(ours, mesh, STAGES, compile=o.compile)
     sent = []
     for model in (ours, theirs):
         with dsp.count_comm() as comm:
@@ -117,6 +118,7 @@ def worker(rank: int, o: argparse.Namespace, store: str, out: str) -> None:
         sent.append((comm.by_collective(), result))
     assert sent[0][0]["forward"] == sent[1][0]["forward"], sent  # the same traffic
     torch.testing.assert_close(sent[0][1], sent[1][1], rtol=1e-4, atol=1e-4)  # and the same numbers
+    step(ours, kwargs)  # compiles it, if it is to be
     wall: dict[str, list[float]] = {"dsp": [], "by hand": []}
     host: dict[str, list[float]] = {"dsp": [], "by hand": []}
     for _ in range(o.repeat):
@@ -150,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("ranks", 2), ("frames", 16), ("side", 32), ("hidden", 384), ("layers", 4), ("repeat", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compile", default="", help="a backend of torch.compile for dsp.parallelize")
     parser.add_argument("--tiny", action="store_true", help="measure host work alone, on a tiny model")
     o = parser.parse_args()
     if not o.tiny:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import shutil
 import warnings
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from slow import slow
 from test_diffusers_latte import STAGES, build, inputs
@@ -174,6 +176,7 @@ class Mixes(nn.Module):
         super().__init__()
         self.does, self.times, self.kept, self.seen = does, 0, torch.ones(()), []
         self.one, self.two = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+        self.register_buffer("count", torch.zeros(()))
         self.drop, self.act = nn.Dropout(0.5), nn.GELU()
         self.cubed = Cubed()
         self.stages = {"": "x=b s r c -> b s r c", "cubed": "b s r [c]"}
@@ -186,8 +189,18 @@ class Mixes(nn.Module):
             y = checkpoint(self.two, y, use_reentrant=False)
         elif self.does == "function":
             y = self.cubed(y)
-        elif self.does == "counts":
+        elif self.does == "counts" or (self.does == "rank" and dist.get_rank() == 0):
             self.times += 1
+        elif self.does == "buffer":
+            self.count = self.count + 1
+        elif self.does == "data":
+            y = y + self.one(x).data
+        elif self.does == "gradient":
+            y.register_hook(lambda g: g) if y.requires_grad else None
+        elif self.does == "random":
+            random.random()
+        elif self.does == "writes":
+            self.kept.add_(0)
         elif self.does == "keeps":
             self.seen.append(y.detach())
         return y + torch.softmax(self.two(y), 2) * self.kept.sum()
@@ -199,6 +212,13 @@ REFUSED = {
     "function": "the autograd.Function Cube is in it",
     "counts": "it changes what its modules hold",
     "keeps": "it changes what its modules hold",
+    "rank": "",
+    "buffer": "it changes what its modules hold",
+    "writes": "it changes what its modules hold",
+    "data": "it uses Tensor.data",
+    "gradient": "it uses Tensor.register_hook",
+    "random": "it draws random numbers",
+    "bag": "an input is a Bag",
     "hook": "'one' has a hook",
     "forward": "'two' has been given another forward",
     "object": "an input is a SimpleNamespace",
@@ -215,7 +235,8 @@ def refused(mesh: DeviceMesh) -> None:
             model.one.register_forward_hook(lambda *_: None)
         elif does == "forward":
             model.two.forward = partial(type(model.two).forward, model.two)
-        more = {"other": type("SimpleNamespace", (), {})()} if does == "object" else {}
+        objects = {"object": type("SimpleNamespace", (), {}), "bag": type("Bag", (list,), {})}
+        more = {"other": objects[does]()} if does in objects else {}
         dsp.parallelize(model, mesh, compile="eager")
         log.addFilter(hear := lambda record, heard=heard: heard.append(record.getMessage()) or True)
         try:
@@ -285,6 +306,36 @@ def anew(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", [3])
 def test_it_holds_for_what_it_was_recorded_with(ranks, n: int) -> None:
     ranks(anew, n)
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.pos = nn.Linear(6, 6, dtype=torch.float64), nn.Buffer(torch.ones(6, dtype=torch.float64))
+        self.scales = type("Scales", (), {})()
+        self.scales.by = 1.0
+        self.stages = {"": "x=b s c -> b s c"}
+
+    def forward(self, x: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        return (x + self.one(x).softmax(1) * p + q + self.pos) * self.scales.by
+
+
+def told_apart(mesh: DeviceMesh) -> None:
+    """Inputs that were one tensor when they were recorded, or a weight; and what other objects hold."""
+    single = Adds()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
+    x, t = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    for p, q in [(t, t), (t, t), (t, 3 * t), (model.pos, t), (model.pos, t), (2 * model.pos, t)]:
+        torch.testing.assert_close(model(x, p, q), single(x, p, q))
+    assert graphs(model) == [1]
+    for m in (single, model):
+        m.scales.by = 2.0
+    torch.testing.assert_close(model(x, t, t), single(x, t, t))
+    assert graphs(model) == [2]
+
+
+def test_inputs_that_were_one_tensor_are_told_apart(ranks) -> None:
+    ranks(told_apart, 2)
 
 
 def given_up(mesh: DeviceMesh) -> None:

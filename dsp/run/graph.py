@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -25,6 +31,7 @@ from dsp.layout import At, Axis
 from dsp.listening import listening
 from dsp.private import (
     OF_AN_OP,
+    FakeTensor,
     OpOverload,
     _disable_current_modes,
     _get_current_dispatch_mode,
@@ -39,14 +46,15 @@ from dsp.run.glue import active
 from dsp.run.outputs import Made, bring_out, hand_out
 from dsp.sent import COLLECTIVES
 from dsp.sharded import Sharded, carry, plain
-from dsp.tensors import tensors_in
+from dsp.tensors import tensors_in, version
 
 log = logging.getLogger("dsp")
 
 MOST = 8  # graphs of one kind of calls
 ORDERLY = ("eager", "aot_eager")  # backends that leave operations in their order, whatever the sizes
-HELD = (dict, OrderedDict, list, set)  # what modules hold that changes without being another object
+HELD = (dict, OrderedDict, defaultdict, list, set, deque)  # what modules hold that changes without being another object
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
+CHANGES = "it changes what its modules hold"
 SAID = "compile: %s runs as without it, for %s"
 
 
@@ -86,6 +94,8 @@ class Graphs:
         """The output of a call by its graph, which is recorded if there is none yet. Raises Unfit."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         given = [t for t in flat if isinstance(t, Tensor)]
+        if any(type(t) not in (Tensor, nn.Parameter, Sharded) for t in given):
+            raise Unfit("an input is of another type than torch.Tensor")
         if which == len(kind.graphs):
             kind.graphs.append(self.record(runtime, kind, flat, spec))
         return kind.graphs[which](self.axis, [plain(t) for t in given])
@@ -94,8 +104,9 @@ class Graphs:
         runtime.agreement.finish()  # it looks at real tensors
         options, why, made = options_of(flat), "", None
         facts = Facts(self.model, options, self.axis.mesh.device_type)
+        drawn = random.getstate(), np.random.get_state()
         try:
-            with _disable_current_modes(), listening(None):
+            with _disable_current_modes(), listening(None), Watch():
                 made = recorded(runtime, kind, flat, spec)
         except Unfit as reason:
             why = str(reason)
@@ -104,9 +115,15 @@ class Graphs:
             why = f"it cannot be recorded: {type(error).__name__}: {error}"
         if not facts.hold(options):
             facts.restore()  # to what has data
-            why = why or "it changes what its modules hold"
+            why = why or CHANGES
+        elif facts.written():
+            why = why or CHANGES
+        if drawn[0] != random.getstate() or repr(drawn[1]) != repr(np.random.get_state()):
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
+            why = why or "it draws random numbers of Python's or NumPy's"
         # a rank without a graph, or with another one, might make its collectives in another order
-        if not same(self.axis, made and collectives(made[0].graph)):
+        if not same(self.axis, (bool(why), made and collectives(made[0].graph))):
             why = why or "another rank could not record it, or otherwise"
         if made is None or why:
             raise Unfit(why)
@@ -152,9 +169,7 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         raise Unfit("it finds its way by what its tensors hold")
     if script.random_glue or any(step.random for step in script.stages):
         raise Unfit("it draws random numbers")
-    if any(isinstance(v, Tensor) and type(v) not in (Tensor, nn.Parameter, Sharded) for v in flat):
-        raise Unfit("an input is of another type than torch.Tensor")
-    if odd := next((v for v in options_of(flat) if type(v) not in SIMPLE), None):
+    for odd in (v for v in options_of(flat) if type(v) not in SIMPLE):
         raise Unfit(f"an input is a {type(odd).__name__}, which may hold anything")
     held = unique([*model.named_parameters(), *model.named_buffers()])
     names, weights = [name for name, _ in held], [w for _, w in held]
@@ -165,6 +180,7 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
     run.by_graph = True
     output: Any = None
     made: list[Made] = []
+    swapped: dict[str, Tensor] = {}  # weights without data, by name
 
     class Forward(nn.Module):
         def __init__(self) -> None:
@@ -175,19 +191,23 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
             nonlocal output, made
             with active(runtime, run):
                 output = runtime.forward(*args, **kwargs)
+            now = {id(t) for t in (*model.parameters(), *model.buffers())}
+            if any(id(t) not in now for t in swapped.values()):
+                raise Unfit(CHANGES)
             made = bring_out(run, output, runtime.root, runtime.gather_output)
 
     def forward(weights: Sequence[Tensor], *locals_: Tensor) -> list[Tensor]:
         own = iter(locals_)
         values = [carried(v, next(own)) if isinstance(v, Tensor) else v for v in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)
-        swapped = {f"model.{name}": w for name, w in zip(names, weights)}
+        swapped.update((f"model.{name}", w) for name, w in zip(names, weights))
         torch.func.functional_call(holder, swapped, (args, kwargs))
         return [t for t, _ in made]
 
     holder = Forward()
     locals_ = [plain(t) for t in flat if isinstance(t, Tensor)]
-    leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in locals_]  # torch asks leaves alone for .grad
+    # each is one of its own, also where two are the same tensor now; and a leaf, for torch asks those alone for .grad
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in locals_]
     graph = graph_of(forward, weights, *leaves)
     if run.strayed is not None:
         raise Unfit("it does not go the way of its plan")
@@ -195,7 +215,10 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         raise Unfit("it returns no tensor")
     if function := own_function([t for t, _ in made]):
         raise Unfit(f"the autograd.Function {function} is in it, whose backward a graph would not call")
+    for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
+        raise Unfit(f"it returns a {type(odd).__name__}, which may hold anything")
     refuse_drawing(graph)
+    refuse_strangers(graph)
     hold(graph, weights)
     return graph, output, [lies for _, lies in made]
 
@@ -248,6 +271,14 @@ def refuse_drawing(graph: GraphModule) -> None:
             raise Unfit(f"it draws random numbers ({op})")
 
 
+def refuse_strangers(graph: GraphModule) -> None:
+    """Tensors that came neither by the inputs nor with the modules; those that are no weights are constants."""
+    for node in graph.graph.nodes:
+        held = getattr(graph, node.target, None) if node.op == "get_attr" else None
+        if isinstance(held, (nn.Parameter, FakeTensor)):
+            raise Unfit("it uses a weight, or a tensor of its own making, that no module holds")
+
+
 def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
     """Make weights, which are the first arguments of a graph, attributes of it."""
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -294,6 +325,9 @@ class Facts:
         self.options, self.device, self.outside = options, device, outside(device)
         self.modules = [(m, {k: copied(v) for k, v in m.__dict__.items()}) for m in model.modules()]
         self.objects = [dict(m.__dict__) for m in model.modules()]
+        held = [v for m in self.objects for v in m.values()]
+        self.others = attributes(held)
+        self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
         self.weights = [*model.parameters(), *model.buffers()]
         self.kinds = [*map(kind_of, self.weights)]
 
@@ -303,25 +337,29 @@ class Facts:
             return False
         try:
             with Differ():  # what is the same object is never compared
-                return self.options == options and all(m.__dict__ == held for m, held in self.modules)
+                return self.options == options and all(
+                    m.__dict__ == held for m, held in chain(self.modules, self.others)
+                )
         except Exception:  # other tensors, or arrays
             return False
+
+    def written(self) -> bool:
+        """Whether anybody wrote into a tensor that a module holds beside its weights."""
+        return any(version(t) != before for t, before in self.versions)
 
     def restore(self) -> None:
         """Make all that modules hold what it was."""
         for (m, held), objects in zip(self.modules, self.objects):
             for k, v in objects.items():
-                if isinstance(v, list):
-                    v[:] = held[k]
-                elif type(v) in HELD:
+                if type(v) in HELD:
                     v.clear()
-                    v.update(held[k])
+                    (v.update if isinstance(v, (dict, set)) else v.extend)(held[k])
             m.__dict__.clear()
             m.__dict__.update(objects)
 
 
 def kind_of(weight: Tensor) -> Any:
-    return weight.requires_grad, weight.dtype, weight.device
+    return weight.requires_grad, weight.dtype, weight.device, weight.shape
 
 
 def options_of(leaves: Iterable[Any]) -> list[Any]:
@@ -337,7 +375,36 @@ def outside(device: str) -> tuple[Any, ...]:
 
 
 def copied(held: Any) -> Any:
-    return type(held)(held) if type(held) in HELD else held
+    """With copies of containers, and of those in them."""
+    if isinstance(held, dict) and type(held) in HELD:
+        return {k: copied(v) for k, v in held.items()}
+    return type(held)(map(copied, held)) if type(held) in HELD else held
+
+
+def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """What objects hold that are attributes of modules and no modules themselves, such as processors of attention."""
+    own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict)}
+    plain_ = [v for v in own.values() if not isinstance(v, (nn.Module, Tensor, type)) and not callable_alone(v)]
+    return [(v, {k: copied(x) for k, x in v.__dict__.items()}) for v in plain_]
+
+
+def callable_alone(v: Any) -> bool:
+    return isinstance(v, (FunctionType, MethodType, partial))
+
+
+class Watch(TorchFunctionMode):
+    """While it is entered, what a graph would not do again is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in UNSEEN:
+            name = getattr(func, "__name__", "")
+            raise Unfit(f"it uses Tensor.{'data' if name.startswith('__') else name}, which a graph does not see")
+        return func(*args, **(kwargs or {}))
+
+
+UNSEEN = (
+    Tensor.data.__get__, Tensor.data.__set__, Tensor.register_hook, Tensor.retain_grad,  # type: ignore[attr-defined]
+)  # fmt: skip
 
 
 class Differ(TorchFunctionMode):
