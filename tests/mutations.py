@@ -435,16 +435,16 @@ FAULTS = [
     ),
     Fault(
         "a graph holds whatever numbers come with the inputs",
-        "dsp/run/graph.py",
-        "self.options == options and",
-        "",
+        "dsp/run/facts.py",
+        "self.options == options and all(",
+        "all(",
         "test_graph",
     ),
     Fault(
         "a graph holds whatever the modules became",
-        "dsp/run/graph.py",
-        "all(m.__dict__ == held for m, held in self.modules)",
-        "True",
+        "dsp/run/facts.py",
+        "m.__dict__ == held for m, held in chain(self.modules, self.others)",
+        "True for _ in ()",
         "test_graph",
     ),
     Fault(

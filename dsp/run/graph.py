@@ -12,12 +12,8 @@ import copy
 import logging
 import random
 import warnings
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
-from functools import partial
-from itertools import chain
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -41,18 +37,18 @@ from dsp.private import (
     saving_hooks,
 )
 from dsp.run.agreement import same
+from dsp.run.facts import Facts, options_of
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.outputs import Made, bring_out, hand_out
 from dsp.sent import COLLECTIVES
 from dsp.sharded import Sharded, carry, plain
-from dsp.tensors import tensors_in, version
+from dsp.tensors import tensors_in
 
 log = logging.getLogger("dsp")
 
 MOST = 8  # graphs of one kind of calls
 ORDERLY = ("eager", "aot_eager")  # backends that leave operations in their order, whatever the sizes
-HELD = (dict, OrderedDict, defaultdict, list, set, deque)  # what modules hold that changes without being another object
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 CHANGES = "it changes what its modules hold"
 SAID = "compile: %s runs as without it, for %s"
@@ -318,80 +314,6 @@ def shapes(graph: torch.fx.Graph) -> list[Any]:
     return [(str(node.target), [tuple(t.shape) for t in tensors_in(node.meta.get("val"))]) for node in graph.nodes]
 
 
-class Facts:
-    """What a graph takes for given: numbers among the inputs, torch's state, and what the modules of a model hold."""
-
-    def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
-        self.options, self.device, self.outside = options, device, outside(device)
-        self.modules = [(m, {k: copied(v) for k, v in m.__dict__.items()}) for m in model.modules()]
-        self.objects = [dict(m.__dict__) for m in model.modules()]
-        held = [v for m in self.objects for v in m.values()]
-        self.others = attributes(held)
-        self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
-        self.weights = [*model.parameters(), *model.buffers()]
-        self.kinds = [*map(kind_of, self.weights)]
-
-    def hold(self, options: list[Any]) -> bool:
-        """Whether all is as it was."""
-        if self.outside != outside(self.device) or self.kinds != [*map(kind_of, self.weights)]:
-            return False
-        try:
-            with Differ():  # what is the same object is never compared
-                return self.options == options and all(
-                    m.__dict__ == held for m, held in chain(self.modules, self.others)
-                )
-        except Exception:  # other tensors, or arrays
-            return False
-
-    def written(self) -> bool:
-        """Whether anybody wrote into a tensor that a module holds beside its weights."""
-        return any(version(t) != before for t, before in self.versions)
-
-    def restore(self) -> None:
-        """Make all that modules hold what it was."""
-        for (m, held), objects in zip(self.modules, self.objects):
-            for k, v in objects.items():
-                if type(v) in HELD:
-                    v.clear()
-                    (v.update if isinstance(v, (dict, set)) else v.extend)(held[k])
-            m.__dict__.clear()
-            m.__dict__.update(objects)
-
-
-def kind_of(weight: Tensor) -> Any:
-    return weight.requires_grad, weight.dtype, weight.device, weight.shape
-
-
-def options_of(leaves: Iterable[Any]) -> list[Any]:
-    return [v for v in leaves if not isinstance(v, Tensor)]
-
-
-def outside(device: str) -> tuple[Any, ...]:
-    autocast = torch.is_autocast_enabled(device)
-    return (
-        autocast, autocast and torch.get_autocast_dtype(device), torch.get_default_dtype(),
-        torch.is_inference_mode_enabled(),
-    )  # fmt: skip
-
-
-def copied(held: Any) -> Any:
-    """With copies of containers, and of those in them."""
-    if isinstance(held, dict) and type(held) in HELD:
-        return {k: copied(v) for k, v in held.items()}
-    return type(held)(map(copied, held)) if type(held) in HELD else held
-
-
-def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """What objects hold that are attributes of modules and no modules themselves, such as processors of attention."""
-    own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict)}
-    plain_ = [v for v in own.values() if not isinstance(v, (nn.Module, Tensor, type)) and not callable_alone(v)]
-    return [(v, {k: copied(x) for k, x in v.__dict__.items()}) for v in plain_]
-
-
-def callable_alone(v: Any) -> bool:
-    return isinstance(v, (FunctionType, MethodType, partial))
-
-
 class Watch(TorchFunctionMode):
     """While it is entered, what a graph would not do again is refused."""
 
@@ -405,10 +327,3 @@ class Watch(TorchFunctionMode):
 UNSEEN = (
     Tensor.data.__get__, Tensor.data.__set__, Tensor.register_hook, Tensor.retain_grad,  # type: ignore[attr-defined]
 )  # fmt: skip
-
-
-class Differ(TorchFunctionMode):
-    """Within it no tensor is compared with another."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Unfit("a tensor is another one")
