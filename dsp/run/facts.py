@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dsp.plan.skeleton import own_containers
 from dsp.tensors import version
 
-HELD = (dict, OrderedDict, defaultdict, list, set, deque)  # what changes without being another object
+NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
 
 
 class Facts:
@@ -23,7 +23,7 @@ class Facts:
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
-        self.modules = [(m, {k: copied(v) for k, v in m.__dict__.items()}) for m in model.modules()]
+        self.modules = [(m, {k: own_containers(v) for k, v in m.__dict__.items()}) for m in model.modules()]
         self.objects = [dict(m.__dict__) for m in model.modules()]
         held = [v for m in self.objects for v in m.values()]
         self.others = attributes(held)
@@ -51,7 +51,7 @@ class Facts:
         """Make all that modules hold what it was."""
         for (m, held), objects in zip(self.modules, self.objects):
             for k, v in objects.items():
-                if type(v) in HELD:
+                if held[k] is not v:  # a container
                     v.clear()
                     (v.update if isinstance(v, (dict, set)) else v.extend)(held[k])
             m.__dict__.clear()
@@ -74,22 +74,10 @@ def outside(device: str) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def copied(held: Any) -> Any:
-    """With copies of containers, and of those in them."""
-    if isinstance(held, dict) and type(held) in HELD:
-        return {k: copied(v) for k, v in held.items()}
-    return type(held)(map(copied, held)) if type(held) in HELD else held
-
-
 def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """What objects hold that are attributes of modules and no modules themselves, such as processors of attention."""
-    own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict)}
-    plain_ = [v for v in own.values() if not isinstance(v, (nn.Module, Tensor, type)) and not callable_alone(v)]
-    return [(v, {k: copied(x) for k, x in v.__dict__.items()}) for v in plain_]
-
-
-def callable_alone(v: Any) -> bool:
-    return isinstance(v, (FunctionType, MethodType, partial))
+    own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)}
+    return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in own.values()]
 
 
 class Differ(TorchFunctionMode):

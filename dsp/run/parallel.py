@@ -200,8 +200,8 @@ class Runtime:
         kind, fresh = self.kind_of(key, leaves, args, kwargs)
         plan = kind.plan
         graph = None if self.graphs is None or fresh else self.graphs.which(kind, leaves)
-        number = kind.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
-        self.agreement.start(leaves, spec, number, wait=fresh or plan is None)
+        way = kind.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
+        self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
             leave_out(self.model, self.left_out)
             same_weights(self.axis, self.model)
