@@ -207,7 +207,7 @@ def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
     assert len(first[2]) == 1
     assert first[2][0] == (
         "this forward sent 192 B in 2 calls where its plan says 96 B in 1: it called 3 stages, and the plan, which is "
-        "the record of an earlier call, has 2. What it computes is right"
+        "the record of an earlier call, has 2"
     )
     assert first[3] == []
     assert second == [[], [], [], []]  # rank 0 speaks for all
@@ -240,7 +240,7 @@ def own_way(mesh: DeviceMesh) -> list[str]:
 def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
     (told,) = ranks(own_way, 2)[0]
     assert told == (
-        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: it came to gather() where the plan ends. "
+        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing. "
         "What it computes is right"
     )
 

@@ -22,6 +22,7 @@ from dsp.run.parallel import parallelize
 from dsp.signature import Signature, sizes_of_root
 from dsp.slices import TOLERANCE, cast, smaller
 from dsp.tensors import tensors_in
+from dsp.world import World
 
 CALLS = 3  # one of each kind shows nothing: a forward that reads its data is planned from the record of its first
 
@@ -52,7 +53,8 @@ def check(
         agree(axis, model, {"stages": stages if stages is not None else getattr(model, "stages", None)})
     tensors = itertools.chain(model.parameters(), model.buffers(), tensors_in((args, kwargs)))
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})
-    with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+    world = World(model, args, kwargs, data=True, own=[*model.parameters(), *model.buffers()])
+    with world, torch.random.fork_rng(devices=cuda), torch.enable_grad():
         return Check(model, args, kwargs, axis, stages, thorough).run()
 
 

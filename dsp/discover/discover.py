@@ -40,6 +40,7 @@ from dsp.rules import GlueError
 from dsp.slices import Probe, call_part, copies
 from dsp.tensors import remade, tensors_in
 from dsp.text import Moving, number_of
+from dsp.world import World
 
 log = logging.getLogger("dsp")
 
@@ -106,7 +107,8 @@ def discover(
     tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     bare = any(t.is_meta for t in tensors)
-    with Moving("discover", progress) as line, torch.random.fork_rng(devices=cuda):
+    world = World(model, args, kwargs, data=True, own=tensors)
+    with world, Moving("discover", progress) as line, torch.random.fork_rng(devices=cuda):
         for thin in (True, False):  # where layers are not what was taken for granted: all run
             randomness.seed(seed)
             planned, search, root = _searched(model, (args, kwargs), (bare, thin), seed, line.say)

@@ -99,6 +99,7 @@ class Trace:
     same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
     fresh: set[int] = field(default_factory=set)  # glue that may return a view, and made memory of its own
     names: list[str] = field(default_factory=list)  # of all glue operations
+    spare: set[int] = field(default_factory=set)  # glue on tensors that no plan shards
     saves: dict[int, float] | None = None  # per activation checkpoint: the last event that saves, if that is known
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages

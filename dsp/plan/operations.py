@@ -47,6 +47,7 @@ class Operations(Values):
         self.same: set[int] = set()
         self.fresh: set[int] = set()
         self.names: list[str] = []  # of all glue operations
+        self.spare: set[int] = set()  # those of them that no value enters
         self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
 
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
@@ -57,6 +58,8 @@ class Operations(Values):
         op = Operation(index, name, args, kwargs, self.n, written, tracked, [self.sym(t) for t in tracked])
         if written and tracked and (edges := self.edges_of(tracked[0], op.syms[0])) is not None:
             edges.add(overwritten(tracked[0]))
+        if not op.values:
+            self.spare.add(index)
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
             self.note_compiled()
@@ -118,6 +121,7 @@ class Operations(Values):
         choices = [Choice((), (k,), rank=int(is_batch(k)), way=Way(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name))
+        self.spare.discard(op.index)
 
     def glue(self, op: Operation, out: Any) -> None:
         op.outputs = tensors_in(out)

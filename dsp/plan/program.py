@@ -99,6 +99,7 @@ class Program:
         t = self.trace
         copies, same, fresh = map(frozenset, (t.copies, t.same, t.fresh))
         script = Script({}, [], {}, t.random_glue, copies, same=same, fresh=fresh, names=tuple(t.names))
+        script.spare = frozenset(t.spare)
         script.compiled = bool(t.compiled)
         for param, v in t.inputs.items():
             script.inputs[param] = self.cut(v, self.entry.get(v))

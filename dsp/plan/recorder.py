@@ -224,6 +224,7 @@ class Recorder(Operations):
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.random_glue,
             resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
+            spare=self.spare,
             sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled],
         )  # fmt: skip
 

@@ -52,6 +52,7 @@ class Script:
     same: frozenset[int] = frozenset()  # glue that returns its first argument as it is, such as contiguous
     fresh: frozenset[int] = frozenset()  # glue that may return a view, and makes memory of its own
     names: tuple[str, ...] = ()  # of all glue operations, those without a step too
+    spare: frozenset[int] = frozenset()  # glue on tensors that no plan shards: a run may have more of it, or less
     compiled: bool = False  # whether something between stages was compiled, which is put aside
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known

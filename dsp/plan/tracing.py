@@ -25,13 +25,33 @@ from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
 from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor
+from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
 from dsp.stance import Followed
 from dsp.tensors import edge, remade, tensors_in
+from dsp.world import World
 
 AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
+
+
+KEPT = (
+    "met a tensor without data: something that outlives a call, and that no attribute, closure, global name or "
+    "functools cache of the model's own code leads to, kept it when the forward was planned on fake tensors. Call the "
+    "bare model once before dsp plans it, so that it keeps real ones"
+)
+
+
+class Fakes(FakeTensorMode):
+    """The tensors without data of one forward; when that is over, no operation takes them any more."""
+
+    over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.over:
+            raise GlueError(f"{func._schema.name.partition('::')[2].strip('_')}() {KEPT}")
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 @dataclass(frozen=True)
@@ -68,11 +88,14 @@ def trace(
 
     how: see `How`.
     """
-    longest, found = 0, None
+    longest, found, real = 0, None, how.get("real", False)
+    own = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
     for again in range(AGAIN, -1, -1):
         loaded = compiler_loaded()
         try:
-            found = Rehearsal(model, stages, How(**how)).run(root, args, kwargs, n, (longest, bool(again)))
+            with World(model, args, kwargs, data=real, own=own):
+                with Rehearsal(model, stages, How(**how)) as rehearsal:
+                    found = rehearsal.run(root, args, kwargs, n, (longest, bool(again)))
             break
         except Longer as longer:  # what is long beside that is known only now
             longest = longer.nbytes // SHORT
@@ -90,7 +113,7 @@ class Rehearsal:
 
     def __init__(self, model: nn.Module, stages: list[Stage], how: How) -> None:
         self.model, self.stages, self.how = model, stages, how
-        self.mode: Any = nullcontext() if how.real else FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode: Any = nullcontext() if how.real else Fakes(allow_non_fake_inputs=True)
         self.fakes: dict[int, Tensor] = {}
         # autocast keeps the weights it has cast, so that a call does less than one before it
         twins = how.twins and not how.real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -99,6 +122,13 @@ class Rehearsal:
         self.staged = {id(m) for stage in stages for m in stage.module.modules()}
         skeleton = Skeleton(lambda t: self.fakes.setdefault(id(t), self.fake(t)), first, self.staged)
         self.clone, self.memo = skeleton.of(model), skeleton.memo
+
+    def __enter__(self) -> Rehearsal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if isinstance(self.mode, Fakes):
+            self.mode.over = True
 
     def fake(self, t: Tensor) -> Tensor:
         kind = self.how.kind(t)

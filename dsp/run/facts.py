@@ -24,8 +24,7 @@ class Facts:
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
         self.modules = [(m, {k: own_containers(v) for k, v in m.__dict__.items()}) for m in model.modules()]
-        self.objects = [dict(m.__dict__) for m in model.modules()]
-        held = [v for m in self.objects for v in m.values()]
+        held = [v for m in model.modules() for v in m.__dict__.values()]
         self.others = attributes(held)
         self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
         self.weights = [*model.parameters(), *model.buffers()]
@@ -46,16 +45,6 @@ class Facts:
     def written(self) -> bool:
         """Whether anybody wrote into a tensor that a module holds beside its weights."""
         return any(version(t) != before for t, before in self.versions)
-
-    def restore(self) -> None:
-        """Make all that modules hold what it was."""
-        for (m, held), objects in zip(self.modules, self.objects):
-            for k, v in objects.items():
-                if held[k] is not v:  # a container
-                    v.clear()
-                    (v.update if isinstance(v, (dict, set)) else v.extend)(held[k])
-            m.__dict__.clear()
-            m.__dict__.update(objects)
 
 
 def kind_of(weight: Tensor) -> Any:

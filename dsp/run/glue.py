@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from dsp.layout import Cut
 from dsp.listening import listening
 from dsp.moves import Part
+from dsp.plan.script import Script
+from dsp.plan.tracing import KEPT
 from dsp.private import (
     FakeTensor,
     _get_current_function_mode,
@@ -59,13 +61,6 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
     finally:
         ACTIVE.reset(token)
         run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
-
-
-KEPT = (
-    "met a tensor without data: something that outlives a call, such as functools.lru_cache or a global dict, kept it "
-    "when the forward was planned on fake tensors. Call the bare model once before dsp plans it, so that it keeps real "
-    "ones"
-)
 
 
 PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
@@ -130,17 +125,39 @@ class Glue(TorchFunctionMode):
         if self.uncounted:
             return self.operate(-1, func, what, args, kwargs, types)
         index, script = run.glue_index, run.script
-        run.glue_index += 1
         if script is not None and run.strayed is None:
-            if index >= len(script.names) or script.names[index] != what.name:
-                run.strayed = ("glue", index, what.name), script.names[index] if index < len(script.names) else None
-            elif index in script.same and isinstance(first := tensor_args(args, kwargs)[0], Sharded):
+            other = index >= len(script.names) or script.names[index] != what.name
+            if other or (index in script.spare and dtensors(args, kwargs)):
+                index = self.aligned(script, index, what.name, args, kwargs)
+            if index in script.same and isinstance(first := tensor_args(args, kwargs)[0], Sharded):
+                run.glue_index = index + 1
                 return first  # of a part it might be a copy, as of one that is not contiguous
+        if index >= 0:
+            run.glue_index = index + 1
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             args = args if what.kind is None else without_kind(args, what.kind)
             run.observe("record", index, what.name, args, kwargs, out, what.changing)
         return out
+
+    def aligned(self, script: Script, index: int, name: str, args: Any, kwargs: Any) -> int:
+        """The place in its script of an operation that is not the next one there; -1 for one that has none.
+
+        What is done to whole tensors that no plan shards may be done in one call and not in another, as a table is made
+        in the first alone. Otherwise the run has left its script.
+        """
+        whole, names = not dtensors(args, kwargs), script.names
+        at = index
+        while at < len(names) and not (names[at] == name and (whole or at not in script.spare)):
+            if at not in script.spare:
+                break
+            at += 1
+        if at < len(names) and names[at] == name:
+            return at
+        if whole:
+            return -1
+        self.run.strayed = ("glue", index, name), names[index] if index < len(names) else None
+        return index
 
     def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""

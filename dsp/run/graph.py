@@ -44,6 +44,7 @@ from dsp.run.outputs import Made, bring_out, hand_out
 from dsp.sent import COLLECTIVES
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import tensors_in
+from dsp.world import World
 
 log = logging.getLogger("dsp")
 
@@ -101,22 +102,19 @@ class Graphs:
         options, why, made = options_of(flat), "", None
         facts = Facts(self.model, options, self.axis.mesh.device_type)
         drawn = random.getstate(), np.random.get_state()
-        try:
-            with _disable_current_modes(), listening(None), Watch():
-                made = recorded(runtime, kind, flat, spec)
-        except Unfit as reason:
-            why = str(reason)
-        except Exception as error:
-            log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
-            why = f"it cannot be recorded: {type(error).__name__}: {error}"
-        if not facts.hold(options):
-            facts.restore()  # to what has data
-            why = why or CHANGES
-        elif facts.written():
-            why = why or CHANGES
-        if drawn[0] != random.getstate() or repr(drawn[1]) != repr(np.random.get_state()):
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+        with World(self.model, flat):
+            try:
+                with _disable_current_modes(), listening(None), Watch():
+                    made = recorded(runtime, kind, flat, spec)
+            except Unfit as reason:
+                why = str(reason)
+            except Exception as error:
+                log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
+                why = f"it cannot be recorded: {type(error).__name__}: {error}"
+            drew = drawn[0] != random.getstate() or repr(drawn[1]) != repr(np.random.get_state())
+            if not facts.hold(options) or facts.written():
+                why = why or CHANGES
+        if drew:
             why = why or "it draws random numbers of Python's or NumPy's"
         # a rank without a graph, or with another one, might make its collectives in another order
         if not same(self.axis, (bool(why), made and collectives(made[0].graph))):

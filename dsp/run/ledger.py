@@ -1,7 +1,8 @@
 """Does a run send what its plan says? Counted where collectives are made, at the cost of an addition for each.
 
 A plan is made without the run, so it may be wrong of it: a forward that went another way, or moves that the plan did
-not foresee. Numbers and gradients are right all the same; but what was promised is not kept, and that is said, once.
+not foresee. What was promised is not kept then, and that is said, once; where the run went the way of its plan, with a
+sentence that its numbers are right.
 
 A forward is judged when it ends. What is sent on the way back, and what a checkpoint sends again there, is counted by
 the pass of backward, whoever calls it in whichever thread, and judged when that pass ends.
@@ -74,7 +75,7 @@ class Word:
             return ""
         return (
             f"{SAID[phase]} sent {human(made.bytes)} in {made.calls} calls where its plan says {human(planned.bytes)} "
-            f"in {planned.calls}: {astray or first(phase, made, planned)}. {RIGHT}"
+            f"in {planned.calls}: " + (astray or f"{first(phase, made, planned)}. {RIGHT}")
         )
 
 

@@ -26,14 +26,14 @@ from dsp.plan.make import make_plan, stages_of
 from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
-from dsp.plan.tracing import trace
+from dsp.plan.tracing import KEPT, trace
 from dsp.private import COMPILERS_OWN, compiler_loaded, maybe_current_level, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run, Unfit
-from dsp.run.glue import KEPT, active
+from dsp.run.glue import active
 from dsp.run.graph import Graph, Graphs
 from dsp.run.hooks import leave_out, settle
 from dsp.run.inputs import (
@@ -108,7 +108,8 @@ class Kind:
     """What is known of calls whose inputs have one signature, of which `number` is made.
 
     sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
-    told: what was said of runs that send other than planned. graphs: those of ``compile``.
+    told: what was said of runs that send other than planned. graphs: those of ``compile``. astray: the key of a plan
+    that a run left, until the next call makes another one; anew: whether one has been made so.
     """
 
     number: int
@@ -117,6 +118,8 @@ class Kind:
     asks: bool
     places: list[Place] | None = None
     told: str = ""
+    astray: str = ""
+    anew: bool = False
     graphs: list[Graph] | None = field(default_factory=list)  # None: none can be made
 
 
@@ -252,8 +255,11 @@ class Runtime:
             if run.account is not None:
                 run.account.end()
             if plan is not None and run.strayed and not plan.script.recorded:
-                # a cache that was filled, a branch: the next call is recorded, and those after it follow the record
-                kind.plan = None
+                # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
+                if kind.anew:
+                    kind.plan = None
+                else:
+                    kind.astray = plan.script.key()
             return output
         except Exception as error:
             with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
@@ -295,7 +301,13 @@ class Runtime:
         kind = self.kinds.get(key)
         if kind is not None:
             self.kinds.move_to_end(key)
-            return kind, False
+            if not kind.astray:
+                return kind, False
+            plan, left = self.make_plan(args, kwargs), kind.astray
+            kind.plan, kind.astray, kind.anew, kind.graphs = None, "", True, []
+            if plan is not None and plan.script.key() != left:
+                kind.plan, kind.places = plan, None
+            return kind, True
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
         plan = self.make_plan(args, kwargs)
         kind = Kind(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)

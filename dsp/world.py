@@ -1,0 +1,244 @@
+"""The Python state that a model's code can reach, and its return to what it was.
+
+A forward may keep what it makes: an object that holds a table, a closure, a functools cache, a dict of a module, a
+counter. Where dsp runs a forward for itself, to plan or to check, nobody may find what that run left there: tensors
+without data, or of another dtype. A `World` knows, before such a run, all that the code of a model names and what that
+holds in turn, and puts it back after it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import random
+import sys
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+from torch import Tensor, nn
+
+# packages whose own state no forward of a user changes in a way that counts
+LIBRARIES = frozenset(
+    {"torch", "numpy", "dsp", "einops", "triton", "huggingface_hub", "omegaconf", "tqdm", *sys.stdlib_module_names}
+)
+HOLDERS = (SimpleNamespace, UserDict, WeakKeyDictionary, WeakValueDictionary)  # the standard library's, for others
+ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), BuiltinFunctionType})
+CONTAINERS = (dict, list, set, deque)
+ALWAYS = frozenset("forward __call__ __init__ __getattr__ __getitem__ __enter__ __exit__ __iter__ __len__".split())
+LONG = 100_000  # entries of a container that are looked into
+MISSING = object()
+METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod, GetSetDescriptorType)
+CACHED = type(functools.lru_cache(lambda: None))
+
+
+class World:
+    """The state that the code and the attributes of `roots` reach; as a context manager it restores that at its end.
+
+    data: whether also the numbers of tensors are restored, where they were written in place; single numbers always are,
+    which a forward without data writes, too. Not those of `own`: parameters and buffers of models that run as copies.
+    """
+
+    def __init__(self, *roots: Any, data: bool = False, own: Iterable[Tensor] = ()) -> None:
+        self.data, self.seen = data, {id(t): t for t in own}
+        self.undo: list[Callable[[], None]] = []
+        self.names, self.classes = set(ALWAYS), list[dict[str, Any]]()  # what code that was reached asks objects for
+        waiting = deque(roots)
+        while waiting:
+            found = waiting.popleft()
+            if type(found) not in ATOMS and id(found) not in self.seen:
+                self.seen[id(found)] = found
+                waiting.extend(self.hold(found))
+
+    def __enter__(self) -> World:
+        self.drawn = random.getstate(), np.random.get_state()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        random.setstate(self.drawn[0])
+        np.random.set_state(self.drawn[1])
+        for undo in self.undo:
+            undo()
+
+    def hold(self, it: Any) -> Iterator[Any]:
+        """Remember what `it` holds; yields what may hold more."""
+        if isinstance(it, Tensor):
+            if (self.data or it.numel() == 1) and not it.is_meta:
+                self.undo.append(functools.partial(rewritten, it, it._version, it.detach().clone()))
+        elif isinstance(it, (tuple, frozenset)):
+            yield from it
+        elif isinstance(it, (FunctionType, MethodType, functools.partial, CACHED, CodeType)):
+            yield from self.hold_callable(it)
+        elif isinstance(it, (property, functools.cached_property, staticmethod, classmethod)):
+            yield from (getattr(it, name, None) for name in ("fget", "fset", "func", "__func__"))
+        elif isinstance(it, type):
+            if not of_library(it):
+                yield from self.hold_class(it)
+        elif isinstance(it, CellType):
+            self.undo.append(functools.partial(refilled, it, contents(it)))
+            yield contents(it)
+        elif isinstance(it, ContextVar):
+            self.undo.append(functools.partial(bound_again, it, it.get(MISSING)))
+            yield it.get(None)
+        elif not isinstance(it, ModuleType):
+            yield from self.hold_object(it)
+
+    def hold_callable(self, it: Any) -> Iterator[Any]:
+        if isinstance(it, MethodType):
+            yield from (it.__self__, it.__func__)
+        elif isinstance(it, functools.partial):
+            yield from (it.func, it.args, it.keywords)
+        elif isinstance(it, CACHED):
+            if not of_library(it):
+                self.undo.append(functools.partial(emptied, it, it.cache_info().misses))
+                yield it.__wrapped__
+        elif not of_library(it):
+            yield from it.__closure__ or ()
+            yield from (it.__defaults__, it.__kwdefaults__, it.__dict__)
+            yield from self.hold_globals(it.__globals__, it.__code__)
+
+    def hold_globals(self, scope: dict[str, Any], code: CodeType) -> Iterator[Any]:
+        """What the code of a function names: globals, what it takes of modules, and methods of any class."""
+        names, waiting = set[str](), [code]
+        while waiting:
+            now = waiting.pop()
+            names.update(now.co_names)
+            waiting += [c for c in now.co_consts if isinstance(c, CodeType)]
+        for name in names:
+            value = scope.get(name, MISSING)
+            if value is not MISSING or not hasattr(builtins, name):
+                self.undo.append(functools.partial(rebound, scope, name, value))
+            if isinstance(value, ModuleType):
+                if not of_library(value):
+                    yield from self.hold_names(value.__dict__, names)
+            else:
+                yield value
+        new = names - self.names
+        self.names |= new
+        for held in self.classes if new else ():
+            yield from (held[name] for name in new & held.keys())
+
+    def hold_names(self, scope: dict[str, Any], names: Iterable[str]) -> Iterator[Any]:
+        for name in names:
+            if name in scope:
+                self.undo.append(functools.partial(rebound, scope, name, scope[name]))
+                yield scope[name]
+
+    def hold_class(self, it: type) -> Iterator[Any]:
+        held = dict(it.__dict__)
+        self.undo.append(functools.partial(redefined, it, held))
+        self.classes.append(held)
+        yield from (held[name] for name in self.names & held.keys())
+        yield from (v for v in held.values() if not isinstance(v, METHODS))
+        yield from it.__bases__
+
+    def hold_object(self, it: Any) -> Iterator[Any]:
+        if isinstance(it, CONTAINERS):
+            if len(it) <= LONG:
+                yield from it.values() if isinstance(it, dict) else it
+            self.undo.append(functools.partial(refilled_container, it, entries(it)))
+        kind = type(it)
+        if of_library(kind) and not isinstance(it, (nn.Module, *HOLDERS)):
+            return
+        yield kind
+        state = getattr(it, "__dict__", None)
+        if isinstance(state, dict):
+            yield state
+        for name in (n for c in kind.__mro__ for n in slots(c)):
+            with suppress(AttributeError):
+                value = getattr(it, name, MISSING)
+                self.undo.append(functools.partial(reset, it, name, value))
+                yield value
+
+
+def of_library(it: Any) -> bool:
+    name = it.__name__ if isinstance(it, ModuleType) else getattr(it, "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] in LIBRARIES
+
+
+def slots(kind: type) -> Iterable[str]:
+    own = kind.__dict__.get("__slots__", ())
+    return [n for n in ((own,) if isinstance(own, str) else own) if n not in ("__dict__", "__weakref__")]
+
+
+def contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return MISSING
+
+
+def refilled(cell: CellType, value: Any) -> None:
+    if contents(cell) is value:
+        return
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+def bound_again(var: ContextVar[Any], value: Any) -> None:
+    if var.get(MISSING) is not value:
+        var.set(None if value is MISSING else value)
+
+
+def rebound(scope: dict[str, Any], name: str, value: Any) -> None:
+    if scope.get(name, MISSING) is value:
+        return
+    if value is MISSING:
+        del scope[name]
+    else:
+        scope[name] = value
+
+
+def emptied(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:  # what it keeps cannot be told apart
+        cache.cache_clear()
+
+
+def redefined(kind: type, held: dict[str, Any]) -> None:
+    now = dict(kind.__dict__)
+    for name in now.keys() | held.keys():
+        with suppress(AttributeError, TypeError):
+            if name not in held:
+                delattr(kind, name)
+            elif now.get(name, MISSING) is not held[name]:
+                setattr(kind, name, held[name])
+
+
+def reset(it: Any, name: str, value: Any) -> None:
+    if getattr(it, name, MISSING) is not value:
+        with suppress(AttributeError, TypeError):
+            delattr(it, name) if value is MISSING else setattr(it, name, value)
+
+
+def entries(it: Any) -> list[Any]:
+    return list(it.items() if isinstance(it, dict) else it)
+
+
+def refilled_container(it: Any, held: list[Any]) -> None:
+    now, pairs = entries(it), isinstance(it, dict)
+    if len(now) != len(held) or any(
+        a is not b and not (pairs and a[0] is b[0] and a[1] is b[1]) for a, b in zip(now, held)
+    ):
+        it.clear()
+        (it.update if isinstance(it, (dict, set)) else it.extend)(held)
+
+
+def rewritten(t: Tensor, version: int, numbers: Tensor) -> None:
+    if t._version != version:
+        t.detach().copy_(numbers)
