@@ -36,6 +36,9 @@ def generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+EVERY = 0.1  # seconds between two states of a line that moves
+
+
 class Moving:
     """A line on stderr that says how far a long job is: on a terminal, or where `shown` asks for it."""
 
@@ -49,7 +52,7 @@ class Moving:
 
     def say(self, text: str) -> None:
         now = time.monotonic()
-        if self.shown and now - self.told > 0.1:
+        if self.shown and now - self.told >= EVERY:
             self.told = now
             line = f"{self.job}: {text}, {now - self.began:.0f} s"
             print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)

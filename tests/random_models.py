@@ -57,6 +57,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import dsp
 from dsp.plan.table import Plan
+from dsp.private import FakeTensor
 
 PATIENCE = int(os.environ.get("DSP_TEST_PATIENCE", "90"))  # seconds that a rank waits for another
 TOLERANCE = 1e-9
@@ -121,7 +122,7 @@ class Count(dsp.count_comm):
             else:
                 events.append(now.bytes.total() - sent)
         if not any(r.alias_info for r in func._schema.returns) and func.namespace != "c10d":
-            own = [t for t in made if not (t.is_meta or isinstance(t, DTensor))]  # the former to plan
+            own = [t for t in made if not (t.is_meta or isinstance(t, (DTensor, FakeTensor)))]  # but for those to plan
             self.largest = max([self.largest, *(t.nbytes for t in own)])
             self.memory += [(StorageWeakRef(t.untyped_storage()), str(func)) for t in own]
         return out

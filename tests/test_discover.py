@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -488,7 +489,8 @@ def test_the_same_seed_finds_the_same() -> None:
     assert found("Grid") == dsp.discover(build("Grid"), kwargs=inputs("Grid"), seed=7)
 
 
-def test_progress_and_cost_are_told(caplog, capsys) -> None:
+def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("dsp.text.EVERY", 0)  # also on a fast machine
     with caplog.at_level(logging.INFO, logger="dsp"):
         dsp.discover(build("Branches"), kwargs=inputs("Branches"), progress=True)
     runs = next(m for m in caplog.messages if "runs of submodules on slices" in m)
@@ -514,10 +516,11 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_of_layers_alike_two_run(device: str) -> None:
     model = Alternating([2, 1, 2, 1, 2]).to(device)
-    called: list[int] = []
+    heard = SimpleQueue[int]()  # which discover does not put back
     for n, block in enumerate(model.blocks):
-        block.norm.register_forward_pre_hook(lambda *_, n=n: called.append(n))
+        block.norm.register_forward_pre_hook(lambda *_, n=n: heard.put(n))
     stages = dsp.discover(model, torch.randn(2, 7, 5, C, device=device))
+    called = [heard.get() for _ in range(heard.qsize())]
     assert stages == {
         "": "x=b t s c -> b t s c", **{f"blocks.{n}": "b [t] s [c]" if n % 2 else "b t [s c]" for n in range(5)},
     }  # fmt: skip

@@ -240,8 +240,8 @@ def own_way(mesh: DeviceMesh) -> list[str]:
 def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
     (told,) = ranks(own_way, 2)[0]
     assert told == (
-        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing. "
-        "What it computes is right"
+        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of "
+        "nothing. What it computes is right"
     )
 
 

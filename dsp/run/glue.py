@@ -129,11 +129,12 @@ class Glue(TorchFunctionMode):
             other = index >= len(script.names) or script.names[index] != what.name
             if other or (index in script.spare and dtensors(args, kwargs)):
                 index = self.aligned(script, index, what.name, args, kwargs)
-            if index in script.same and isinstance(first := tensor_args(args, kwargs)[0], Sharded):
-                run.glue_index = index + 1
-                return first  # of a part it might be a copy, as of one that is not contiguous
         if index >= 0:
             run.glue_index = index + 1
+        if script is not None and run.strayed is None and index in script.same:
+            first = tensor_args(args, kwargs)[0]
+            if isinstance(first, Sharded):
+                return first  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
             args = args if what.kind is None else without_kind(args, what.kind)
@@ -147,16 +148,15 @@ class Glue(TorchFunctionMode):
         in the first alone. Otherwise the run has left its script.
         """
         whole, names = not dtensors(args, kwargs), script.names
-        at = index
-        while at < len(names) and not (names[at] == name and (whole or at not in script.spare)):
+        for at in range(index, len(names)):
+            if names[at] == name and (whole or at not in script.spare):
+                return at
             if at not in script.spare:
                 break
-            at += 1
-        if at < len(names) and names[at] == name:
-            return at
         if whole:
             return -1
-        self.run.strayed = ("glue", index, name), names[index] if index < len(names) else None
+        if index >= len(names) or names[index] != name:  # else it asks a sharded one for its shape alone, as new_zeros
+            self.run.strayed = ("glue", index, name), names[index] if index < len(names) else None
         return index
 
     def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
