@@ -15,7 +15,7 @@ inside signature stages slices
 rules plan run check discover embedded
 """.split()
 ROOMS = {
-    "planner": "problem facts elimination sweep",
+    "planner": "problem facts loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
     "plan": """script events places skeleton watch operation names values operations recorder twins tracer tracing reads

@@ -18,11 +18,13 @@ the ops in order and carries along what is held. Nothing here knows tensors: byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from dsp.planner.elimination import MADE, Elimination
 from dsp.planner.facts import Facts
+from dsp.planner.loops import loops
 from dsp.planner.problem import (
     FUSE,
     MOVES,
@@ -59,19 +61,20 @@ def solve(problem: Problem) -> Solution:
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
     facts, capacity = Facts(problem), problem.capacity
-    solution = Elimination(facts).solve(MADE)
+    solution, same = Elimination(facts).solve(MADE), None
     if solution is None:
         facts.settle()
-        solution = Elimination(facts).solve()
+        same = loops(problem)
+        solution = Elimination(facts, same).solve()
     solution = solution or Sweep(facts, inf).solve()
-    for found in (_lean(facts, solution), solution):
+    for found in (_lean(facts, solution, same), solution):
         if found is not None and (capacity is None or found.peak <= capacity):
             return found
     assert capacity is not None
     return Sweep(Facts(problem), capacity).solve()
 
 
-def _lean(facts: Facts, best: Solution) -> Solution | None:
+def _lean(facts: Facts, best: Solution, same: Sequence[int] | None) -> Solution | None:
     """A plan of no more bytes than the best, nor of more batch, in which nothing long is whole that need not be.
 
     Long is more than a rank's share of the longest value. Calls come second then: two gathers over two ranks are the
@@ -83,7 +86,7 @@ def _lean(facts: Facts, best: Solution) -> Solution | None:
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None
     facts.narrow(limit)
-    found = Elimination(facts).solve()
+    found = Elimination(facts, same).solve()
     if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
         return None
     return replace(found, exact=best.exact)

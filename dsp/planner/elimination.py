@@ -28,10 +28,12 @@ class Elimination:
     Then every copy may stay, so what a value costs follows from where it starts and from the set of all layouts ever
     asked of it. The whole is a sum of terms, each in the choices of a few ops, and eliminating one choice after another
     minimizes it. Nothing is lost that way, and a skip across the network is no harder than one to the next op.
+
+    same: of each op the one whose choice it takes, see `dsp.planner.loops`; by default each its own.
     """
 
-    def __init__(self, facts: Facts):
-        self.facts = facts
+    def __init__(self, facts: Facts, same: Sequence[int] | None = None):
+        self.facts, self.same = facts, same or range(len(facts.runs))
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
     def solve(self, most: float = ENOUGH) -> Solution | None:
@@ -42,49 +44,56 @@ class Elimination:
         best, rows = _minimize(self.tables(), most)
         if best is None:
             return None
-        choices = [best[k] for k in range(len(self.facts.runs))]
-        return self.facts.solution(choices, *self.moves(choices), exact=True, states=rows)
+        choices = [best[k] for k in self.same]
+        exact = all(k == own for k, own in enumerate(self.same))
+        return self.facts.solution(choices, *self.moves(choices), exact=exact, states=rows)
 
     def tables(self) -> list[_Table]:
         """The terms. Variable k is the choice of op k; those beyond are a value's state between two of its uses."""
         facts = self.facts
         tables: list[_Table] = [
-            ((k,), {(choice,): (run.cost, run.largest) for choice, run in runs.items()})
+            ((self.same[k],), {(choice,): (run.cost, run.largest) for choice, run in runs.items()})
             for k, runs in enumerate(facts.runs)
         ]
         variables = count(len(facts.runs))
-        uses_of: list[list[int]] = [[] for _ in facts.problem.values]
+        uses_of: list[dict[int, dict[int, Copies]]] = [{} for _ in facts.problem.values]  # by op and choice: what it needs
         for k, op in enumerate(facts.problem.ops):
             for v in dict.fromkeys(op.inputs):
-                uses_of[v].append(k)
+                needs = uses_of[v].setdefault(self.same[k], {i: frozenset() for i in facts.runs[k]})
+                for i, run in facts.runs[k].items():
+                    needs[i] = needs.get(i, frozenset()) | run.needs[v]
         for v, value in enumerate(facts.problem.values):
             if facts.whole(v):
                 continue  # there on every rank: any copy of it is a split, for nothing
             scope: tuple[int, ...] = ()
             rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}
             if facts.producer[v] >= 0:
-                scope = (facts.producer[v],)
-                rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[scope[0]].items()}
-            uses = uses_of[v]
+                scope = (self.same[facts.producer[v]],)
+                rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[facts.producer[v]].items()}
+            uses = list(uses_of[v])
             later = [frozenset[Layout]() for _ in uses]
             for i in range(len(uses) - 1, 0, -1):
-                later[i - 1] = later[i].union(*(run.needs[v] for run in facts.runs[uses[i]].values()))
+                later[i - 1] = later[i].union(*uses_of[v][uses[i]].values())
             for k, ahead in zip(uses, later):
+                own = (k,) if k not in scope else ()  # a step of a loop may read what the one before it made
                 same: dict[Any, _Asked] = {}  # of states after which all costs the same, the first
                 table: dict[_Row, tuple[int, int]] = {}
                 after: dict[_Row, _Asked] = {}
-                for (row, (starts, asked)), (choice, run) in product(rows.items(), facts.runs[k].items()):
-                    state = starts, asked | run.needs[v]
+                for (row, (starts, asked)), (choice, needs) in product(rows.items(), uses_of[v][k].items()):
+                    if not own and row[scope.index(k)] != choice:
+                        continue
+                    row += (choice,) * len(own)
+                    state = starts, asked | needs
                     cost, relay, *_ = self.total(facts.shapes[v], *state)
                     cost -= self.total(facts.shapes[v], starts, asked)[0]
                     if k == uses[-1]:
-                        table[row + (choice,)] = cost, relay  # only now is it settled which copies are made
+                        table[row] = cost, relay  # only now is it settled which copies are made
                     else:
                         state = same.setdefault(self.outlook(facts.shapes[v], *state, ahead), state)
-                        table[row + (choice, state)] = cost, 0
+                        table[row + (state,)] = cost, 0
                         after[(state,)] = state
                 link = () if k == uses[-1] else (next(variables),)
-                tables.append(((*scope, k, *link), table))
+                tables.append(((*scope, *own, *link), table))
                 scope, rows = link, after
         return tables
 

@@ -1,0 +1,57 @@
+"""Long loops: steps that are alike, over slices of the same values, such as a scan over time written in Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from dsp.planner.problem import Op, Problem
+
+LONGEST = 64  # ops of one step
+OFTEN = 16  # steps that read one value
+
+
+def loops(problem: Problem) -> list[int]:
+    """Of each op the one whose choice it takes: for steps of a long loop that of the first, else its own.
+
+    A loop is long where many of its steps read one value, so that what may have become of that value before each of
+    them is beyond counting. A loop over layers, where each reads what the one before made, is none.
+    """
+    ops, kinds = problem.ops, dict[Hashable, int]()
+    alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in ops]
+    first = list(range(len(ops)))
+    at = 0
+    while at < len(ops):
+        period, times = _repeats(alike, at)
+        if period and _reads(ops[at : at + period * times]):
+            for k in range(at, at + period * times):
+                first[k] = at + (k - at) % period
+        at += max(1, period * times)
+    return first
+
+
+def _kind(problem: Problem, op: Op) -> Hashable:
+    """What ops that are alike share."""
+    choices = tuple((c.needs, c.gives, c.work, c.saved, c.bytes, c.calls, c.rank) for c in op.choices)
+    values = tuple((problem.values[v].sizes, problem.values[v].fixed) for v in op.inputs + op.outputs)
+    return op.name, choices, values
+
+
+def _repeats(alike: Sequence[int], at: int) -> tuple[int, int]:
+    """The period of the longest repetition that begins here, and how often it comes; 0 where there is none."""
+    best = (0, 0)
+    for period in range(1, LONGEST + 1):
+        step, times = alike[at : at + period], 1
+        if at + period >= len(alike) or alike[at + period] != step[0]:
+            continue
+        while alike[at + times * period : at + (times + 1) * period] == step:
+            times += 1
+        if times >= OFTEN and period * times > best[0] * best[1]:
+            best = period, times
+    return best
+
+
+def _reads(ops: Sequence[Op]) -> bool:
+    """Whether many of these read one value."""
+    times = Counter(v for op in ops for v in set(op.inputs))
+    return max(times.values(), default=0) >= OFTEN
