@@ -1,4 +1,4 @@
-"""Frames by their times, which containers keep in ticks of their own: each once at its own rate, the nearest at others."""
+"""Frames by their times, kept in ticks of the file: each once at its own rate, the nearest at others."""
 
 from __future__ import annotations
 
