@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -278,6 +280,35 @@ def test_moved_and_linked_back_and_things_in_the_way(run):
     checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY), keep=2)
     assert sorted(p.name for p in directory.iterdir()) == ["step-00000002", "step-00000003"]
     assert (elsewhere / "manifest.json").is_file()
+
+
+def test_a_kill_while_old_ones_are_removed_leaves_whole_ones(run, monkeypatch):
+    """Wherever within a removal: each checkpoint that is there is whole, and the next save removes the rest."""
+    directory, _ = run
+    model, optimizer = toy(seed=5)
+    files = sum(1 for _ in (directory / "step-00000001").iterdir())
+    for within in range(files):
+        copy = directory.parent / f"killed-{within}"
+        shutil.copytree(directory, copy)
+        child = os.fork()
+        if not child:
+            unlinked, unlink = [], os.unlink
+
+            def killed(*args, within=within, unlinked=unlinked, unlink=unlink, **kwargs):
+                if len(unlinked) == within:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                unlinked.append(args)
+                unlink(*args, **kwargs)
+
+            os.unlink = killed
+            checkpoint._remove(copy / "step-00000001")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        for _, path in checkpoint.found(copy):
+            assert (path / "manifest.json").is_file()
+        checkpoint.save(copy, 3, Contents(model, optimizer, identity=IDENTITY), keep=2)
+        assert sorted(p.name for p in copy.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 class Exploit:

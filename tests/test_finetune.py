@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -97,7 +98,13 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     monkeypatch.setattr(export, "weights_of", lambda path, averaged: model)
-    assert export.export(tmp_path, tmp_path / "out", "diffusers", frames=5)
+    mask = os.umask(0o027)
+    try:
+        files = export.export(tmp_path, tmp_path / "out", "diffusers", frames=5)
+        files += export.export(tmp_path, tmp_path / "plain")
+    finally:
+        os.umask(mask)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
     theirs = diffusers.LatteTransformer3DModel.from_pretrained(tmp_path / "out")
     assert (theirs.config.sample_size, theirs.config.video_length) == (8, 5)
     assert same(initial.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())

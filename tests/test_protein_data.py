@@ -262,16 +262,16 @@ def proteins(tmp_path, monkeypatch):
 def test_a_folder_names_skips_and_counts(proteins, caplog):
     with caplog.at_level(logging.INFO, "zoo.data.protein.folder"):
         data = ProteinFolder(proteins)
-    assert data.names == ["1A8O", "2BEG", "3JQH"]
-    assert [len(data.protein(i).msa) for i in range(3)] == [3, 2, 1]
+    assert data.names == ["1A8O", "1LCD", "2BEG", "3JQH"]  # a bad alignment costs no structure
+    assert [len(data.protein(i).msa) for i in range(4)] == [3, 1, 2, 1]
     reasons = {path.name: reason for path, reason in data.skipped}
-    assert sorted(reasons) == ["1A8O.pdb", "1A8Owner.a3m", "1GBT.cif", "1LCD.pdb.gz"]
+    assert sorted(reasons) == ["1A8O.pdb", "1A8Owner.a3m", "1GBT.cif", "1LCD.a3m"]
     assert reasons["1A8O.pdb"] == "there is 1A8O.cif.gz too"
-    assert "1LCD.a3m is of another protein than 1LCD, chain A: 42 and 51 residues" in reasons["1LCD.pdb.gz"]
+    assert "1LCD.a3m is of another protein than 1LCD, chain A: 42 and 51 residues" in reasons["1LCD.a3m"]
     assert "cut off" in reasons["1GBT.cif"]
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("skipped ") for line in lines) == 4
-    assert lines[-1] == f"3 proteins in {proteins}, 1 without an alignment, 4 skipped"
+    assert lines[-1] == f"4 proteins in {proteins}, 2 without an alignment, 4 skipped"
 
 
 def test_a_folder_reads_again_what_it_forgot_and_travels_light(proteins, monkeypatch):
@@ -289,7 +289,7 @@ def test_a_folder_reads_again_what_it_forgot_and_travels_light(proteins, monkeyp
 def test_a_folder_is_split_by_name(proteins, tmp_path_factory, caplog):
     data = ProteinFolder(proteins)
     train, validation = data.split(0.34)
-    assert (len(train), len(validation), len(data)) == (2, 1, 3)
+    assert (len(train), len(validation), len(data)) == (3, 1, 4)
     assert sorted(train.names + validation.names) == data.names
     assert data.split(0.34)[1].names == validation.names
     one = tmp_path_factory.mktemp("one")

@@ -5,7 +5,7 @@ A file is whole or absent. Letters: n pictures or clips, c channels, t frames, h
 
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -58,14 +58,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file to write to, which takes its name when all of it is there; its folder is made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:  # as readable as the process's umask lets it be
             yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        part.replace(path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise
 
 

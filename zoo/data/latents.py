@@ -95,6 +95,8 @@ def read_manifest(folder: Path) -> Manifest:
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
         return Manifest(**values)
     except FileNotFoundError:
+        if not folder.is_dir():
+            raise LatentError(f"no such folder: {folder}") from None
         raise LatentError(f"{folder} has no {MANIFEST}: it is not a folder that zoo.video.encode wrote") from None
     except LatentError:
         raise

@@ -21,7 +21,9 @@ import torch
 from zoo.data.progress import counted
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
-__all__ = ["SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "source_frame"]
+__all__ = [
+    "SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "slack", "source_frame",
+]  # fmt: skip
 
 MOST_PIXELS, MOST_ASPECT, LONGEST_FRAME = 1 << 26, 20, 3600.0  # of a frame, of its sides, in seconds
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
@@ -49,7 +51,7 @@ class Video:
 class VideoFolder:
     """Random clips [3, frames, height, width] in [-1, 1] from the videos under `root`, one a video and epoch.
 
-    `stride` takes every stride-th frame of a video; `fps` instead takes the frames shown at that rate, whatever the
+    `stride` takes every stride-th frame of a video; `fps` instead takes the frames nearest to that rate, whatever the
     video's own. A frame is scaled until it just covers height x width and cut out of the `crop` "random" or "center";
     rotation tags are obeyed. Where a clip starts and what is cut out are functions of (seed, epoch, index).
 
@@ -155,7 +157,7 @@ class VideoFolder:
         if self.fps is None:
             return len(video.times) - (self.frames - 1) * self.stride
         span = (self.frames - 1) / self.fps / video.tick
-        return bisect.bisect_right(video.times, video.times[-1] - span + _SLACK / video.tick)
+        return bisect.bisect_right(video.times, video.times[-1] - span + slack(video))
 
     def _source_frame(self, video: Video, start: int, i: int) -> int:
         """The frame of the video that frame `i` of a clip shows, if the clip starts at frame `start`."""
@@ -186,9 +188,6 @@ def read_frames(path: Path, height: int, width: int, most: int | None = None) ->
     return torch.stack(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
-_SLACK = 1e-6  # seconds; 1/fps is rounded, and a frame that is due now must not count as late
-
-
 def files(root: Path) -> list[Path]:
     """The videos under a folder, sorted; a VideoError if there are none."""
     if not root.is_dir():
@@ -215,8 +214,21 @@ def probe(path: Path, verify: bool = False) -> Video | str:
 
 
 def source_frame(video: Video, tick: int, seconds: float) -> int:
-    """The number of the frame that is on show so many seconds after `tick`."""
-    return bisect.bisect_right(video.times, tick + (seconds + _SLACK) / video.tick) - 1
+    """The number of the frame whose time is nearest to so many seconds after `tick`, the earlier of two."""
+    due = tick + seconds / video.tick
+    after = bisect.bisect_left(video.times, due)
+    if after in (0, len(video.times)):
+        return min(after, len(video.times) - 1)
+    early, late = due - video.times[after - 1], video.times[after] - due
+    return after if late < early - 1e-6 else after - 1
+
+
+def slack(video: Video) -> float:
+    """How far, in ticks, the distance of two frames may be off what it was before their times were rounded to ticks.
+
+    webm and mkv keep whole milliseconds: a third of a frame of 24 a second is lost at each.
+    """
+    return min(1.0, (video.times[-1] - video.times[0]) / max(len(video.times) - 1, 1) / 2) + 1e-6 / video.tick
 
 
 def read(

@@ -328,9 +328,17 @@ def _write(path: Path, text: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there, if anything: a folder, a file in its place, or a link, and then not what it leads to."""
+    """Remove a folder, a file in its place, or a link, but not what it leads to; nothing may be there.
+
+    A folder takes another name first, so that no checkpoint is ever there in part; the next `write` removes a rest.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        rest = path if path.suffix == ".incomplete" else path.with_name(f"{path.name}.removed.incomplete")
+        if rest != path:
+            if rest.exists():
+                shutil.rmtree(rest)
+            path.rename(rest)
+        shutil.rmtree(rest)
     else:
         path.unlink(missing_ok=True)
 

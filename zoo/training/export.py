@@ -10,6 +10,7 @@ Averaged weights, if the run kept them, unless `--weights last`; adapters (LoRA)
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,7 +55,7 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
         if convert is None:
             raise UserError(f"diffusers has no model for {type(model).__name__}: export it with --layout safetensors")
         user_error(convert, model, frames, prefix="export: ").save_pretrained(out, safe_serialization=True)
-        return sorted(file for file in out.iterdir() if file.is_file())
+        return _shared(sorted(file for file in out.iterdir() if file.is_file()))
     try:
         from safetensors.torch import save_file
     except ImportError:
@@ -63,7 +64,14 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     written = [out / "model.safetensors", out / "config.json"]
     save_file({name: value.contiguous().clone() for name, value in model.state_dict().items()}, written[0])
     written[1].write_text(json.dumps({"zoo": name, "config": _plain(asdict(model.config))}, indent=1) + "\n")
-    return written
+    return _shared(written)
+
+
+def _shared(files: list[Path]) -> list[Path]:
+    """Files that are as readable as the umask lets config.json be: safetensors writes for their owner alone."""
+    for file in files:
+        shutil.copymode(next(f for f in files if f.name == "config.json"), file)
+    return files
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

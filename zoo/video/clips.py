@@ -12,7 +12,7 @@ from math import log
 from pathlib import Path
 
 from zoo.data.progress import counted
-from zoo.data.video_folder import Video, files, probe, source_frame
+from zoo.data.video_folder import Video, files, probe, slack, source_frame
 
 __all__ = ["Bucket", "ClipError", "Source", "captions", "choose", "cut", "sources"]
 
@@ -142,7 +142,7 @@ def _seconds(video: Video) -> float:
 
 def _length(video: Video, fps: float | None) -> int:
     """Frames that it has, at `fps` if that is given."""
-    return len(video.times) if fps is None else int(_seconds(video) * fps + 1e-6) + 1
+    return len(video.times) if fps is None else int((_seconds(video) + slack(video) * video.tick) * fps) + 1
 
 
 def _text(path: Path) -> str:

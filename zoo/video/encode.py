@@ -126,9 +126,9 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
     write_manifest(
         options.out,
         Manifest(
-            vae=vae.name, vae_path=str(options.vae), vae_hash=vae.fingerprint, channels=vae.channels,
+            vae=vae.name, vae_path=str(options.vae.absolute()), vae_hash=vae.fingerprint, channels=vae.channels,
             factor=vae.factor, causal=vae.causal, shift=vae.shift, scale=vae.scale, text=text.name,
-            text_path=str(options.text), text_hash=text.fingerprint, text_channels=text.channels,
+            text_path=str(options.text.absolute()), text_hash=text.fingerprint, text_channels=text.channels,
             text_length=text.length,
         ),
         text.encode([""])[0],

@@ -2,6 +2,10 @@
 
 What counts is the first sequence, the query: columns in which it has no residue are taken out, and what a row has there
 is counted before the next column (`deletions`, as AlphaFold's features have it). In A3M such residues are lowercase.
+
+An A3M file may be of a complex. ColabFold's begins with the lengths of its chains and the number of copies of each, as
+`#70,30<tab>1,2`; its rows go over all chains, one after another, and a row with residues in several of them is paired.
+MMseqs2's servers end the rows of a chain with a null byte.
 """
 
 import os
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from Bio import AlignIO
@@ -28,16 +33,41 @@ SUFFIXES = (".a3m", ".fasta", ".fa", ".afa", ".fas", ".sto", ".stockholm", ".sth
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Rows over the residues of a query, which is row 0. Letters: s rows, r residues of the query."""
+    """Rows over the residues of a query, which is row 0. Letters: s rows, r residues of the query.
+
+    Of a complex the query is that of all its different chains, one after another. `mates` are what rows of several
+    chains that belong together share; None where the names of their species tell.
+    """
 
     names: tuple[str, ...]  # with their descriptions
     msa: np.ndarray  # [s, r] uint8, indices into LETTERS
     deletions: np.ndarray  # [s, r] residues left out just before this one, uint16
     source: str
+    lengths: tuple[int, ...] = ()  # of the chains; () for one
+    copies: tuple[int, ...] = (1,)  # of each
+    mates: tuple[str | None, ...] | None = None
 
     @property
     def query(self) -> str:
         return "".join(LETTERS[i] for i in self.msa[0])
+
+    def mate(self, row: int) -> str | None:
+        return species_of(self.names[row]) if self.mates is None else self.mates[row]
+
+    def chains(self) -> list["Alignment"]:
+        """An alignment for each chain, of the rows that have a residue there."""
+        if len(self.lengths) < 2:
+            return [self]
+        found, start = [], 0
+        for length, copies in zip(self.lengths, self.copies):
+            part = slice(start, start + length)
+            rows = np.flatnonzero((self.msa[:, part] != GAP).any(1))
+            names = tuple(self.names[i] for i in rows)
+            mates = None if self.mates is None else tuple(self.mates[i] for i in rows)
+            msa, deletions = (np.ascontiguousarray(x[rows, part]) for x in (self.msa, self.deletions))
+            found.append(Alignment(names, msa, deletions, self.source, copies=(copies,), mates=mates))
+            start += length
+        return found
 
 
 def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, max_rows: int = 1_000_000) -> Alignment:
@@ -46,19 +76,97 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
     Raises ValueError with the file's name and the row that is wrong: no rows, rows of unequal length, strange letters.
     """
     suffix = Path(str(path).removesuffix(".gz")).suffix.lower()
-    text = read_text(path, max_bytes=max_bytes)
+    text = read_text(path, max_bytes=max_bytes, nulls=suffix == ".a3m")
     try:
         if suffix not in SUFFIXES:
             raise ValueError(f"not an alignment by its name; expected one of {', '.join(SUFFIXES)}")
-        names, rows = _stockholm(text) if suffix.startswith(".st") else _fasta(text)
-        if not rows:
-            raise ValueError("it has no rows")
-        if len(rows) > max_rows:
-            raise ValueError(f"{len(rows)} rows, and the limit is {max_rows}")
-        columns, left_out = _a3m(names, rows) if suffix == ".a3m" else _aligned(names, rows)
-        return Alignment(tuple(names), *_of_query(names, columns, left_out), str(path))
+        blocks = [
+            _block(block, suffix, max_rows) for block in text.split("\0") if block.strip() or block == text
+        ]
+        same: dict[bytes, list[Block]] = {}  # by query
+        for block in blocks or [_block("", suffix, max_rows)]:
+            same.setdefault(block.msa[0].tobytes(), []).append(block)
+        return _complex([_joined(own) for own in same.values()], _head(text), str(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+class Block(NamedTuple):
+    """Rows of one query: their names, letters [s, r] and residues left out before each [s, r]."""
+
+    names: tuple[str, ...]
+    msa: np.ndarray
+    deletions: np.ndarray
+
+
+def _block(text: str, suffix: str, max_rows: int) -> Block:
+    names, rows = _stockholm(text) if suffix.startswith(".st") else _fasta(text)
+    if not rows:
+        raise ValueError("it has no rows")
+    if len(rows) > max_rows:
+        raise ValueError(f"{len(rows)} rows, and the limit is {max_rows}")
+    columns, left_out = _a3m(names, _unmasked(rows)) if suffix == ".a3m" else _aligned(names, rows)
+    return Block(tuple(names), *_of_query(names, columns, left_out))
+
+
+def _unmasked(rows: list[str]) -> list[str]:
+    """Rows whose query is in capitals: in lowercase, all of it or some, it is masked and no insertion."""
+    query = rows[0]
+    if not re.search("[a-z]", query):
+        return rows
+    if not any(re.search("[A-Z]", row) for row in rows):
+        return [row.upper() for row in rows]
+    columns = {len(re.sub("[a-z.*]", "", row)) for row in rows[1:]}
+    return [query.upper(), *rows[1:]] if columns <= {len(re.sub("[.*]", "", query))} else rows
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    """Blocks of one query as one, which has it once."""
+    first, *others = blocks
+    names = (*first.names, *(name for block in others for name in block.names[1:]))
+    msa, deletions = (
+        np.concatenate([getattr(first, what), *(getattr(block, what)[1:] for block in others)])
+        for what in ("msa", "deletions")
+    )
+    return Block(names, msa, deletions)
+
+
+def _head(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The lengths of the chains of a complex, and how many copies there are of each, where a file begins with them."""
+    found = re.match(r"#(\d+(?:,\d+)*)[ \t]+(\d+(?:,\d+)*)\s*\n", text)
+    if found is None:
+        return None
+    lengths, copies = (tuple(map(int, group.split(","))) for group in found.groups())
+    if len(lengths) != len(copies) or not all(lengths + copies):
+        raise ValueError(f"its first line is {found[0].strip()!r}: expected a length and a number of copies a chain")
+    return lengths, copies
+
+
+def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ...]] | None, source: str) -> Alignment:
+    """The chains of a file, one after another."""
+    if len(blocks) == 1:
+        block = blocks[0]
+        if head is None:
+            return Alignment(*block, source)
+        lengths, copies = head
+        if sum(lengths) != block.msa.shape[1]:
+            said = ",".join(map(str, lengths))
+            raise ValueError(f"its chains have {said} residues by its first line, and its query {block.msa.shape[1]}")
+        parts = np.split(block.msa != GAP, np.cumsum(lengths)[:-1], axis=1)
+        several = np.sum([part.any(1) for part in parts], axis=0) > 1
+        mates = tuple(f"{source}: row {i}" if own else None for i, own in enumerate(several))
+        return Alignment(*block, source, lengths, copies, mates)
+    lengths = tuple(block.msa.shape[1] for block in blocks)
+    starts = [0, *np.cumsum(lengths)]
+    names = (" ".join(block.names[0].split()[0] for block in blocks), *(n for b in blocks for n in b.names[1:]))
+    msa = np.full((len(names), sum(lengths)), GAP, np.uint8)
+    deletions, row = np.zeros(msa.shape, np.uint16), 1
+    for block, start, end in zip(blocks, starts, starts[1:]):
+        rows = slice(row, row := row + len(block.names) - 1)
+        msa[0, start:end], msa[rows, start:end] = block.msa[0], block.msa[1:]
+        deletions[rows, start:end] = block.deletions[1:]
+    copies = head[1] if head is not None and head[0] == lengths else (1,) * len(lengths)
+    return Alignment(names, msa, deletions, source, lengths, copies)
 
 
 def _fasta(text: str) -> tuple[list[str], list[str]]:

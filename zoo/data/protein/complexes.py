@@ -2,36 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from zoo.data.protein.alignment import Alignment, describe_difference, species_of
-from zoo.data.protein.record import GAP, UNKNOWN, Protein
+from zoo.data.protein.alignment import Alignment, describe_difference
+from zoo.data.protein.record import GAP, LETTERS, UNKNOWN, Protein
 
-__all__ = ["join"]
+__all__ = ["as_a3m", "join", "refuse_stranger"]
 
 
 def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
     """The protein with its alignment: first its own sequence, then what `alignments` say of its entities.
 
-    An alignment belongs to the entity whose sequence is its query; several of one entity follow one another, and a row
-    that is there twice is dropped. With more than one entity the i-th rows of a species, one of each entity, become one
-    `paired` row (AlphaFold-Multimer, supplement, 1.1); the others have gaps in the rest. Copies of an entity all have
+    An alignment belongs to the entity whose sequence is its query, that of a complex chain by chain; several of one
+    entity follow one another, and a row that is there twice is dropped. With more than one entity the i-th rows of a
+    species, one of each entity, become one `paired` row (AlphaFold-Multimer, supplement, 1.1), as do those that the
+    file of a complex has in one row; the others have gaps in the rest. Copies of an entity all have
     the same rows: they are evolved together.
 
     Raises ValueError for an alignment that is of none of them; the message says how far off the nearest is.
     """
-    entities = range(int(protein.entity_id.max()) + 1)
-    places = {}  # of each entity, [copies, residues]
-    for entity in entities:
-        copies = np.unique(protein.asym_id[protein.entity_id == entity])
-        places[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
+    places = _places(protein)
+    entities = range(len(places))
     belonging: dict[int, list[Alignment]] = {entity: [] for entity in entities}
-    for alignment in alignments:
-        found = [e for e in entities if _same(alignment.msa[0], protein.msa[0, places[e][0]])]
-        if not found:
-            raise ValueError(_stranger(alignment, protein, places))
-        belonging[found[0]].append(alignment)
+    for alignment in (chain for given in alignments for chain in given.chains()):
+        belonging[_entity(alignment, protein, places)].append(alignment)
     rows = {e: _stack(belonging[e], protein.msa[0, places[e][0]]) for e in entities}
 
     partners = _pairs([species for _, _, species in rows.values()]) if len(entities) > 1 else []
@@ -53,6 +49,48 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
             deletions[targets[:, None], copy] = left_out[sources]
     paired = np.arange(total) <= len(partners) if len(entities) > 1 else np.ones(total, bool)
     return replace(protein, msa=msa, deletions=deletions, paired=paired)
+
+
+def refuse_stranger(protein: Protein, alignment: Alignment) -> None:
+    """Raise ValueError for an alignment that is of no chain of the protein."""
+    for chain in alignment.chains():
+        _entity(chain, protein, _places(protein))
+
+
+def as_a3m(protein: Protein) -> str:
+    """The alignment of a protein as A3M text, that of a complex as ColabFold writes it: paired rows, then the others.
+
+    Of a residue that was left out no letter is known: it is written as x.
+    """
+    places = _places(protein)
+    columns = np.concatenate([copies[0] for copies in places.values()])
+    lines = []
+    if len(columns) < len(protein) or len(places) > 1:
+        lengths, copies = zip(*((str(own.shape[1]), str(own.shape[0])) for own in places.values()))
+        lines.append(f"#{','.join(lengths)}\t{','.join(copies)}")
+    queries = "\t".join(str(101 + entity) for entity in places)
+    for i in [0, *(1 + np.argsort(~protein.paired[1:], kind="stable"))]:
+        letters, left_out = protein.msa[i, columns], protein.deletions[i, columns]
+        row = "".join("x" * n + LETTERS[letter] for letter, n in zip(letters, left_out))
+        lines += [f">{queries if i == 0 else f'row_{i}'}", row.replace("#", "X")]
+    return "\n".join(lines) + "\n"
+
+
+def _places(protein: Protein) -> dict[int, np.ndarray]:
+    """Of each entity the residues [copies, residues]."""
+    found = {}
+    for entity in range(int(protein.entity_id.max()) + 1):
+        copies = np.unique(protein.asym_id[protein.entity_id == entity])
+        found[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
+    return found
+
+
+def _entity(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray]) -> int:
+    """The entity that the alignment of a chain is of."""
+    found = [e for e, copies in places.items() if _same(alignment.msa[0], protein.msa[0, copies[0]])]
+    if not found:
+        raise ValueError(_stranger(alignment, protein, places))
+    return found[0]
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:
@@ -80,10 +118,13 @@ def _stack(alignments: Sequence[Alignment], query: np.ndarray) -> tuple[np.ndarr
     """The rows of one entity, its own sequence first, each once: letters [s, r], deletions [s, r], species."""
     letters = np.concatenate([query[None], *(a.msa[1:] for a in alignments)])
     deletions = np.concatenate([np.zeros((1, len(query)), np.uint16), *(a.deletions[1:] for a in alignments)])
-    species = [None, *(species_of(name) for a in alignments for name in a.names[1:])]
-    whole = np.ascontiguousarray(letters).view(f"V{letters.shape[1]}")[:, 0]
-    kept = np.sort(np.unique(whole, return_index=True)[1])
-    return letters[kept], deletions[kept], [species[i] for i in kept]
+    mates = [None, *(a.mate(i) for a in alignments for i in range(1, len(a.names)))]
+    told = [None, *(mate if a.mates else None for a in alignments for mate in (a.mates or a.names)[1:])]
+    first: dict[Any, int] = {}  # of rows that are alike, and paired in a file with the same
+    for i, row in enumerate(letters):
+        first.setdefault((row.tobytes(), told[i]), i)
+    kept = [*first.values()]
+    return letters[kept], deletions[kept], [mates[i] for i in kept]
 
 
 def _pairs(species: list[list[str | None]]) -> list[tuple[int, ...]]:

@@ -11,15 +11,15 @@ import itertools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from zoo.data.progress import counted
 from zoo.data.protein import alignment, structure
-from zoo.data.protein.alignment import read_alignment
-from zoo.data.protein.complexes import join
+from zoo.data.protein.alignment import Alignment, read_alignment
+from zoo.data.protein.complexes import join, refuse_stranger
 from zoo.data.protein.record import Protein
 from zoo.data.protein.structure import read_structure
 from zoo.data.sampling import hash_seed
@@ -49,19 +49,38 @@ def owner(parts: Iterable[str], names: Iterable[str]) -> str | None:
     return max(fit, key=len, default=None)
 
 
-def read_protein(structure: Path, alignments: list[Path]) -> Protein:
-    """A structure with its alignments; a ValueError that names the file and what is wrong with it."""
-    protein = read_structure(structure)
+def read_protein(
+    structure: Path, alignments: Iterable[Path], skip: Callable[[Path, str], None] | None = None
+) -> Protein:
+    """A structure with its alignments; a ValueError that names the file and what is wrong with it.
+
+    skip: told of an alignment that cannot be used, and why, in place of the error.
+    """
+    protein, found = read_structure(structure), list[Alignment]()
     if not protein.contact_atoms()[1].any():
         raise ValueError(f"{structure}: of no residue the Cβ (of glycine the Cα) was seen")
-    return join(protein, [read_alignment(path) for path in alignments])
+    for path in alignments:
+        try:
+            read = read_alignment(path)
+            refuse_stranger(protein, read)
+            found.append(read)
+        except Exception as error:
+            if skip is None:
+                raise
+            skip(path, reason(error))
+    return join(protein, found)
+
+
+def reason(error: Exception) -> str:
+    """What a reader of files says, or that a parser stumbled."""
+    return str(error) if isinstance(error, ValueError | OSError) else f"damaged: {type(error).__name__}: {error}"
 
 
 class ProteinFolder:
     """The proteins under `root`, in the order of their names.
 
     All are read once when the folder is opened. Files that cannot be used are skipped: one log line names each,
-    `skipped` lists them.
+    `skipped` lists them. A structure whose alignment is skipped stays.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
@@ -125,13 +144,15 @@ class ProteinFolder:
                 else:
                     self._skip(path, "no structure has the name that it begins with")
         for name, (path, alignments) in counted(files.items(), len(files), "reading structures", log):
+            bad: dict[Path, str] = {}
             try:
-                read = read_protein(path, alignments)
+                read = read_protein(path, alignments, bad.__setitem__)
             except Exception as error:  # whatever a parser stumbles over: one bad file ends no run
-                known = isinstance(error, ValueError | OSError)
-                self._skip(path, str(error) if known else f"damaged: {type(error).__name__}: {error}")
+                self._skip(path, reason(error))
                 continue
-            self.files[name] = (path, alignments)
+            for one, why in bad.items():
+                self._skip(one, why)
+            self.files[name] = (path, [one for one in alignments if one not in bad])
             if len(self._read) < _KEPT:
                 self._read[name] = read
         alone = sum(not alignments for _, alignments in self.files.values())

@@ -11,7 +11,7 @@ from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import Alignment, read_alignment
 from zoo.data.protein.complexes import join
 from zoo.data.protein.folder import kind, owner, read_protein, stem
-from zoo.data.protein.record import ATOMS, Protein
+from zoo.data.protein.record import ATOMS, Protein, encode
 
 __all__ = ["Given", "find", "from_alignments"]
 
@@ -75,8 +75,11 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
 
 
 def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
-    """Chains of which nothing is known but the alignment of each, whose first row is the chain's own sequence."""
-    queries = [a.query for a in alignments]
+    """Chains of which nothing is known but the alignment of each, whose first row is the chain's own sequence.
+
+    An alignment of a complex is of several.
+    """
+    queries = [chain.query for a in alignments for chain in a.chains() for _ in range(chain.copies[0])]
     lengths = [len(query) for query in queries]
     entities = list(dict.fromkeys(queries))
     r = sum(lengths)
@@ -90,11 +93,11 @@ def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
         residue_ids=tuple(str(i + 1) for n in lengths for i in range(n)),
         positions=np.zeros((r, len(ATOMS), 3), np.float32),
         resolved=np.zeros((r, len(ATOMS)), bool),
-        msa=np.concatenate([a.msa[0] for a in alignments])[None],
+        msa=encode("".join(queries).encode())[None],
         deletions=np.zeros((1, r), np.uint16),
         paired=np.ones(1, bool),
     )
-    return join(protein, [alignments[queries.index(query)] for query in entities])
+    return join(protein, alignments)
 
 
 def _letters(i: int) -> str:

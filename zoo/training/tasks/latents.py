@@ -93,13 +93,13 @@ class Task(video.Task):
         """The folder, every byte of it compared with its checksums if the configuration says so."""
         folder = self.read()
         if self.config.data.verify:
-            folder.latents.verify()
+            user_error(folder.latents.verify, prefix="data: ")
         return folder
 
     def open(self) -> None:
         share_held_out = self.config.data.validation
         self.train, self.validation = on_first_rank(
-            lambda: user_error(lambda: self.verified().split(share_held_out), prefix="data: ")
+            lambda: user_error(self.verified().split, share_held_out, prefix="data: ")
         )
         self.buckets = self.train.buckets
         shapes = ", ".join(f"{len(clips)} of {b}" for b, clips in zip(self.buckets, self.train.clips))
