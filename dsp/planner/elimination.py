@@ -56,12 +56,13 @@ class Elimination:
             for k, runs in enumerate(facts.runs)
         ]
         variables = count(len(facts.runs))
-        uses_of: list[dict[int, dict[int, Copies]]] = [{} for _ in facts.problem.values]  # by op and choice: what it needs
+        # of each value by op and choice: the layouts that are needed
+        uses_of: list[dict[int, dict[int, Copies]]] = [{} for _ in facts.problem.values]
         for k, op in enumerate(facts.problem.ops):
             for v in dict.fromkeys(op.inputs):
-                needs = uses_of[v].setdefault(self.same[k], {i: frozenset() for i in facts.runs[k]})
+                asks = uses_of[v].setdefault(self.same[k], {})
                 for i, run in facts.runs[k].items():
-                    needs[i] = needs.get(i, frozenset()) | run.needs[v]
+                    asks[i] = asks.get(i, frozenset()) | run.needs[v]
         for v, value in enumerate(facts.problem.values):
             if facts.whole(v):
                 continue  # there on every rank: any copy of it is a split, for nothing
