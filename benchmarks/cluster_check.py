@@ -171,7 +171,7 @@ def exactness(mesh: DeviceMesh) -> Finding:
     kwargs = {"x": inputs["x"], "timestep": torch.full((1,), 600, device=device)}  # whole: it has no gradient
     report = dsp.check(small_model(device), kwargs=kwargs, mesh=mesh)
     if not report:
-        return Finding("FAILED", "exactness", " | ".join(line.strip() for line in str(report).splitlines()))
+        return Finding("FAILED", "exactness", " | ".join(line.strip() for line in report.text().splitlines()))
     grad = max(report.gradients.values())
     text = f"outputs to {report.output:.0e}, {len(report.gradients)} gradients to {grad:.0e}, in {report.dtype}"
     return Finding("ok", "exactness", text.replace("torch.", ""))

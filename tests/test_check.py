@@ -24,7 +24,7 @@ def passes(mesh: DeviceMesh, name: str) -> tuple[bool, str]:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
-    return bool(report), str(report)
+    return bool(report), report.text()
 
 
 @pytest.mark.parametrize("name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Folded", "Loss"))
@@ -85,9 +85,9 @@ def finds(mesh: DeviceMesh) -> list[tuple[bool, str]]:
     found = []
     for f in WRONG:
         report = dsp.check(One(f), (x,), mesh=mesh)
-        found.append((report.ok, str(report)))
+        found.append((report.ok, report.text()))
     report = dsp.check(One(frame_argument), (x, torch.randn(2, 7, 4)), mesh=mesh)
-    found.append((report.ok, str(report)))
+    found.append((report.ok, report.text()))
     right = One(frame_argument, "b t [s c], table=b t [c]")
     found.append((dsp.check(right, (x, torch.randn(2, 7, 4)), mesh=mesh).ok, ""))
     return found
@@ -114,7 +114,7 @@ class Choosy(One):
 
 
 def choosy(mesh: DeviceMesh) -> str:
-    return str(dsp.check(Choosy(lambda m, x, table: x + m.w[:1]), (torch.randn(1, 7, 5, 4),), mesh=mesh))
+    return dsp.check(Choosy(lambda m, x, table: x + m.w[:1]), (torch.randn(1, 7, 5, 4),), mesh=mesh).text()
 
 
 def test_a_branch_that_subclasses_take_is_found(ranks) -> None:
@@ -267,9 +267,9 @@ def test_all_ranks_report_what_one_of_them_sees(ranks) -> None:
 
 def uncovered(mesh: DeviceMesh) -> list[str]:
     report = dsp.check(Partly(), (torch.randn(1, 5, 3, 4),), mesh=mesh)
-    assert report, report
+    assert report, report.text()
     assert report.modes == (["in eval mode", "under no_grad", "in training"] if mesh.size() > 1 else [])
-    assert all(f"  not covered: {u}" in str(report) for u in report.uncovered)
+    assert all(f"  not covered: {u}" in report.text() for u in report.uncovered)
     return report.uncovered
 
 

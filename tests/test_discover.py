@@ -99,7 +99,7 @@ def test_no_rank_holds_more_than_under_the_hand_written_stages(ranks, name: str,
 
 def checked(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> str:
     report = dsp.check(build(name, 5), kwargs=inputs(name, 2, 5), mesh=mesh, stages=stages, thorough=False)
-    return str(report)
+    return report.text()
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "Folded", "Unplanned", "axial"))  # the rest takes longer to discover

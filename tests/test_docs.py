@@ -10,6 +10,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +136,18 @@ def test_the_readme_runs(ranks) -> None:
         else:
             printed += execute("README.md", piece, {})
     compare(README, code, printed)
+
+
+def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Its blocks that make a mesh, word for word, in new processes: with nothing that the page lacks; printed once."""
+    (code,) = [block.text for block in python(README) if "init_device_mesh" in block.text]
+    (tmp_path / "example.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "example.py"]
+    env = {**os.environ, "PYTHONPATH": str(HOME), "PYTHONHASHSEED": "random"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+    assert done.stdout.count("check over 4 ranks in float64: ok") == 1
+    assert "NOT OK" not in done.stdout
 
 
 def test_the_commands_are_there_and_name_what_exists() -> None:

@@ -95,7 +95,7 @@ def test_seconds_of_a_plan() -> None:
     assert plan.estimate.comm == pytest.approx(2e-3 + 2 * sent / 1e9)
     assert plan.estimate.alone == plan.flops_alone / FLOPS
     assert plan.estimate.compute == pytest.approx(plan.estimate.alone / 4)
-    text = str(plan)
+    text = plan.text()
     assert "takes" in text.splitlines()[0]
     assert "2 calls over wire 2 ms" in text
     assert "4 ranks are no faster than one: the calls alone take longer than is saved" in text

@@ -566,8 +566,8 @@ def test_a_model_that_dsp_cannot_help_is_told_so() -> None:
     x = torch.randn(2, 8, C)
     over_sequence = {"": "x=b s c", "blocks.*": "b [s c]"}
     plan = dsp.plan(OneSequence(), x[:1], size=2, stages=over_sequence, gather_output=False)
-    assert "DSP does not help this model" in str(plan)
-    assert "whole on every rank, and no memory is saved" in str(plan)
+    assert "DSP does not help this model" in plan.text()
+    assert "whole on every rank, and no memory is saved" in plan.text()
     assert "along its heads" in plan.advice
     assert plan.bytes["forward"] == 0
     plan = dsp.plan(OneSequence(), x, size=2, stages=over_sequence, gather_output=False)
@@ -589,7 +589,7 @@ def heads(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     stages = {"": "x=b s c", "blocks.*.core": "b h [s d], b h [s d], b h [s d] -> b h [s d]"}
     report = dsp.check(OneSequence(), (torch.randn(2, 7, C),), mesh=mesh, stages=stages)
-    assert report, report
+    assert report, report.text()
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -667,7 +667,7 @@ def decoded(mesh: DeviceMesh) -> None:
         caches[1].rows[0] * caches[0].rows[0]
     assert torch.allclose(dsp.gather(caches[1].rows[0]), caches[0].rows[0], rtol=1e-12)
     report = dsp.check(Decoder().double(), (x, Kept()), mesh=mesh, stages={"": "x=b n c"})
-    assert report, report
+    assert report, report.text()
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -21,7 +21,7 @@ def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
     assert row.layout is None
     assert row.bytes == m // 2
     assert [s.kind for s in plan.switches] == ["gather"]
-    assert "run whole on every rank" in str(plan)
+    assert "run whole on every rank" in plan.text()
 
 
 def test_memory_changes_the_plan_or_refuses() -> None:
@@ -89,7 +89,7 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     assert [s.tensor.split("[")[0] for s in plan.switches[-2:]] == ["left", "right"]
     assert [s.shared for s in plan.switches[-2:]] == [False, True]
     assert plan.calls == {"forward": 5, "backward": 5, "recompute": 0}
-    assert "12 switches, in 5 collectives" in str(plan)
+    assert "12 switches, in 5 collectives" in plan.text()
     wrap_checkpoints(model)
     stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
     plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)

@@ -85,7 +85,7 @@ def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, 
     assert plan.bytes["forward"] <= most * m
     assert plan.exact
     if not batch % n:
-        assert "inputs: tokens along b" in str(plan)
+        assert "inputs: tokens along b" in plan.text()
 
 
 def test_stages_leave_the_batch_to_data_parallelism() -> None:
@@ -110,6 +110,6 @@ def test_what_runs_along_batch_alone_leaves_no_third_rank_idle(n: int, batch: in
         nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)),
         torch.randn(batch, 3, 12, 18), size=n, stages={"": "input=b c h w"}, gather_output=False,
     )  # fmt: skip
-    assert f"inputs: input along {layout}" in str(plan)
+    assert f"inputs: input along {layout}" in plan.text()
     assert plan.share == pytest.approx(-(-batch // n) / batch if layout == "b" else 1 / n)
     assert (plan.bytes["forward"] == 0) == (layout == "b")

@@ -183,7 +183,7 @@ def test_cells_of_pixels_need_a_line() -> None:
     assert [(w.name, w.module) for w in plan.whole] == [("gru_cell", "rnn.cell")]
     line = "(b h w) [c] -> (b h w) [x]"
     assert f'Add to stages "rnn.cell": "{line}": then the largest tensor of a rank is 0.40' in plan.advice
-    assert plan.advice in str(plan)
+    assert plan.advice in plan.text()
     better = dsp.plan(model, x, size=3, stages={**Pixels.stages, "rnn.cell": line}, gather_output=False)
     assert (better.share, better.whole, better.advice) == (0.4, [], "")
 
@@ -204,7 +204,7 @@ def test_inputs_that_the_root_pattern_leaves_out_are_named() -> None:
     inputs = torch.randn(1, 9, 6), torch.randn(1, 9, 6, 8)
     plan = dsp.plan(Beside(), inputs, size=3, gather_output=False)
     line = "x=b t c, y=b t c x"
-    assert f'Name its other inputs in stages, too, "": "{line}": then the largest tensor of a rank is 0.33' in str(plan)
+    assert f'Name its other inputs in stages, too, "": "{line}": then the largest tensor of a rank is 0.33' in plan.text()
     better = dsp.plan(Beside(), inputs, size=3, stages={"": line}, gather_output=False)
     assert (better.whole, better.advice, better.bytes["forward"]) == ([], "", 0)
 
@@ -224,7 +224,7 @@ def told(mesh: DeviceMesh, x: Tensor) -> tuple[list[str], str]:
         parallel = dsp.parallelize(model, mesh)
         for _ in range(2):
             parallel(x)
-    return heard.texts, str(report)
+    return heard.texts, report.text()
 
 
 def test_a_run_and_a_check_say_it_once(ranks) -> None:
@@ -249,7 +249,7 @@ def test_a_forward_that_reads_its_data_is_told_after_its_first_call(ranks) -> No
     assert first == ["every rank runs whole what is between stages: scatter_reduce() (720 B)"]
     assert second == []
     plan = dsp.plan(Graph(Graph.Reading), inputs, size=2, gather_output=False)
-    assert "every rank runs whole what is between stages: scatter_reduce() in conv (" in str(plan)
+    assert "every rank runs whole what is between stages: scatter_reduce() in conv (" in plan.text()
 
 
 class Deep(nn.Module):

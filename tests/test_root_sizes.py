@@ -53,7 +53,7 @@ class Windows(nn.Module):
 
 def exact(mesh: DeviceMesh, build: Any, args: tuple[Any, ...], stages: dict[str, str]) -> tuple[bool, str]:
     report = dsp.check(build(), args, mesh=mesh, stages=stages, thorough=False)
-    return bool(report), str(report)
+    return bool(report), report.text()
 
 
 def rows(model: nn.Module, args: tuple[Any, ...], stages: dict[str, str]) -> list[str | None]:

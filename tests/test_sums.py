@@ -56,7 +56,7 @@ def parity(mesh: DeviceMesh, rows: int, ckpt: bool) -> tuple[Any, dict[str, int]
     stages = STAGES | {"product": PRODUCT}
     plan = dsp.plan(model, z.requires_grad_(), stages=stages, size=mesh.size(), gather_output=True)
     (comm,) = beside(single, dsp.parallelize(model, mesh, stages), mesh, (z,), count=True)
-    return (plan.bytes, str(plan)), {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
+    return (plan.bytes, plan.text()), {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def checked(mesh: DeviceMesh, bias: bool) -> tuple[bool, str]:
     torch.manual_seed(0)
     stages = STAGES | {"product": PRODUCT}
     report = dsp.check(Pairs(bias=bias).double(), torch.randn(1, 4, 4, 3).double(), mesh=mesh, stages=stages)
-    return report.ok, str(report)
+    return report.ok, report.text()
 
 
 @pytest.mark.parametrize(("bias", "word"), [(False, ""), (True, "is not a sum over 'k'")])

@@ -127,7 +127,7 @@ def checked(mesh: DeviceMesh, case: str) -> None:
     # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
     inputs = {k: v.round().long() if v.ndim == 1 and v.is_floating_point() else v for k, v in inputs.items()}
     report = dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False)
-    assert report, str(report)
+    assert report, report.text()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,9 @@ def check(
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})
     world = World(model, args, kwargs, data=True, own=[*model.parameters(), *model.buffers()])
     with world, torch.random.fork_rng(devices=cuda), torch.enable_grad():
-        return Check(model, args, kwargs, axis, stages, thorough).run()
+        report = Check(model, args, kwargs, axis, stages, thorough).run()
+        report.silent = axis.rank > 0 or (report.ok and dist.is_initialized() and dist.get_rank() > 0)
+        return report
 
 
 class Check:

@@ -13,6 +13,9 @@ from dsp.text import number_of
 class Report:
     """What `check` found. True if nothing is wrong; ``print(report)`` says what was compared and how far it is off.
 
+    Every rank has it, and rank 0 prints it (a report of problems: the first rank of each mesh): on the others
+    ``str(report)`` is empty. `text` is the same on all.
+
     output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient, of all runs.
     slices: by (stage, dim) the error of f(slice) against slice of f. calls, modes, sizes: how it was called. problems:
     one sentence each, naming stage, dim or parameter. uncovered: what was not looked at, and why.
@@ -30,6 +33,7 @@ class Report:
     uncovered: list[str] = field(default_factory=list)
     advice: str = ""  # what runs whole on every rank, and what would help
     still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
+    silent: bool = field(default=False, repr=False, compare=False)  # on a rank that leaves it to another to print
 
     @property
     def ok(self) -> bool:
@@ -39,6 +43,10 @@ class Report:
         return self.ok
 
     def __str__(self) -> str:
+        return "" if self.silent else self.text()
+
+    def text(self) -> str:
+        """What was compared and how far it is off, on any rank."""
         kind = str(self.dtype).removeprefix("torch.")
         lines = [f"check over {number_of(self.size, 'rank')} in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:

@@ -8,6 +8,8 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
+import torch.distributed as dist
+
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.inside import Sent, add_sent
 from dsp.notation import BATCH_NAMES
@@ -68,7 +70,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model runs on `size` ranks; ``print(plan)`` is a table.
+    """How a model runs on `size` ranks; ``print(plan)`` is a table, of which one rank prints and `text` is on all.
 
     stages: one row a stage call. switches: every switch and gather of a forward. bytes: what one rank sends in one
     step, the busiest of each phase (of a row: of that row): ``forward``, ``backward``, ``recompute`` (forward moves
@@ -201,6 +203,10 @@ class Plan:
         return ""
 
     def __str__(self) -> str:
+        return "" if dist.is_initialized() and dist.get_rank() > 0 else self.text()
+
+    def text(self) -> str:
+        """The table, on any rank."""
         head = ["stage", "computes", "sharded", "move", "sends", "peak"]
         link = self.hardware.axis(self.size, self._mostly) if self.hardware is not None else None
         if link is not None:

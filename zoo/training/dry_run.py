@@ -33,7 +33,7 @@ def dry_run(config: Config) -> None:
     plan, memory = make_plan(config, task, objective, sp), Memory(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
-    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan}")
+    print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan.text()}")
     print(
         f"\nmemory a rank in training: weights over {number_of(shard * sp, 'rank')} (in the plan's peak they are "
         f"whole), train.checkpoint_activations={config.train.checkpoint_activations}"
