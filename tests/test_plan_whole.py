@@ -204,7 +204,8 @@ def test_inputs_that_the_root_pattern_leaves_out_are_named() -> None:
     inputs = torch.randn(1, 9, 6), torch.randn(1, 9, 6, 8)
     plan = dsp.plan(Beside(), inputs, size=3, gather_output=False)
     line = "x=b t c, y=b t c x"
-    assert f'Name its other inputs in stages, too, "": "{line}": then the largest tensor of a rank is 0.33' in plan.text()
+    told = f'Name its other inputs in stages, too, "": "{line}": then the largest tensor of a rank is 0.33'
+    assert told in plan.text()
     better = dsp.plan(Beside(), inputs, size=3, stages={"": line}, gather_output=False)
     assert (better.whole, better.advice, better.bytes["forward"]) == ([], "", 0)
 
