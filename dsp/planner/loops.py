@@ -8,14 +8,14 @@ from collections.abc import Hashable, Sequence
 from dsp.planner.problem import Op, Problem
 
 LONGEST = 64  # ops of one step
-OFTEN = 16  # steps that read one value
+OFTEN = 16  # steps, each with a slice of one value
 
 
 def loops(problem: Problem) -> list[int]:
     """Of each op the one whose choice it takes: for steps of a long loop that of the first, else its own.
 
-    A loop is long where many of its steps read one value, so that what may have become of that value before each of
-    them is beyond counting. A loop over layers, where each reads what the one before made, is none.
+    A loop is long where many of its steps take a slice of one value, so that what may have become of that value before
+    each of them is beyond counting. A loop over layers, where each reads what the one before made, is none.
     """
     ops, kinds = problem.ops, dict[Hashable, int]()
     alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in ops]
@@ -23,7 +23,7 @@ def loops(problem: Problem) -> list[int]:
     at = 0
     while at < len(ops):
         period, times = _repeats(alike, at)
-        if period and _reads(ops[at : at + period * times]):
+        if period and _slices(problem, ops[at : at + period * times]):
             for k in range(at, at + period * times):
                 first[k] = at + (k - at) % period
         at += max(1, period * times)
@@ -51,7 +51,10 @@ def _repeats(alike: Sequence[int], at: int) -> tuple[int, int]:
     return best
 
 
-def _reads(ops: Sequence[Op]) -> bool:
-    """Whether many of these read one value."""
-    times = Counter(v for op in ops for v in set(op.inputs))
+def _slices(problem: Problem, ops: Sequence[Op]) -> bool:
+    """Whether many of these each take a slice of one value."""
+    size = [value.nbytes for value in problem.values]
+    times = Counter(
+        v for op in ops for v in set(op.inputs) if op.outputs and OFTEN * sum(size[w] for w in op.outputs) <= size[v]
+    )
     return max(times.values(), default=0) >= OFTEN

@@ -49,6 +49,7 @@ class Run:
         self.where: Where = INPUTS  # what moves are for
         self.account: Account | None = None  # what counts for its plan's word
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
+        self.loose = False  # whether it did to whole tensors what its script has not, since its last sharded one
         # memory that has missed a write in place, whose, and into what memory it was
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
         self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of

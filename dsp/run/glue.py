@@ -127,7 +127,7 @@ class Glue(TorchFunctionMode):
         index, script = run.glue_index, run.script
         if script is not None and run.strayed is None:
             other = index >= len(script.names) or script.names[index] != what.name
-            if other or (index in script.spare and dtensors(args, kwargs)):
+            if other or run.loose or (index in script.spare and dtensors(args, kwargs)):
                 index = self.aligned(script, index, what.name, args, kwargs)
         if index >= 0:
             run.glue_index = index + 1
@@ -145,26 +145,33 @@ class Glue(TorchFunctionMode):
         """The place in its script of an operation that is not the next one there; -1 for one that has none.
 
         What is done to whole tensors that no plan shards may be done in one call and not in another, as a table is made
-        in the first alone. Otherwise the run has left its script.
+        in the first alone. Where one that has no place is followed by one that may be what the plan cuts, or not, the
+        run has left its script.
         """
-        whole, names = not dtensors(args, kwargs), script.names
+        run, whole, names = self.run, not dtensors(args, kwargs), script.names
+        same = False
         for at in range(index, len(names)):
-            if names[at] == name and (whole or at not in script.spare):
+            same = names[at] == name
+            if same and whole == (at in script.spare):
+                run.loose &= whole
                 return at
             if at not in script.spare:
                 break
-        if whole:
+        if whole and not same:
+            run.loose = True
             return -1
-        if index >= len(names) or names[index] != name:  # else it asks a sharded one for its shape alone, as new_zeros
-            self.run.strayed = ("glue", index, name), names[index] if index < len(names) else None
-        return index
+        if whole and not run.loose:
+            return at  # of what the plan has whole here
+        if whole or index >= len(names) or names[index] != name:
+            run.strayed = ("glue", index, name), names[index] if index < len(names) else None
+        return index  # or else it asks a sharded one for its shape alone, as new_zeros
 
     def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
         run = self.run
         script, step = run.script, run.script.glue.get(index) if run.script else None
-        if step is not None and step.name != what.name:
-            step = None
+        if step is not None and (step.name != what.name or (run.strayed is not None and not dtensors(args, kwargs))):
+            step = None  # a run that has left its script has no place for what is whole
         if (step is None or step.idle) and PLAIN.issuperset(types) and not run.lends and not dtensors(args, kwargs):
             run.where = ("glue", index, what.name)
             out = func(*args, **kwargs)
