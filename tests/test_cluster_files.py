@@ -58,7 +58,7 @@ def test_slurm_starts_torchrun_and_passes_its_status_on(slurm):
     assert asked(place) == []  # an error of the run is not tried again
     assert (place / "started").read_text().split() == (
         "--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id 42 --rdzv-backend c10d "
-        "--rdzv-endpoint node7:29500 train.py configs/demo.yaml train.steps=9 resume=true timeout=540"
+        "--rdzv-endpoint node7:20042 train.py configs/demo.yaml train.steps=9 resume=true timeout=540"
     ).split()
 
 
@@ -101,3 +101,19 @@ def test_kubernetes_pods_find_and_outlast_each_other():
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounted) == {volume["name"] for volume in pod["volumes"]}
     assert mounted["shared-memory"] == "/dev/shm"
+
+
+def test_the_image_is_one_that_a_file_here_builds():
+    lines = (ROOT / "configs/cluster/kubernetes.yaml").read_text().splitlines()
+    name = next(line.split()[-1] for line in lines if "image:" in line)
+    recipe = (ROOT / "configs/cluster/Dockerfile").read_text()
+    assert f"-t {name} ." in recipe
+    assert "WORKDIR /dsp" in recipe
+
+
+def test_the_page_explains_what_the_script_says():
+    page = (ROOT / "docs/cluster.md").read_text()
+    for line in SLURM.read_text().splitlines():
+        option = line.removeprefix("#SBATCH ").partition("=")[0]
+        if line.startswith("#SBATCH") and option not in ("--job-name", "--output"):
+            assert f"`{option}" in page, option

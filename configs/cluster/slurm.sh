@@ -21,6 +21,7 @@ set -uo pipefail
 export OMP_NUM_THREADS=8
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540  # seconds that torchrun leaves its ranks for a checkpoint, instead of 30
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))  # two jobs may share a node
 
 stopped=
 stop() { # the steps alone get the signal: this script has to outlive them
@@ -31,7 +32,7 @@ trap stop USR1 TERM
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port" \
     train.py "$@" resume=true &
 step=$!
 wait "$step"
