@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import re
+import sys
 import threading
 import warnings
 from typing import Any
@@ -352,3 +353,38 @@ def test_a_checksum_is_of_the_numbers_alone() -> None:
     for t in (x[0, 0].expand(1), x[:1, 0].expand(4), x.t(), x[:, ::2][:1, :1], x.bfloat16()[:, :1], x.cfloat().conj()):
         assert small(t) == small(t.clone(memory_format=torch.contiguous_format))
     assert small(x) != small(-x)
+
+
+def dims(t: Tensor) -> torch.Size:
+    if type(t) is not Tensor:
+        raise ValueError("Not supported")
+    return t.shape
+
+
+class Exact(nn.Module):
+    """It asks for the exact type of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (torch.softmax(y @ y.mT, -1) @ y).reshape(dims(y))
+
+
+def exact_type(mesh: DeviceMesh) -> list[str]:
+    model = dsp.parallelize(Exact(), mesh, {"": "x=b i j d"})
+    with pytest.raises(ValueError, match="Not supported") as caught:
+        for _ in range(2):  # the first one chooses as it goes
+            model(torch.randn(1, 7, 5, C))
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_an_error_between_stages_says_what_a_sharded_tensor_is(ranks) -> None:
+    for notes in ranks(exact_type, 2):
+        (note,) = notes
+        assert "dsp: at test_host.py:" in note
+        assert "in Exact, t is sharded: a dsp.sharded.Sharded" in note
+        assert "is named in stages" in note

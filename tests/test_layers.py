@@ -20,7 +20,7 @@ ROOMS = {
         written_out functions""",
     "plan": """script events places skeleton watch operation names values operations recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
-    "run": "homes ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph parallel",
+    "run": "homes notes ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph parallel",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",

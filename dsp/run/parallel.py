@@ -47,6 +47,7 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.ledger import Account, Word
+from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
@@ -268,6 +269,8 @@ class Runtime:
                 raise NotationError(run.misread[1]) from error
             if type(error).__module__ == COMPILERS_OWN:
                 raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
+            if run.in_stage is None:
+                add_note(self.model, error)
             raise
         finally:
             if state is not None:
