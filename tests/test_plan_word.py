@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -324,3 +325,36 @@ def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
         "switch of 144 B instead of nothing. What it computes is right"
     ]
     assert second[2] == []
+
+
+class Twice(nn.Module):
+    """Its input enters two stages, which both switch it."""
+
+    stages = {"": "x=b t s c", "one": "b [t] s [c]", "two": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = toys.Along(1), toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+def given_sharded(mesh: DeviceMesh) -> tuple[list[str], list[int]]:
+    torch.manual_seed(0)
+    single, x = Twice(), torch.randn(2, 5, 7, toys.C)
+    expect = single(x)
+    model, calls = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False), []
+    with Heard() as heard:
+        for _ in range(2):
+            with dsp.count_comm() as comm:
+                y = model(dsp.split(x, mesh, 1))
+            calls.append(sum(comm.forward.calls.values()))
+            torch.testing.assert_close(dsp.gather(y), expect)
+    return heard.texts, calls
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_input_that_comes_sharded_is_switched_once(ranks, n: int) -> None:
+    for texts, calls in ranks(given_sharded, n):
+        assert (texts, calls) == ([], [1, 1])

@@ -49,6 +49,7 @@ class Run:
         self.where: Where = INPUTS  # what moves are for
         self.account: Account | None = None  # what counts for its plan's word
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
+        self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
         self.loose = False  # whether it did to whole tensors what its script has not, since its last sharded one
         # memory that has missed a write in place, whose, and into what memory it was
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
@@ -103,6 +104,8 @@ class Run:
             return t
         if not isinstance(t, DTensor):
             return None
+        if (opened := self.opened.get(id(t))) is not None:
+            return opened[1].__dict__.get("now", opened[1])
         with torch._C.DisableTorchFunction():
             mesh, placements, shape = t.device_mesh, t.placements, tuple(t.shape)
         cut = cut_of(placements[0]) if len(placements) == 1 else None
@@ -111,7 +114,9 @@ class Run:
                 f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
-        return self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
+        made = self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
+        self.opened[id(t)] = t, made
+        return made
 
     def seen_writes(self, t: Tensor) -> None:
         """Raises GlueError if its memory has missed a write in place."""
