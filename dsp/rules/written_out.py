@@ -69,6 +69,17 @@ def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
+    """``x[mask] = number``; None of another index, of several numbers, and of one that would be another in x's type."""
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool or not 0 < index.dim() <= x.dim():
+        return None
+    if not isinstance(value, Tensor) and isinstance(value, float) > x.is_floating_point():
+        return None
+    if isinstance(value, Tensor) and (value.dim() or value.dtype != x.dtype):
+        return None
+    return x.masked_fill_(index[(..., *[None] * (x.dim() - index.dim()))], value)
+
+
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
     """Nothing but a shape is read of the other."""
     return x.expand(other.shape)
@@ -177,6 +188,7 @@ KEYWORDS = {
     "out_proj_weight": "out_weight", "out_proj_bias": "out_bias",
 }  # fmt: skip
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: set_where,
     Tensor.expand_as: expand_as,
     F.multi_head_attention_forward: multi_head_attention,
     Tensor.type: type_of,
