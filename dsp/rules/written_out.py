@@ -73,11 +73,15 @@ def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
     """``x[mask] = number``; None of another index, of several numbers, and of one that would be another in x's type."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not 0 < index.dim() <= x.dim():
         return None
-    if not isinstance(value, Tensor) and isinstance(value, float) > x.is_floating_point():
+    if isinstance(value, Tensor):
+        alike = not value.dim() and value.dtype == x.dtype
+    else:
+        alike = x.is_floating_point() or not isinstance(value, float)
+    if not alike:
         return None
-    if isinstance(value, Tensor) and (value.dim() or value.dtype != x.dtype):
-        return None
-    return x.masked_fill_(index[(..., *[None] * (x.dim() - index.dim()))], value)
+    for _ in range(x.dim() - index.dim()):
+        index = index.unsqueeze(-1)
+    return x.masked_fill_(index, value)
 
 
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
