@@ -32,10 +32,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 from torch import Tensor, nn
 
-# packages whose own state no forward of a user changes in a way that counts
+# packages whose own state no forward of a user changes in a way that counts, or whose threads change it meanwhile
 LIBRARIES = frozenset(
-    {"torch", "numpy", "dsp", "einops", "triton", "huggingface_hub", "omegaconf", "tqdm", *sys.stdlib_module_names}
-)
+    """
+    torch numpy dsp einops triton huggingface_hub omegaconf tqdm wandb tensorboard
+    pytest _pytest pluggy xdist execnet
+    """.split()
+) | frozenset(sys.stdlib_module_names)
 HOLDERS = (SimpleNamespace, UserDict, WeakKeyDictionary, WeakValueDictionary)  # the standard library's, for others
 ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), BuiltinFunctionType})
 CONTAINERS = (dict, list, set, deque)
