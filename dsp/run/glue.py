@@ -116,7 +116,8 @@ class Glue(TorchFunctionMode):
             run.arrive(tensor_args(args, kwargs))
         if what.metadata:
             return self.metadata(what.name, func, args, kwargs)
-        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
+        parts = what.parts is not None and (what.name != "setitem" or isinstance(args[1], Tensor))  # a mask
+        if parts and (out := what.written_out(self, args, kwargs)) is not None:
             return out
         if run.aside:
             return self.operate(-1, func, what, args, kwargs, types)
