@@ -361,8 +361,12 @@ def dims(t: Tensor) -> torch.Size:
     return t.shape
 
 
+def dims_of(tree: dict[str, Tensor]) -> torch.Size:
+    return next(dims(t) for t in tree.values())
+
+
 class Exact(nn.Module):
-    """It asks for the exact type of a tensor."""
+    """It asks for the exact type of a tensor, in a function that is given a tree of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +374,7 @@ class Exact(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        return (torch.softmax(y @ y.mT, -1) @ y).reshape(dims(y))
+        return (torch.softmax(y @ y.mT, -1) @ y).reshape(dims_of({"y": y}))
 
 
 def exact_type(mesh: DeviceMesh) -> list[str]:

@@ -159,7 +159,8 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
     try:
         best = cost(stages)
     except (NotationError, GlueError) as reason:
-        raise type(reason)(f"discover found\n{stages}\nbut between these stages: {reason}") from None
+        text = f"discover found\n{stages}\nbut between these stages: {reason.args[0]}"
+        raise type(reason)(text).with_traceback(reason.__traceback__) from None
     except Exception as reason:  # a forward that looks at its data is planned as it runs
         log.info("discover: not planned ahead: %s", reason)
         return Stages(patterns.everywhere())

@@ -121,9 +121,9 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
             pattern = stage.pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
-            made.append(StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share))
+            made.append(StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share, step.event.line))
         elif own or choice.bytes:
-            made.append(StageRow(f"({step.op.name})", "", (), along, *rest, share=share))
+            made.append(StageRow(f"({step.op.name})", "", (), along, *rest, share=share, line=step.event.line))
     return made
 
 

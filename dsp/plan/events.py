@@ -75,6 +75,7 @@ class Event:
     random: bool = False
     largest: int = 0  # bytes of the largest tensor it makes
     module: str = ""  # the module whose forward it is in
+    line: str = ""  # of the user's code, as "model.py:37"
     written: bool = False  # a glue op that writes in place
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
 
@@ -105,7 +106,7 @@ class Trace:
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
     compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled
-    reads: str = ""  # where the forward reads its data, if it does: then this is the record of one run
+    reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:
         """What a step costs in forwards: backward is two, every activation checkpoint one more."""

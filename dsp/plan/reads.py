@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import traceback
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
+from dsp.lines import lines_of
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.tracing import trace
@@ -23,7 +20,6 @@ from dsp.tensors import tensors_in
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # of numpy(), of a number's format, of pickle
-INSIDE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, os.path.dirname(os.path.abspath(__file__))))
 
 
 def traced(
@@ -48,26 +44,33 @@ def traced(
     where = place(reason) if isinstance(reason, READS) or any(x in str(reason) for x in SAYING) else ""
     if any(t.is_meta for t in itertools.chain(tensors_in((args, kwargs)), model.parameters(), model.buffers())):
         if not where:
+            if hasattr(reason, "add_note"):  # since Python 3.11
+                reason.add_note(
+                    f"dsp: {type(model).__name__} was planned on tensors without data (of a subclass of torch.Tensor), "
+                    "since meta tensors have none. If its code asks for the exact type, or for data, pass real inputs"
+                )
             raise reason
         raise ValueError(
             f"{type(model).__name__} reads its data: {where}. Meta tensors have none: pass real inputs, small ones, to "
             "a model on a real device. One run with them is recorded, and the plan is for a forward that goes its way"
         ) from None
     found = trace(model, stages, root, args, kwargs, n, real=True, **options)
-    found.reads = where or f"{type(reason).__name__} on tensors without data"
+    found.reads = f"reads its data: {where}" if where else f"needs tensors with data: {failed(reason)}"
     return found
+
+
+def failed(error: Exception) -> str:
+    """The kind of an error, and the line of the model that it comes from."""
+    lines = lines_of(error)
+    return type(error).__name__ + (f" at {lines[-1]}" if lines else "")
 
 
 def place(error: Exception) -> str:
     """The operation that an error comes from, and the line of the model."""
-    op, line = "an operation", ""
-    found: TracebackType | None = error.__traceback__
+    op, found = "an operation", error.__traceback__
     while found is not None:
-        frame = found.tb_frame
-        if not os.path.abspath(frame.f_code.co_filename).startswith(INSIDE):
-            (own,) = traceback.extract_tb(found, 1)
-            line = f" at {os.path.basename(own.filename)}:{own.lineno}" + (f", '{own.line}'" if own.line else "")
-        elif frame.f_code.co_name == "__torch_function__" and "func" in frame.f_locals:
-            op = op_name(frame.f_locals["func"])[0].strip("_") + "()"
+        if found.tb_frame.f_code.co_name == "__torch_function__" and "func" in found.tb_frame.f_locals:
+            op = op_name(found.tb_frame.f_locals["func"])[0].strip("_") + "()"
         found = found.tb_next
-    return op + line
+    lines = lines_of(error)
+    return op + (f" at {lines[-1]}" if lines else "")

@@ -34,6 +34,7 @@ class StageRow:
     calls: int = 0  # collectives before this stage
     idle: int = 0  # ranks that have nothing of it
     share: float = 1.0  # the largest tensor that a rank holds of it, over the longest that one process holds
+    line: str = ""  # of the user's code that ran it first, as "model.py:37"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Plan:
     staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
-    reads: str = ""  # where the forward reads its data, if it does: the plan is for one that goes the same way
+    reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
 
     @cached_property
@@ -205,12 +206,14 @@ class Plan:
     def __str__(self) -> str:
         return "" if dist.is_initialized() and dist.get_rank() > 0 else self.text()
 
-    def text(self) -> str:
-        """The table, on any rank."""
+    def text(self, lines: bool = False) -> str:
+        """The table, on any rank; with `lines` each row ends with the line of the user's code that it comes from."""
         head = ["stage", "computes", "sharded", "move", "sends", "peak"]
         link = self.hardware.axis(self.size, self._mostly) if self.hardware is not None else None
         if link is not None:
             head.insert(5, "takes")
+        if lines:
+            head.append("line")
         rows = [
             [
                 f"{r.name}{f'  ×{count}' if count > 1 else ''}",
@@ -220,8 +223,9 @@ class Plan:
                 human(r.bytes) if r.bytes else "-",
                 *([clock(link.seconds(r.bytes, r.calls)) if r.calls else "-"] if link is not None else []),
                 human(r.peak),
+                *([r.line] if lines else []),
             ]
-            for r, count in _folded(self.stages)
+            for r, count in _folded(self.stages, lines)
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         line = "  ".join("─" * w for w in widths)
@@ -249,7 +253,7 @@ class Plan:
             foot.append(self.advice)
         foot += self._idle()
         if self.reads:
-            foot.append(f"planned from one run on these inputs, for this forward reads its data: {self.reads}")
+            foot.append(f"planned from one run on these inputs, for this forward {self.reads}")
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return "\n".join([text[0], line, *text[1:], line, *foot])
@@ -302,11 +306,11 @@ def _choices(r: Residual) -> str:
     return f"residual stream over {r.dims}, {number_of(r.joins, 'addition')}: {'; '.join(ways)}"
 
 
-def _folded(rows: Sequence[StageRow]) -> list[tuple[StageRow, int]]:
+def _folded(rows: Sequence[StageRow], lines: bool = False) -> list[tuple[StageRow, int]]:
     """Repeated groups of rows shown once, with how often; the peak shown is the group's last."""
 
     def key(r: StageRow) -> Any:
-        return (generic(r.name), r.computes, r.layout, r.switch, r.bytes)
+        return (generic(r.name), r.computes, r.layout, r.switch, r.bytes, lines and r.line)
 
     shown: list[tuple[StageRow, int]] = []
     i = 0

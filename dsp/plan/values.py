@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dsp.layout import Cut, separable
+from dsp.lines import line_now
 from dsp.notation import BATCH_NAMES
 from dsp.plan.events import Event, Sym
 from dsp.planner import Extent, Op, Value
@@ -173,7 +174,7 @@ class Values:
         return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
 
     def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
-        event.region = self.region()
+        event.region, event.line = self.region(), "" if event.kind == "output" else line_now()
         made = [self.edges[v] for v in op.outputs]
         if not made:
             made = [{edge(t)} for t in outputs]

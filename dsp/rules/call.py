@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 import torch
 
 from dsp.layout import Cut
+from dsp.lines import lines_of
 from dsp.rows import Rows
 
 
 class GlueError(RuntimeError):
-    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers."""
+    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
+
+    Its text ends with the line of the user's code that the error came through last.
+    """
+
+    def __str__(self) -> str:
+        lines = lines_of(self)
+        return super().__str__() + (f" (at {lines[-1]})" if lines else "")
 
 
 @dataclass(eq=False)

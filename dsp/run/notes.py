@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from types import FrameType
 
 from torch import nn
 
+from dsp.lines import Line, lines_of
 from dsp.notation import NotationError
-from dsp.plan.reads import INSIDE
 from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.tensors import tensors_in
@@ -22,24 +20,20 @@ def add_note(model: nn.Module, error: Exception) -> None:
     """
     if isinstance(error, (GlueError, NotationError)) or not hasattr(error, "add_note"):
         return
-    frames = [at for at in traceback.walk_tb(error.__traceback__) if not _inside(at[0])]
-    if not frames or not (held := _sharded(frames[-1][0])):
+    lines = lines_of(error)
+    for at in range(len(lines) - 1, -1, -1):
+        if held := _sharded(lines[at].frame):
+            break
+    else:
         return
-    (frame, line), (module, path) = frames[-1], _module(model, frames)
-    where = f"{os.path.basename(frame.f_code.co_filename)}:{line}, in {module}"
+    module, path = _module(model, lines[: at + 1])
     way = f"{path!r}, is named in stages" if path else "of its own does this, and is named in stages"
     error.add_note(
-        f"dsp: at {where}, {held} is sharded: a {Sharded.__module__}.{Sharded.__qualname__}, a torch.Tensor with the "
-        "shape of the whole, of which each rank holds a part. Code that asks for the exact type, or for memory, may "
-        f"stumble over it. In a stage tensors are plain: it works where a submodule{',' * bool(path)} {way}"
+        f"dsp: at {lines[at].short}, in {module}, {held} is sharded: a {Sharded.__module__}.{Sharded.__qualname__}, a "
+        "torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact type, "
+        "or for memory, may stumble over it. In a stage tensors are plain: it works where a submodule"
+        f"{',' * bool(path)} {way}"
     )
-
-
-def _inside(frame: FrameType) -> bool:
-    return os.path.abspath(frame.f_code.co_filename).startswith((*INSIDE, _HERE))
-
-
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def _sharded(frame: FrameType) -> str:
@@ -48,10 +42,10 @@ def _sharded(frame: FrameType) -> str:
     return next(held, "")
 
 
-def _module(model: nn.Module, frames: list[tuple[FrameType, int]]) -> tuple[str, str]:
+def _module(model: nn.Module, lines: list[Line]) -> tuple[str, str]:
     """The class of the module whose code runs, and its path in the model."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for frame, _ in reversed(frames):
+    for frame, _ in reversed(lines):
         for value in frame.f_locals.values():
             if isinstance(value, nn.Module) and id(value) in paths and frame.f_code.co_name != "__call__":
                 return type(value).__name__, paths[id(value)]
