@@ -202,20 +202,35 @@ class Endless(nn.Module):
 
 
 class Partly(nn.Module):
-    """Draws random numbers in training, does not call one of its stages, and multiplies by a gate that is zero."""
+    """Draws random numbers in training, does not call one of its stages, and multiplies by a gate that stays zero."""
 
     stages = {"space": "b t [s c]", "time": "b [t] s c", "idle": "b t [s c]"}
 
     def __init__(self) -> None:
         super().__init__()
         self.space, self.time, self.idle = toys.Along(2), nn.Softmax(1), nn.Identity()
-        self.gate = nn.Parameter(torch.zeros(4))
+        self.register_buffer("gate", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.w() + self.gate * self.time(F.dropout(self.space(x), 0.5, self.training))
+        return F.dropout(x, 0.5, self.training) * self.w() + self.gate * self.time(self.space(x))
 
     def w(self) -> Tensor:
         return 1 + self.gate
+
+
+class Unborn(nn.Module):
+    """A last layer that starts at zero hides a stage that is wrong where the slices do not look: in its backward."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.last = toys.Along(2), nn.Softmax(1), nn.Linear(4, 4)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.time(self.space(x)))
 
 
 def finds_what_comes_late(mesh: DeviceMesh) -> None:
@@ -284,3 +299,62 @@ def test_what_is_not_covered_is_said(ranks) -> None:
     ]
     assert ranks(uncovered, 2) == [expect, expect]
     assert ranks(uncovered, 1)[0][-1] == "a parallel run: there is one rank"
+
+
+def drawn(mesh: DeviceMesh) -> list[Any]:
+    model, x = Unborn(), torch.randn(1, 5, 3, 4)
+    found = []
+    for draw in (True, False):
+        report = dsp.check(model, (x,), mesh=mesh, draw=draw)
+        assert report, report.text()
+        (line,) = (line for line in report.text().split("\n") if "gradients:" in line)
+        found += [line.partition(", largest")[0].strip(), [u for u in report.uncovered if "zero" in u]]
+    assert not any(p.any() for p in model.last.parameters())
+    return found
+
+
+def test_a_model_that_was_not_trained_is_compared_with_weights_that_are_drawn(ranks) -> None:
+    expect = [
+        "gradients: 8 tensors",
+        [],
+        "gradients: 2 tensors beside 6 of zeros",
+        [
+            "what is multiplied by zero: space.norm.bias, space.norm.weight, space.out.bias and 2 more had no gradient "
+            "but zeros",
+            "what the outputs are made of: all of them were zeros",
+        ],
+    ]
+    assert ranks(drawn, 2) == [expect, expect]
+
+
+class Angles(nn.Module):
+    """The angles of a timestep are computed in float32 whatever the model is in, as they are in video models."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c], by=b [c]", "time": "b [t] s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Scaled(), nn.Softmax(1)
+        self.into = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        angles = t.float()[:, None] * torch.arange(1, 5)
+        by = self.into(torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype))
+        return self.time(self.space(x, by))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return x * by[:, None, None]
+
+
+def angles(mesh: DeviceMesh) -> tuple[bool, str, float]:
+    torch.manual_seed(0)
+    report = dsp.check(Angles(), (torch.randn(2, 7, 5, 4), torch.rand(2) * 900), mesh=mesh)
+    return report.ok, report.text(), report.gradients["input 1"]
+
+
+def test_rounding_of_what_a_model_computes_in_a_shorter_type_is_no_fault(ranks) -> None:
+    for ok, text, off in ranks(angles, 3):
+        assert ok, text
+        assert 1e-8 < off < 1e-4  # more than float64 rounds by: this is what is allowed for

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.check.compare import Call, compare
 from dsp.check.independence import compare_slices, recorded, some, unseen
-from dsp.check.modes import Mode, called, prepared
+from dsp.check.modes import Mode, called, prepared, rounding
 from dsp.check.report import Report
 from dsp.layout import Axis
 from dsp.plan.make import stages_of
@@ -35,6 +35,7 @@ def check(
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None = None,
     thorough: bool = True,
+    draw: bool = True,
 ) -> Report:
     """Compare `model` in parallel over `mesh` with itself on one process. Call it on every rank, with the same inputs.
 
@@ -42,9 +43,10 @@ def check(
     recorded inputs along each dim that its pattern calls independent; then the whole model in training, in eval mode
     and under no_grad, at the given size and at a smaller one, three calls each, for what the first call recorded or
     cached the next ones use. With ``thorough=False`` it is called once, as it is given. Compared are outputs, buffers,
-    and under a random projection as the loss the gradient of every parameter and of every input. The model itself is
-    left untouched. Raises what a wrong pattern raises; everything that runs but is wrong is in the report, and what was
-    not looked at, too.
+    and under a random projection as the loss the gradient of every parameter and of every input. Parameters that are
+    zero, as the last layers of a model that was not trained yet, would hide what comes before them: with `draw` they
+    are drawn at random in the copies. The model itself is left untouched. Raises what a wrong pattern raises;
+    everything that runs but is wrong is in the report, and what was not looked at, too.
     """
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
@@ -55,7 +57,7 @@ def check(
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})
     world = World(model, args, kwargs, data=True, own=[*model.parameters(), *model.buffers()])
     with world, torch.random.fork_rng(devices=cuda), torch.enable_grad():
-        report = Check(model, args, kwargs, axis, stages, thorough).run()
+        report = Check(model, args, kwargs, axis, stages, thorough, draw).run()
         report.silent = axis.rank > 0 or (report.ok and dist.is_initialized() and dist.get_rank() > 0)
         return report
 
@@ -64,13 +66,15 @@ class Check:
     """One check: a copy of the model and its inputs, how it may be called, and what was found so far."""
 
     def __init__(
-        self, model: nn.Module, args: Any, kwargs: Any, axis: Axis, stages: Mapping[str, str] | None, thorough: bool
-    ) -> None:
+        self, model: nn.Module, args: Any, kwargs: Any, axis: Axis, stages: Mapping[str, str] | None,
+        thorough: bool = True, draw: bool = True,
+    ) -> None:  # fmt: skip
         self.axis, self.stated, self.thorough = axis, stages, thorough
         stages_of(model, stages)  # what is wrong with them is said before anything runs
-        self.model, self.args, self.kwargs, self.dtype, self.modes = prepared(model, args, kwargs, thorough)
+        self.model, self.args, self.kwargs, self.dtype, self.modes = prepared(model, args, kwargs, thorough, draw)
         self.stages, self.root = stages_of(self.model, stages)
         self.report = Report(axis.size, self.dtype, calls=CALLS if thorough else 1)
+        self.moved = False  # whether an output was other than zeros
         self.tolerance = TOLERANCE.get(self.dtype, 3e-2)
         self.sizes = sizes_of_root(model, self.root, self.args, self.kwargs)
 
@@ -114,9 +118,10 @@ class Check:
         report.advice = parallel.forward.__self__.advice  # type: ignore[attr-defined]
         if not report.gradients:
             report.uncovered.append("gradients: nothing that the model returns has one")
-        elif report.still:
-            none = some(sorted(report.still))
-            report.uncovered.append(f"what is multiplied by zero: {none} had no gradient but zeros")
+        elif zeros := {name for name in report.still or () if not name.startswith("input ")}:
+            report.uncovered.append(f"what is multiplied by zero: {some(sorted(zeros))} had no gradient but zeros")
+        if report.output is not None and not self.moved:
+            report.uncovered.append("what the outputs are made of: all of them were zeros")
 
     def inputs(self) -> list[tuple[str, Any, Any]]:
         """The inputs as they are, and shorter along what may be sharded; a name for each."""
@@ -150,14 +155,17 @@ class Check:
         except Exception as reason:
             return [f"the parallel run raised {type(reason).__name__}: {reason}"]
         found = compare(got, expected, self.tolerance, numbers=not mode.random)
+        if found.problems and mode.grad and not mode.random:
+            own = rounding(single, args, kwargs, expected, self.tolerance)
+            found = compare(got, expected, self.tolerance, rounding=own)
         if not mode.random:
             report.output = max(report.output or 0.0, found.output)
             for name, off in found.gradients.items():
                 report.gradients[name] = max(report.gradients.get(name, 0.0), off)
         moves = {name for name, g in expected.grads.items() if g is not None and g.any()}
+        self.moved |= any(bool(t.any()) for t in expected.outputs)
         if mode.grad:
-            weights = {name for name in expected.grads if not name.startswith("input ")}
-            report.still = (weights if report.still is None else report.still) - moves
+            report.still = (set(expected.grads) if report.still is None else report.still) - moves
         more = len(found.problems) - 5
         return found.problems[:5] + [f"and {more} more; report.gradients has all gradients"] * (more > 0)
 

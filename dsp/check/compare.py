@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,19 @@ from dsp.slices import error
 from dsp.stages import clean
 from dsp.tensors import constants_in, remade, tensors_in
 
+ROUNDINGS = 32  # a part of a gradient may be so many times as long as the whole
+
 
 class Call:
-    """A call with copies of its inputs, and backward under a random projection; on `axis`, gradients are averaged."""
+    """A call with copies of its inputs, and backward under a random projection; on `axis`, gradients are averaged.
+
+    scale: what the loss is multiplied by, and gradients are divided by again.
+    """
 
     def __init__(
-        self, model: nn.Module, args: Any, kwargs: Any, grad: bool = False, axis: Axis | None = None, seed: int = 0
-    ) -> None:
+        self, model: nn.Module, args: Any, kwargs: Any, grad: bool = False, axis: Axis | None = None, seed: int = 0,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
         leaves: list[Tensor] = []
 
         def leaf(t: Tensor) -> Tensor:
@@ -35,7 +41,7 @@ class Call:
         with torch.set_grad_enabled(grad):
             output = model(*args, **kwargs)
             outputs = tensors_in(output)
-            loss = projected(outputs)
+            loss = projected(outputs) * scale
         if loss.requires_grad:
             loss.backward()
         self.outputs, self.constants = [t.detach() for t in outputs], constants_in(output)
@@ -50,6 +56,8 @@ class Call:
                 mine = torch.ops.dsp.all_reduce(mine.contiguous(), axis.group) / axis.size
             self.grads[clean(name)] = mine
         self.grads.update({f"input {i}": t.grad for i, t in enumerate(leaves) if t.requires_grad})
+        if scale != 1:
+            self.grads = {name: None if g is None else g / scale for name, g in self.grads.items()}
 
 
 def projected(outputs: Sequence[Tensor]) -> Tensor:
@@ -70,8 +78,13 @@ class Difference:
     problems: list[str] = field(default_factory=list)
 
 
-def compare(got: Call, expected: Call, tolerance: float, numbers: bool = True) -> Difference:
-    """What one call has other than another; without `numbers` only what kind of tensors it returns."""
+def compare(
+    got: Call, expected: Call, tolerance: float, numbers: bool = True, rounding: Mapping[str, float] | None = None
+) -> Difference:
+    """What one call has other than another; without `numbers` only what kind of tensors it returns.
+
+    rounding: how far gradients are off by that alone, where it is known.
+    """
     found = Difference()
     kinds = [[(t.dtype, tuple(t.shape)) for t in call.outputs] for call in (got, expected)]
     if kinds[0] != kinds[1]:
@@ -97,7 +110,7 @@ def compare(got: Call, expected: Call, tolerance: float, numbers: bool = True) -
         else:
             off = error(mine, g, floor)
         found.gradients[name] = off
-        if not off <= 10 * tolerance:
+        if not off <= max(10 * tolerance, ROUNDINGS * (rounding or {}).get(name, 0.0)):
             found.problems.append(f"the gradient of {name} differs by {off:.1e}")
     return found
 

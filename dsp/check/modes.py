@@ -36,11 +36,13 @@ def modes_of(model: nn.Module) -> list[Mode]:
 
 
 def prepared(
-    model: nn.Module, args: Any, kwargs: Any, thorough: bool
+    model: nn.Module, args: Any, kwargs: Any, thorough: bool, draw: bool
 ) -> tuple[nn.Module, Any, Any, torch.dtype, list[Mode]]:
     """A copy in float64 if it runs there, inputs to match, and how it may be called: without random numbers, first."""
     first: Exception | None = None
     for dtype, clone, a, k in copies(model, args, kwargs):
+        if draw:
+            draw_zeros(clone)
         modes = modes_of(clone)
         for mode in modes:
             mode.set(clone)
@@ -62,7 +64,27 @@ def prepared(
     raise first
 
 
-def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0) -> Call:
+def draw_zeros(model: nn.Module) -> None:
+    """Draw the parameters that are zero at random, in place and the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and p.numel() and not p.any():
+                fan_in = p.numel() // len(p) if p.ndim > 1 else 1
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.2 / fan_in**0.5)
+
+
+def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0, scale: float = 1.0) -> Call:
     """A call that leaves the buffers as they were."""
     with keeping_buffers(model):
-        return Call(model, args, kwargs, grad, seed=seed)
+        return Call(model, args, kwargs, grad, seed=seed, scale=scale)
+
+
+def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Call, tolerance: float) -> dict[str, float]:
+    """How far each gradient is off by rounding: where a model computes in a shorter type of its own, as the angles of a
+    timestep often are, a loss of another size gives other gradients."""
+    found: dict[str, float] = {}
+    for scale in (3.0, 5.0, 7.0):
+        for name, off in compare(called(model, args, kwargs, True, scale=scale), expected, tolerance).gradients.items():
+            found[name] = max(found.get(name, 0.0), off)
+    return found

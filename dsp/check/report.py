@@ -32,7 +32,7 @@ class Report:
     sizes: list[str] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     advice: str = ""  # what runs whole on every rank, and what would help
-    still: set[str] | None = field(default=None, repr=False)  # parameters whose gradient was zero in every run
+    still: set[str] | None = field(default=None, repr=False)  # what had a gradient of zeros in every run
     silent: bool = field(default=False, repr=False, compare=False)  # on a rank that leaves it to another to print
 
     @property
@@ -59,9 +59,10 @@ class Report:
             lines.append(f"  outputs: largest error {self.output:.1e}")
         if self.gradients:
             worst_grad = max(self.gradients, key=lambda k: self.gradients[k])
+            zeros = len(self.gradients.keys() & (self.still or set()))
             lines.append(
-                f"  gradients: {len(self.gradients)} tensors, largest error {self.gradients[worst_grad]:.1e} "
-                f"({worst_grad})"
+                f"  gradients: {len(self.gradients) - zeros} tensors{f' beside {zeros} of zeros' if zeros else ''}, "
+                f"largest error {self.gradients[worst_grad]:.1e} ({worst_grad})"
             )
         if self.modes:
             sizes = " and ".join(f"with {size}" for size in self.sizes)
