@@ -66,7 +66,12 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     for wrong, said in (
         ([f"init.weights={first}"], f"is a run: python -m zoo.training.export {first}"),
         ([f"init.weights={tmp_path / 'none'}"], "no such file or folder (nothing is downloaded)"),
-        ([f"init.weights={out}", "model.overrides.hidden=24"], "of a model with hidden=48 (here 24)"),
+        (
+            [f"init.weights={out}", "model.overrides.hidden=24"],
+            "of a model with hidden=48 (here 24). Write model: "
+            "{name: transformer2d, size: test, overrides: {in_channels: 1, num_classes: 10, hidden: 48}}",
+        ),
+        ([f"init.weights={out}", "model.overrides.in_channels=3"], "of a model with in_channels=1 (here 3)"),
         ([f"init.weights={tmp_path / 'noise.safetensors'}"], "not readable as safetensors"),
     ):
         (tmp_path / "noise.safetensors").write_bytes(b"noise")
@@ -84,7 +89,7 @@ class Toy:
     def __init__(self, path, **overrides):
         self.config = cfg.defaults("digits")
         self.config.init.weights = str(path)
-        self.config.model.name, self.config.model.overrides = "latte", overrides
+        self.config.model.name, self.config.model.size, self.config.model.overrides = "latte", "test", overrides
 
     def model(self):
         return zoo.create("latte", "test", **self.config.model.overrides)
@@ -111,6 +116,9 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     # what the weights do not tell stands in config.json, and is held against what is configured
     with pytest.raises(UserError, match=r"of a model with sample_size=8 \(here 64\)"):
         initial.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
+    wrong = Toy(tmp_path / "out", **{**options, "sample_size": 64, "depth": 4})  # num_layers of diffusers is 1 here
+    with pytest.raises(UserError, match=r"of a model with depth=2 \(here 4\), .* sample_size: 8, depth: 2}}$"):
+        initial.refuse_described(wrong)
     (tmp_path / "out" / "config.json").unlink()
     for overrides in (options, {**options, "heads": asdict(model.config)["heads"]}):
         if "heads" not in overrides:

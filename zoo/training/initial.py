@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
 from torch import Tensor, nn
 
 import zoo
@@ -37,7 +39,7 @@ def source(task: Task) -> nn.Module:
         known = {**options.overrides, **{k: v for k, v in told.items() if k in ASKED}}
         other: Any = user_error(zoo.from_reference, options.name, state, **known, prefix=f"init.weights={path}: ")
         state, told = other.state_dict(), asdict(other.config)
-    refuse_other(path, told, asdict(model.config))
+    refuse_other(task.config, told, model)
     current = model.state_dict()
     if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
         shapes = f"{tuple(state[wrong[0]].shape)} there, {tuple(current[ours[wrong[0]]].shape)} here"
@@ -79,10 +81,29 @@ def description(path: Path, model: Any) -> dict[str, Any]:
     return asdict(convert(found))
 
 
-def refuse_other(path: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """A UserError if the settings differ: shapes alone would not show all of them."""
+def refuse_described(task: Task) -> None:
+    """A UserError if a config.json beside the weights describes another model than the one that is configured."""
+    path, options = task.config.init.weights, task.config.model
+    if path is not None:
+        with torch.device("meta"):
+            model = zoo.create(options.name, options.size, **options.overrides)
+        refuse_other(task.config, description(Path(path), model), model)
+
+
+def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
+    """A UserError if the settings differ, with the line to write: shapes alone would not show all of them."""
+    ours = asdict(model.config)
     plain = [{k: list(v) if isinstance(v, tuple) else v for k, v in side.items()} for side in (theirs, ours)]
-    differ = [key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key]]
-    if differ:
-        lines = ", ".join(f"{key}={plain[0][key]} (here {plain[1][key]})" for key in sorted(differ))
-        raise UserError(f"init.weights={path} are of a model with {lines}: set model.overrides to these")
+    differ = sorted(key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key])
+    if not differ:
+        return
+    lines = ", ".join(f"{key}={plain[0][key]} (here {plain[1][key]})" for key in differ)
+    size = {} if config.model.size is None else {"size": config.model.size}
+    overrides = {**config.model.overrides, **{key: plain[0][key] for key in differ}}
+    wanted = flow({"name": config.model.name, **size, "overrides": overrides})
+    raise UserError(f"init.weights={config.init.weights} are of a model with {lines}. Write model: {wanted}")
+
+
+def flow(value: Any) -> str:
+    """A value as YAML, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).strip().removesuffix("\n...")

@@ -36,6 +36,8 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
             objective = task.objective(model)
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
+        if isinstance(error, UserError):
+            user_error(initial.refuse_described, task)  # says more: what to write, if it is that
         if isinstance(error, UserError) or not config.model.overrides:
             raise
         raise UserError(f"model: with {config.model.overrides} it is none: {one_line(error)}") from error
