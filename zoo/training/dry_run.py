@@ -28,7 +28,7 @@ def dry_run(config: Config) -> None:
     parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
     world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
     replicate, shard, sp = mesh_shape(parallel, world)
-    task = create_task(config)
+    task, hardware = create_task(config), known_hardware(config)
     model, objective, _ = without_weights(config, task)
     plan, memory = make_plan(config, task, objective, sp), Memory(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
@@ -45,7 +45,7 @@ def dry_run(config: Config) -> None:
         print(f"  {size(held):>10}  {what}")
     print(f"\n{memory.advice(sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
-    if hardware := known_hardware(config):
+    if hardware is not None:
         print(
             f"\na step on {config.hardware.device} (products at {config.hardware.products:.0%} of the peak), "
             f"{hardware.links}: shares of computing, of sequence parallelism's communication, and of the weights' that "
@@ -145,6 +145,7 @@ class Memory:
         else:
             text = f"the smallest sp that fits {size(memory)} a device is {fits}: {size(self.total(fits))}"
             text += "" if fits == sp else f"; sp={sp} needs {size(need)}"
+            text += "; one rank is enough at this size, and more of them save time alone" * (fits == 1 < sp)
         less = [other for other in self.ways[self.ways.index(way) + 1 :] if self.total(sp, other) < need]
         if less:
             # the first of them with which this sp is enough: it takes the least time

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +16,30 @@ from zoo.training.profile import DATA
 from zoo.training.tracking import amount, duration, size
 
 
+@dataclass
+class Sums:
+    """Steps, their seconds, those in which they waited for data, and the tokens and FLOPs of all ranks together."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+
+
 class Meter:
-    """Sums over steps, read and cleared by `read`. `elapsed`: seconds of the run before this start."""
+    """Sums over steps, read and cleared by `read`. `elapsed`: seconds of the run before this start.
+
+    The first step of a start also plans, allocates and compiles: it is read by itself and tells nothing of the others.
+    """
 
     def __init__(self, config: Any, world: int, device: torch.device, elapsed: float = 0.0):
         self.device, self.before, self.began = device, elapsed, time.perf_counter()
         peak = peak_flops(config, device)
         self.peak = peak and peak * world
-        self.steps, self.done = 0, 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.done += self.steps
-        self.steps, self.seconds, self.waited, self.tokens, self.flops = 0, 0.0, 0.0, 0, 0.0
+        self.first: Sums | None = None
+        self.sums = Sums()
+        self.done, self.settled = 0, 0.0  # steps after the first, as far as they were read, and when that one ended
 
     @property
     def elapsed(self) -> float:
@@ -44,7 +56,7 @@ class Meter:
                         batch = next(batches)
                 except StopIteration:
                     return
-                self.waited += time.perf_counter() - clock
+                self.sums.waited += time.perf_counter() - clock
                 yield batch
         finally:
             batches.close()
@@ -54,21 +66,27 @@ class Meter:
         """Count a step of so many tokens and FLOPs of all ranks together."""
         clock = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - clock
-        self.steps, self.tokens, self.flops = self.steps + 1, self.tokens + tokens, self.flops + flops
+        sums, now = self.sums, time.perf_counter()
+        sums.steps, sums.seconds = sums.steps + 1, sums.seconds + now - clock
+        sums.tokens, sums.flops = sums.tokens + tokens, sums.flops + flops
+        if self.first is None:
+            self.first, self.sums, self.settled = sums, Sums(), now
 
     def read(self, left: int) -> dict[str, float]:
         """What there is to record of the steps since the last time; `left`: steps to come. Collective."""
-        wait = ranks.greatest(self.waited / self.seconds)  # of the rank that waited longest
+        sums = self.sums if self.sums.steps or self.first is None else self.first
+        wait = ranks.greatest(sums.waited / sums.seconds)  # of the rank that waited longest
         found = {
-            "seconds_per_step": self.seconds / self.steps, "tokens_per_s": self.tokens / self.seconds,
+            "seconds_per_step": sums.seconds / sums.steps, "tokens_per_s": sums.tokens / sums.seconds,
             "data_wait": min(wait, 1.0), "memory_bytes": int(ranks.greatest(ranks.peak_memory(self.device))),
             "elapsed": self.elapsed,
         }  # fmt: skip
         if self.peak:
-            found["mfu"] = self.flops / self.seconds / self.peak
-        self._clear()
-        return found | {"eta": (time.perf_counter() - self.began) / self.done * left}
+            found["mfu"] = sums.flops / sums.seconds / self.peak
+        self.done, self.sums = self.done + self.sums.steps, Sums()
+        if self.done:
+            found["eta"] = (time.perf_counter() - self.settled) / self.done * left
+        return found
 
 
 def peak_flops(config: Any, device: torch.device) -> float | None:
@@ -87,13 +105,14 @@ def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:
     """One line for a reader, aligned with the lines before and after it."""
     share = f"{values['comm_share']:.0%}" if "comm_share" in values else ""
     mfu = f"mfu {values['mfu']:<5.1%} " if "mfu" in values else ""
+    eta = duration(values["eta"]) if "eta" in values else "-"
     skipped = f"  skipped {values['skipped']:.0f}" if values.get("skipped") else ""
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:<8.4g} grad {values['grad_norm']:<7.3g} "
         f"lr {values['lr']:<8.2e} {values['seconds_per_step']:>6.3g} s/step "
         f"{amount(values['tokens_per_s']):>5} tokens/s  {mfu}data {values['data_wait']:>3.0%}  "
         f"comm {share:>3} {size(values['comm_bytes']):>8}  memory {size(values['memory_bytes']):>8}  "
-        f"eta {duration(values['eta'])}{skipped}"
+        f"eta {eta}{skipped}"
     )
 
 
