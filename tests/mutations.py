@@ -141,8 +141,8 @@ FAULTS = [
     Fault(
         "check lets a gradient pass that is half of the true one",
         "dsp/check/compare.py",
-        "found.gradients[name] = off\n        if not off <= 10 * tolerance:",
-        "found.gradients[name] = off\n        if not off <= 1:",
+        "if not off <= max(10 * tolerance, ROUNDINGS",
+        "if not off <= max(1, ROUNDINGS",
         "test_check",
     ),
     Fault(
@@ -373,8 +373,8 @@ FAULTS = [
     Fault(
         "a forward that reads its data raises what torch does",
         "dsp/plan/reads.py",
-        "        if not where:\n            raise reason",
-        "        if reason:\n            raise reason",
+        "        if not where:\n            if hasattr",
+        "        if reason:\n            if hasattr",
         "test_plan_reads",
     ),
     Fault(

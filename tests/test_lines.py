@@ -75,7 +75,7 @@ def test_rows_name_lines_where_asked() -> None:
 def test_a_refusal_in_a_plan_names_its_line() -> None:
     with pytest.raises(GlueError) as caught:
         dsp.plan(Refused(), torch.randn(1, 6, 4, toys.C), size=2)
-    (line,) = re.findall(rf"\(at ({HERE}:\d+), '.*'\)$", str(caught.value))
+    (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", str(caught.value))
     assert "the refusal" in written(line)
 
 
@@ -92,7 +92,8 @@ def refused(mesh: DeviceMesh) -> list[str]:
 def test_a_refusal_in_a_run_names_its_line(ranks) -> None:
     for texts in ranks(refused, 2):
         for text in texts:
-            assert re.search(rf"\(at {HERE}:\d+, '.*# the refusal'\)$", text)
+            (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", text)
+            assert "the refusal" in written(line)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")

@@ -1,4 +1,4 @@
-"""What a model of the zoo has beside its forward: what the trainer, `dsp` and the tests read of any of them.
+"""Contracts: what a model of the zoo, a data set and a task have, as typed protocols, and what is missing by name.
 
     check(model).stages
 
@@ -8,7 +8,9 @@ one component: "blocks.*.spatial".
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, Protocol, cast
+from inspect import getdoc
+from types import FunctionType, UnionType
+from typing import Annotated, Any, Protocol, cast, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -16,30 +18,47 @@ from torch import Tensor
 class Model(Protocol):
     """The contract. What a model has nothing of is an empty dict."""
 
-    config: Any
-    stages: Mapping[str, str]
-    cores: Mapping[str, str]
-    tensor_parallel: Mapping[str, str]
+    config: Annotated[Any, "the dataclass that it was made from"]
+    stages: Annotated[Mapping[str, str], "a dict of pattern to what the stage computes over"]
+    cores: Annotated[
+        Mapping[str, str], "a dict of pattern to what the attention computes over, for Ulysses and rings; {} for none"
+    ]
+    tensor_parallel: Annotated[
+        Mapping[str, str], "a dict of a linear layer's pattern to 'columns' or 'rows', for Megatron; {} for none"
+    ]
 
     def example_inputs(self, batch: int = 1, **lengths: int) -> dict[str, Tensor]:
-        """Arguments of the forward, of a model's own lengths (frames, height, rows ...), on the default device."""
-
-
-WHAT = {
-    "config": "the dataclass that it was made from",
-    "stages": "a dict of pattern to what the stage computes over",
-    "cores": "a dict of pattern to what the attention computes over, for Ulysses and rings; {} for none",
-    "tensor_parallel": "a dict of a linear layer's pattern to 'columns' or 'rows', for Megatron; {} for none",
-    "example_inputs": "a method (batch=1, **lengths) that returns the forward's keyword arguments",
-}
+        """A method (batch=1, **lengths) that returns the forward's keyword arguments, on the default device."""
 
 
 def check(model: Any) -> Model:
     """The model as one of the zoo. A TypeError names everything that it lacks, and what that would be."""
-    found = {name: getattr(model, name, None) for name in WHAT}
-    fits = {name: isinstance(value, Mapping) for name, value in found.items()}
-    fits |= {"config": is_dataclass(found["config"]), "example_inputs": callable(found["example_inputs"])}
-    if lacks := [f"  {name}: {WHAT[name]}" for name in WHAT if not fits[name]]:
-        kind = type(model).__name__
-        raise TypeError("\n".join([f"{kind} is no model of the zoo yet; it lacks, or has of another type:", *lacks]))
+    wanted, missing = members(Model), lacks(model, Model)
+    if "config" not in missing and not is_dataclass(model.config):
+        missing.append("config")
+    if missing:
+        lines = [f"{type(model).__name__} is no model of the zoo yet; it lacks, or has of another type:"]
+        raise TypeError("\n".join(lines + [f"  {name}: {wanted[name]}" for name in wanted if name in missing]))
     return cast(Model, model)
+
+
+def members(contract: type) -> dict[str, str]:
+    """The members of a protocol, and what each is: the note of an attribute, the docstring of a method."""
+    hints = get_type_hints(contract, include_extras=True)
+    methods = {name: found for name, found in vars(contract).items() if isinstance(found, FunctionType)}
+    own = {name: getdoc(method) or "" for name, method in methods.items() if name in ("__len__", name.lstrip("_"))}
+    return {name: hint.__metadata__[0] for name, hint in hints.items()} | own
+
+
+def lacks(value: Any, contract: type) -> list[str]:
+    """The members of a protocol that a value lacks, or has of another type."""
+    hints = get_type_hints(contract)
+
+    def fits(name: str) -> bool:
+        if name not in hints:
+            return callable(getattr(value, name, None))
+        kind = hints[name]
+        kinds = tuple(get_origin(one) or one for one in (get_args(kind) if isinstance(kind, UnionType) else (kind,)))
+        return hasattr(value, name) and (kind is Any or isinstance(getattr(value, name), kinds))
+
+    return [name for name in members(contract) if not fits(name)]

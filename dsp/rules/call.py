@@ -21,7 +21,7 @@ class GlueError(RuntimeError):
 
     def __str__(self) -> str:
         lines = lines_of(self)
-        return super().__str__() + (f" (at {lines[-1]})" if lines else "")
+        return super().__str__() + (f" (at {lines[-1].short})" if lines else "")
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import hashlib
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol, SupportsIndex, TypedDict
+from typing import Annotated, Protocol, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,13 +32,15 @@ class VideoDataset(Protocol):
     frames 4..8 asks for `range(4, 8)` and gets exactly `clip(index, epoch)["x"][:, 4:8]`. It may ask for none.
     """
 
-    frames: int
-    shape: tuple[int, int, int]  # channels, height, width of one frame
-    num_classes: int | None
+    frames: Annotated[int, "frames of a clip"]
+    shape: Annotated[tuple[int, int, int], "channels, height and width of a frame"]
+    num_classes: Annotated[int | None, "how many classes there are; None for none"]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of clips."""
 
-    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip: ...
+    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
+        """A method (index, epoch, frames=None) that returns {"x": [c, t, h, w] in [-1, 1], "label": int or None}."""
 
 
 def hash_seed(*parts: SupportsIndex | str) -> int:

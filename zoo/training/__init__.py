@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from zoo.contract import lacks, members
+
 
 class UserError(ValueError):
     """Something the user can put right. The trainer prints the message alone and exits with code 2.
@@ -23,6 +25,14 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
         error = UserError(f"{prefix}{cause}")
         error.alone = alone
         raise error from cause
+
+
+def complete(value: Any, contract: type, what: str) -> None:
+    """A UserError that names everything that a part somebody added lacks of its contract, and what that would be."""
+    wanted = members(contract)
+    if missing := lacks(value, contract):
+        lines = (f"  {name}: {wanted[name]}" for name in missing)
+        raise UserError("\n".join([f"{what} lacks, or has of another type:", *lines]))
 
 
 def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:

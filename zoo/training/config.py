@@ -8,6 +8,7 @@ is read from the environment and no name is ever imported. `data` has the keys o
 
 import difflib
 import importlib
+import inspect
 import io
 import math
 import re
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
 from zoo.data.limits import read_bytes
-from zoo.training import UserError, one_line
+from zoo.training import UserError, complete, one_line
 from zoo.training.sections import (
     Checkpoint,
     Hardware,
@@ -39,7 +40,7 @@ from zoo.training.sections import (
     Wandb,
     option,
 )
-from zoo.training.task import Infer, Show, Task
+from zoo.training.task import Data, Infer, Module, Show, Shown, Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
@@ -90,28 +91,44 @@ class Config:
 
 def _task(data: str, part: str = "tasks") -> Any:
     """The module of what trains on a data set, or of what shows it; zoo/training/task.py says what they hold."""
-    return importlib.import_module(f"zoo.training.{part}.{TASKS[data]}")
+    module = importlib.import_module(f"zoo.training.{part}.{TASKS[data]}")
+    complete(module, Module if part == "tasks" else Shown, f"zoo/training/{part}/{TASKS[data]}.py")
+    return module
 
 
 def defaults(data: str) -> Config:
     """The configuration of a run on a data set where nothing is configured."""
     task = _task(data)
+    if data not in task.DATA:
+        raise UserError(f"data.name={data}: DATA of zoo/training/tasks/{TASKS[data]}.py has no options of that name")
     return Config(data=task.DATA[data](), objective=task.Objective(), eval=task.Eval(), sample=task.Sample())
 
 
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
     """The task of a configuration, for one of the ranks of `mesh`, which share each sample."""
-    return _task(config.data.name).Task(config, mesh, device)
+    data, name, module = config.data, config.data.name, _task(config.data.name)
+    complete(data, getattr(module, "Data", Data), f"{type(data).__name__}, the options of data.name={name},")
+    return _made(module.Task, f"the task of data.name={name}", config, mesh, device)
 
 
 def create_show(task: Task) -> Show:
     """What is shown of a task."""
-    return _task(task.config.data.name, "show").Show(task)
+    name = task.config.data.name
+    return _made(_task(name, "show").Show, f"what is shown of data.name={name}", task)
 
 
 def create_infer(task: Task) -> Infer:
     """What infer.py makes with a task's model."""
-    return _task(task.config.data.name, "show").Infer(create_show(task))
+    name = task.config.data.name
+    return _made(_task(name, "show").Infer, f"what infer.py makes of data.name={name}", create_show(task))
+
+
+def _made(kind: Any, what: str, *args: Any) -> Any:
+    """An instance; a UserError names every method that its class leaves out."""
+    if missing := sorted(kind.__abstractmethods__):
+        lines = (f"  {name}: {inspect.getdoc(getattr(kind, name))}" for name in missing)
+        raise UserError("\n".join([f"{what}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
+    return kind(*args)
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -12,7 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,29 @@ class Floor:
     name: str  # for the reader
     loss: float
     of: str = "val_loss"  # the key of what it is to be compared with
+
+
+class Data(Protocol):
+    """A section of the configuration that names a data set; a task's file may ask for more, in a `Data` of its own."""
+
+    name: Annotated[str, "the name in the configuration, an option"]
+
+
+class Module(Protocol):
+    """A file of zoo/training/tasks."""
+
+    DATA: Annotated[Mapping[str, type], "a dict of data.name to the dataclass of its options"]
+    Objective: Annotated[type, "the dataclass of the section objective"]
+    Eval: Annotated[type, "the dataclass of the section eval"]
+    Sample: Annotated[type, "the dataclass of the section sample"]
+    Task: Annotated[type, "a subclass of zoo.training.task.Task"]
+
+
+class Shown(Protocol):
+    """A file of zoo/training/show."""
+
+    Show: Annotated[type, "a subclass of zoo.training.task.Show"]
+    Infer: Annotated[type, "a subclass of zoo.training.task.Infer"]
 
 
 class Task(ABC):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
 from zoo.data.latent_folder import LatentFolder, largest_first
 from zoo.data.latents import Entry, Manifest, read_manifest
 from zoo.data.sampling import hash_seed, order
-from zoo.training import UserError, user_error
+from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
@@ -44,6 +44,16 @@ class Latents:
     balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
     verify: bool = option(False, "read every shard once at the start, and compare it with its checksum")
     validation: float = option(0.05, "share of the clips held out for validation, in whole videos", least=0, most=1)
+
+
+class Data(task.Data, Protocol):
+    """A section of the configuration that names latents in a folder."""
+
+    path: Annotated[str | None, "the folder, an option"]
+    buckets: Annotated[list[str], "shapes to train on, an option"]
+    balance: Annotated[bool, "whether smaller shapes have more samples a batch, an option"]
+    verify: Annotated[bool, "whether every shard is compared with its checksum at the start, an option"]
+    validation: Annotated[float | int, "share of the clips held out for validation, an option"]
 
 
 DATA: dict[str, type] = {"latent_folder": Latents}

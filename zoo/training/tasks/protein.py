@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +75,17 @@ class Folder:
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
     couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
     around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
+
+
+class Data(task.Data, Protocol):
+    """A section of the configuration that names proteins."""
+
+    residues: Annotated[int, "residues of a crop, an option"]
+    rows: Annotated[int, "rows of the alignment that a sample has, an option"]
+    extra_rows: Annotated[int, "further rows, for a model with an extra alignment, an option"]
+    masked: Annotated[float | int, "share of the letters to be guessed, an option"]
+    couplings: Annotated[bool, "whether the model is told direct couplings of each pair, an option"]
+    around: Annotated[int, "and of the pairs so many residues around it, an option"]
 
 
 DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}

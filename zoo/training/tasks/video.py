@@ -8,7 +8,7 @@ c channels, t frames, h w height and width.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.training import UserError, task, user_error
+from zoo.training import UserError, complete, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
@@ -65,6 +65,21 @@ class VideoFolder:
         how: dict[str, Any] = {"frames": self.frames, "stride": self.stride, "fps": self.fps, "verify": self.verify}
         folder = video_folder.VideoFolder(self.path or "", height=self.height, width=self.width, seed=seed, **how)
         return folder.split(self.validation)
+
+
+class Data(task.Data, Protocol):
+    """A section of the configuration that names a data set of clips."""
+
+    frames: Annotated[int, "frames a clip, an option"]
+    height: Annotated[int, "rows of pixels, an option"]
+    width: Annotated[int, "columns of pixels, an option"]
+    fps: Annotated[float | int | None, "frames a second, of the clips as they are shown; None where that is not known"]
+    channels: Annotated[int, "channels of a pixel"]
+    classes: Annotated[int | None, "how many classes there are; None for none"]
+    caption_channels: Annotated[int, "channels of a caption's embedding; 0 for none"]
+
+    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
+        """A method (seed) that returns the data set to train on and the one to validate with."""
 
 
 DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
@@ -135,6 +150,8 @@ class Task(task.Task):
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
         self.train, self.validation = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
+        for found in (self.train, self.validation):
+            complete(found, VideoDataset, f"{type(found).__name__}, a data set of data.name={data.name}")
 
     # ------------------------------------------------------------------------------------------------ model, objective
 
