@@ -2,8 +2,8 @@
 
     python infer.py runs/demo --label 3 --frames 16
     python infer.py runs/video --prompt "a boat on a lake" --format mp4
-    torchrun --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
-    torchrun --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
+    dsp-launch --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
+    dsp-launch --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
     python infer.py runs/demo --help
 

@@ -1,6 +1,6 @@
 """Train a model of the zoo with Dynamic Sequence Parallelism.
 
-    torchrun --nproc-per-node 2 train.py configs/demo.yaml [key=value ...]
+    dsp-launch --nproc-per-node 2 train.py configs/demo.yaml [key=value ...]
     python train.py configs/demo.yaml help=1
 
 One file for every architecture, read from top to bottom: config, mesh, data, model, dsp, fsdp, optimizer, loop.

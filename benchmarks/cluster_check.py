@@ -1,7 +1,7 @@
 """What to run first on a new cluster: is sequence parallelism exact here, how fast are its links, does sp fit a node?
 
-    torchrun --nproc-per-node 4 benchmarks/cluster_check.py
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/cluster_check.py
+    dsp-launch --nproc-per-node 4 benchmarks/cluster_check.py
+    dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/cluster_check.py
     ... benchmarks/cluster_check.py --sp 8 --megabytes 1 32 256 --out check.json
 
 The ranks are laid out as train.py does it: each group of `--sp` (a host's ranks, if not given) shares one sample.

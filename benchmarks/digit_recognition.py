@@ -1,7 +1,7 @@
 """Do the clips that a trained model draws show the digits that were asked for?
 
     python benchmarks/digit_recognition.py runs/demo [--clips 100] [--guidance 3] [--steps 20] [--out FILE]
-    torchrun --nproc-per-node 2 benchmarks/digit_recognition.py runs/demo
+    dsp-launch --nproc-per-node 2 benchmarks/digit_recognition.py runs/demo
 
 A classifier that has seen only real digits in motion, frames as the run's data set draws them, is asked about every
 frame of sampled clips, as many of each class. Reported are the shares of frames, of clips by the vote of their frames,

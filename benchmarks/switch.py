@@ -1,7 +1,7 @@
 """The switch against a raw all-to-all of the same bytes and against DTensor.redistribute, in one run.
 
     python benchmarks/switch.py [--ranks 4] [--megabytes 32] [--repeat 11] [--batch 1 2] [--fresh-pages]
-    torchrun --nproc-per-node 8 benchmarks/switch.py        # GPUs, over NCCL
+    dsp-launch --nproc-per-node 8 benchmarks/switch.py        # GPUs, over NCCL
 
 Each rank holds a local part of `megabytes` MiB of a float32 activation (b t s c) and changes its sharded dim. The
 operations take turns, each behind a barrier, and a trial lasts as long as its slowest rank: what else runs on the

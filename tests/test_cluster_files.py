@@ -50,14 +50,14 @@ def asked(place):
     return (place / "asked").read_text().splitlines() if (place / "asked").exists() else []
 
 
-def test_slurm_starts_torchrun_and_passes_its_status_on(slurm):
+def test_slurm_starts_ranks_and_passes_its_status_on(slurm):
     place, process = slurm
     (place / "status").write_text("3")
     (place / "busy").unlink()
     assert process.wait(60) == 3
     assert asked(place) == []  # an error of the run is not tried again
     assert (place / "started").read_text().split() == (
-        "--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id 42 --rdzv-backend c10d "
+        "--kill-on-bad-exit=1 dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-id 42 --rdzv-backend c10d "
         "--rdzv-endpoint node7:20042 train.py configs/demo.yaml train.steps=9 resume=true timeout=540"
     ).split()
 
@@ -91,7 +91,7 @@ def test_kubernetes_pods_find_and_outlast_each_other():
     assert f"--master-addr {name}-0.{pod['subdomain']}" in command
     assert f"--nnodes {spec['completions']} " in command
     assert f"--nproc-per-node {container['resources']['limits']['nvidia.com/gpu']} " in command
-    assert command.startswith("exec torchrun")  # the signal has to reach torchrun, not a shell
+    assert command.startswith("exec dsp-launch")  # the signal has to reach the launcher, not a shell
     assert "resume=true" in command
     assert (ROOT / command.split("train.py ")[1].split()[0]).exists()
     patience = {v["name"]: int(v["value"]) for v in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]

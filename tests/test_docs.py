@@ -28,7 +28,7 @@ README = HOME / "README.md"
 PAGES = sorted((HOME / "docs").glob("*.md"))
 FRAMEWORKS = HOME / "docs/frameworks.md"  # each block a program of its own: test_frameworks.py runs them
 ALL = [README, *PAGES]
-MAIN_JOB = "pip install -e . -c constraints.txt && torchrun --nproc-per-node 2 train.py configs/demo.yaml"
+MAIN_JOB = "pip install -e . -c constraints.txt && dsp-launch --nproc-per-node 2 train.py configs/demo.yaml"
 TESTS = "pip install -e '.[test]' -c constraints.txt && pytest"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.S | re.M)
 
@@ -142,7 +142,7 @@ def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     """Its blocks that make a mesh, word for word, in new processes: with nothing that the page lacks; printed once."""
     (code,) = [block.text for block in python(README) if "init_device_mesh" in block.text]
     (tmp_path / "example.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "example.py"]
+    command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "4", "example.py"]
     env = {**os.environ, "PYTHONPATH": str(HOME), "PYTHONHASHSEED": "random"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert not done.returncode, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
-text private lines world notation planner hardware
+text private launch lines world notation planner hardware
 tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages slices
 rules plan run check discover embedded

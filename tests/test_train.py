@@ -210,7 +210,7 @@ def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run("train.steps=1", "eval.every=0", "sample.every=0")
-    launch = ["-m", "zoo.training.launch", "--nproc-per-node", "2"]
+    launch = ["-m", "dsp.launch", "--nproc-per-node", "2"]
     started = {
         "torchrun": lambda: [run.torchrun(2)],
         "launcher": lambda: [run.start(launch, [])],

@@ -30,7 +30,7 @@ stop() { # the steps alone get the signal: this script has to outlive them
 }
 trap stop USR1 TERM
 
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 dsp-launch \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port" \
     train.py "$@" resume=true &

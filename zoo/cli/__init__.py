@@ -1,7 +1,7 @@
 """The commands `dsp-train` and `dsp-infer`: train.py and infer.py, which a wheel has in this folder, with the configs.
 
 dsp-train configs/demo.yaml
-torchrun --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
+dsp-launch --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
 """
 
 from pathlib import Path

@@ -44,7 +44,7 @@ from zoo.training.task import Data, Infer, Module, Show, Shown, Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
-    torchrun --nproc-per-node 2 train.py configs/demo.yaml
+    dsp-launch --nproc-per-node 2 train.py configs/demo.yaml
     train.py configs/demo.yaml train.steps=100 parallel.sp=1
     train.py configs/demo.yaml help=1          every key, its meaning and its value
     train.py data.name=video_folder help=1     the keys of another data set
@@ -397,6 +397,6 @@ def mesh_shape(parallel: Parallel, world: int) -> tuple[int, int, int]:
     if dp * sp != world:
         raise UserError(
             f"parallel: {each} x sp={sp} = {dp * sp} != world {world}; start {dp * sp} ranks "
-            f"(torchrun --nproc-per-node {dp * sp}) or change the sizes"
+            f"(dsp-launch --nproc-per-node {dp * sp}) or change the sizes"
         )
     return parallel.dp_replicate, parallel.dp_shard, sp

@@ -116,7 +116,7 @@ def _device() -> tuple[torch.device, str]:
     if local >= torch.cuda.device_count():
         error = UserError(
             f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
-            f"start at most so many ranks a node (torchrun --nproc-per-node {torch.cuda.device_count()})"
+            f"start at most so many ranks a node (dsp-launch --nproc-per-node {torch.cuda.device_count()})"
         )
         error.alone = True
         raise error

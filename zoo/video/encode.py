@@ -1,7 +1,7 @@
 """Encode a folder of captioned videos to the latents and text embeddings that `train.py` reads.
 
     python -m zoo.video.encode CLIPS --out DIR --vae VAE --text T5 --bucket 17x256x256 17x256x144
-    torchrun --nproc-per-node 8 -m zoo.video.encode ...       # every rank encodes its share, or a part of every clip
+    dsp-launch --nproc-per-node 8 -m zoo.video.encode ...       # every rank encodes its share, or a part of every clip
 
 A video goes to the bucket nearest to its own aspect, is cut into consecutive clips of so many frames, scaled to cover
 the bucket and cropped at the centre. Captions are in NAME.txt beside NAME.mp4, or in --captions FILE (.csv or .jsonl,

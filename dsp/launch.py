@@ -1,0 +1,52 @@
+"""torchrun, less its report: what ends a job is said once, by the job, as the last line on the screen.
+
+    dsp-launch --nproc-per-node 2 train.py configs/demo.yaml [key=value ...]
+
+Takes what torchrun takes, and starts the ranks as torchrun does, those of one node at a free port. The exit status is
+that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+WHERE = "nnodes", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the ranks that the arguments ask for and wait for them; returns the exit status."""
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    args = parse_args(list(arguments))
+    plain = parse_args(["script"])
+    if all(getattr(args, name) == getattr(plain, name) for name in WHERE):
+        args.standalone = True  # two jobs of one machine would meet at torchrun's own port
+    try:
+        run(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        why = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def command() -> int:
+    """The command dsp-launch."""
+    return main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(command())
