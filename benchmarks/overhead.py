@@ -35,10 +35,12 @@ import zoo
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.tracing import trace
+from dsp.run.agreement import EVERY, ROW
 from dsp.run.inputs import describe, taken_apart
 
 FEW, MANY = 10, 60
 SHAPE = (1, 4, 6, 8)  # b t s c
+WEIGHTS = 4_000_000
 ROOT = {"": "x=b t s c"}
 Call = Callable[[], object]
 
@@ -163,8 +165,8 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
     small, large = torch.randn(SHAPE), torch.randn(1, 64, 256, 64)
 
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    group, sixteen = mesh.get_group(), torch.zeros(16, dtype=torch.int64)
-    everyone = sixteen.new_empty(16 * mesh.size())
+    group, row = mesh.get_group(), torch.zeros(ROW, dtype=torch.int64)
+    everyone = row.new_empty(ROW * mesh.size())
 
     def agree(x: Tensor) -> Call:
         def check() -> None:
@@ -177,8 +179,16 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
         leaves, spec = taken_apart((small,), {})
         runtime.kind_of((describe(leaves, spec), True, torch.is_grad_enabled()), leaves, (small,), {})
 
+    one.weight = nn.Parameter(torch.randn(WEIGHTS))
+    check_small = agree(small)
+
+    def weigh() -> None:
+        runtime.agreement.calls = 0
+        check_small()
+        runtime.agreement.calls = EVERY  # the next ones compare none
+
     def gathered() -> None:
-        all_gather(everyone, sixteen, group=group, async_op=True).wait()
+        all_gather(everyone, row, group=group, async_op=True).wait()
 
     times = spend(
         {
@@ -187,6 +197,7 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
             "    plan found in the cache": lookup,
             "    do all ranks hold the same inputs?": agree(small),
             "        a bare all-gather of as many bytes": gathered,
+            f"    and the same weights? ({WEIGHTS * 4 / 1e6:.1f} MB, in calls 1, 2, 4 ... and every {EVERY}th)": weigh,
             f"    the same for {large.numel() * 4 / 1e6:.1f} MB of input": agree(large),
         },
         repeat,

@@ -99,7 +99,7 @@ def added(mesh: DeviceMesh) -> dict[str, int]:
     found = {"stage": beyond(), "switch": beyond(None, True)}
     found["switch"] -= found["stage"]
     found["a call of one stage"] = calls(1, parallel=True) - calls(1, parallel=False)
-    found["do all ranks hold the same"] = calls_of(partial(asked, Agreement(Axis.of(mesh), ["x"]), x))
+    found["do all ranks hold the same"] = calls_of(partial(asked, Agreement(Axis.of(mesh), ["x"], nn.Linear(2, 2)), x))
     return found | {name: beyond(glue) - found["stage"] for name, glue in GLUE.items()}
 
 

@@ -14,6 +14,7 @@ from slow import slow
 from test_parallel import averaged, beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from toys import Along, C
 
@@ -714,9 +715,10 @@ def apart(mesh: DeviceMesh) -> tuple[str, str]:
         x = torch.randn(2, 7, C)
         dsp.parallelize(model, mesh, {"": "x=b s c", "blocks.*": "b [s c]"})
         try:
+            model(x)
             model(x).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1 * (1 + mesh.get_local_rank())).step()  # gradients of its own
-            model.eval()(x)
+            model.eval()(x)  # the third call, which compares no weights but for its new signature
         except RuntimeError as error:
             said.append(str(error))
     return tuple(said)
@@ -726,6 +728,43 @@ def test_ranks_whose_weights_differ_are_told_so(ranks) -> None:
     for unseeded, stepped in ranks(apart, 2):
         assert "hold different weights: blocks.0.qkv.weight, blocks.0.qkv.bias" in unseeded
         assert "average gradients" in stepped
+
+
+def drifting(mesh: DeviceMesh, calls: int, how: str) -> tuple[int, str]:
+    """The call that raises, of inputs of one shape: weights differ from the one after `calls` on."""
+    torch.manual_seed(0)
+    model, x = OneSequence(), torch.randn(2, 7, C)
+    if how == "parts":  # as FSDP over other ranks leaves them: of a mesh that none of the others is in
+        own = DeviceMesh("cpu", torch.arange(mesh.size())[:, None], mesh_dim_names=("dp", "sp"))["sp"]
+        held = DTensor.from_local(model.blocks[0].qkv.weight.detach().clone(), own, [Shard(0)])
+        model.register_parameter("parts", nn.Parameter(held))
+    if how == "cut":
+        own = DTensor.from_local(torch.full((2, 2), float(mesh.get_local_rank())), mesh, [Shard(0)])
+        model.register_parameter("cut", nn.Parameter(own))
+    dsp.parallelize(model, mesh, {"": "x=b s c", "blocks.*": "b [s c]"})
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsp.run.agreement.EVERY", 12)
+        for call in range(1, 20):
+            try:
+                model(x)
+            except RuntimeError as error:
+                return call, str(error)
+            if call == calls and how != "cut":
+                odd = model.parts.to_local() if how == "parts" else model.blocks[1].qkv.bias
+                odd[0] += 1e-6 * mesh.get_local_rank()
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("calls", "how", "raised"), [(1, "", 2), (2, "", 4), (9, "", 12), (3, "parts", 4), (1, "cut", 0)]
+)
+def test_weights_that_drift_apart_are_named_within_twice_as_many_calls(
+    ranks, calls: int, how: str, raised: int
+) -> None:
+    for call, error in ranks(drifting, 2, calls, how):
+        assert call == raised
+        name = "parts" if how == "parts" else "blocks.1.qkv.bias"
+        assert not raised or f"hold different weights: {name}. Build the model from one seed" in error
 
 
 def parted(mesh: DeviceMesh) -> str:

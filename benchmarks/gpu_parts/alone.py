@@ -58,7 +58,7 @@ def operations(machine: Machine, dtype: torch.dtype) -> Row:
 
 def read_beside(machine: Machine) -> Row:
     """The host learns that ranks agree while the device is still busy with what it was given before and since."""
-    agreement = Agreement(Axis.of(alone(machine)), ["x"])
+    agreement = Agreement(Axis.of(alone(machine)), ["x"], torch.nn.Linear(2, 2))
     x = torch.randn(machine.of(8192, 64), machine.of(8192, 64), device=machine.device)
     agreement.start((x,), {}, 7, wait=True)
     agreement.start((x,), {}, 7, wait=False)

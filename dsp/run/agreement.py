@@ -1,7 +1,11 @@
-"""Do all ranks of a group hold the same? The model and its stages once; the inputs by a checksum, as the model runs."""
+"""Do all ranks of a group hold the same? The model and its stages once; inputs, and now and then weights, by checksums.
+
+The weights are compared in the calls 1, 2, 4, 8 and so on of a model, and in every `EVERY`-th.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import zlib
 from collections.abc import Mapping
@@ -20,6 +24,8 @@ from dsp.private import all_gather
 from dsp.run.inputs import named
 
 SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
+ROW = SLOTS + 2  # what a rank sends: a number for what the inputs are, their checksums, and that of the weights or 0
+EVERY = 256  # calls
 PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memory
 ROWS = 64  # of a tensor that weigh differently
 SMALL = 2**16  # bytes that one call of zlib reads faster than four of torch
@@ -55,13 +61,13 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
 def same_weights(axis: Axis, model: nn.Module) -> None:
     """Raises RuntimeError on every rank if a parameter differs: not seeded alike, or gradients that nobody averaged.
 
-    Those that are sharded (DTensor, FSDP) are passed over. 8 bytes a rank; only where they differ, 8 a parameter more.
+    Those of which each rank has a part of its own (DTensor, FSDP) are passed over. 8 bytes a rank; only where they
+    differ, 8 a parameter more.
     """
-    whole = [(k, p) for k, p in model.named_parameters() if compared(p) and not hasattr(p, "_fsdp_flattened")]
+    whole = replicated(axis, model)
     if not whole or (whole[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
-    sums = torch.cat([checksum(p.detach()).to(device) for _, p in whole])
+    sums = sums_of(axis, whole)
     if alike(gathered(axis, checksum(sums))):
         return
     columns = gathered(axis, sums).view(axis.size, -1).unbind(1)
@@ -71,6 +77,35 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
         "or one file on all of them, and average gradients over them before each optimizer step; a parameter of which "
         "every rank is to hold its own part is a DTensor"
     )
+
+
+def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters, or their parts, of which the ranks of the axis have copies, by name."""
+    found: list[tuple[str, Tensor]] = []
+    known: dict[Any, bool] = {}
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            kind = p.device_mesh, p.placements
+            if kind not in known:
+                known[kind] = copied(axis, p)
+            if known[kind] and compared(part := p.to_local().detach()):
+                found.append((name, part))
+        elif compared(p) and not hasattr(p, "_fsdp_flattened"):
+            found.append((name, p.detach()))
+    return found
+
+
+def copied(axis: Axis, p: DTensor) -> bool:
+    """Whether the ranks of the axis have the same part: no dim of its mesh that it is cut over runs along the axis."""
+    mesh, ranks = p.device_mesh.mesh, dist.get_process_group_ranks(axis.mesh.get_group())
+    at = [place for rank in ranks for place in (mesh == rank).nonzero().tolist()]
+    cut = [d for d, placement in enumerate(p.placements) if not placement.is_replicate()]
+    return all(len({place[d] for place in at}) <= 1 for d in cut)
+
+
+def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
+    device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
+    return torch.cat([checksum(t).to(device, non_blocking=True) for _, t in tensors])
 
 
 def same(axis: Axis, key: Any) -> bool:
@@ -115,49 +150,57 @@ def number(key: Any) -> int:
 class Agreement:
     """One small asynchronous all-gather a step, looked at as the next one begins."""
 
-    def __init__(self, axis: Axis, positional: list[str]) -> None:
+    def __init__(self, axis: Axis, positional: list[str], model: nn.Module) -> None:
         self.axis, self.positional, self.group = axis, positional, axis.mesh.get_group()
+        self.model, self.calls = model, 0
         self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
         self.numbers: dict[int, Tensor] = {}  # on the device
-        self.own = np.zeros(SLOTS + 1, dtype=np.int64)  # on the host; what is sent is these numbers, where they lie
-        self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * (SLOTS + 1), dtype=torch.int64)
+        self.nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.own = np.zeros(ROW, dtype=np.int64)  # on the host; what is sent is these numbers, where they lie
+        self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
-        return Agreement(self.axis, self.positional)  # what is on its way is not asked for twice
+        # what is on its way is not asked for twice
+        return Agreement(self.axis, self.positional, copy.deepcopy(self.model, memo))
 
     def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
         """Send what these inputs are, as they were taken apart; `number` stands for the rest, to be the same too."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph: what it replays was agreed on in the calls before
         self.finish()
+        self.calls += 1
+        due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
+        weights = replicated(self.axis, self.model) if due else []
         checked = [i for i, v in enumerate(leaves) if compared(v)]
         whole = [leaves[i] for i in checked]
         if self.device == "cuda":
-            mine = self.on_device(number, whole)
-            everyone = mine.new_empty(self.axis.size * (SLOTS + 1))
+            mine = self.on_device(number, whole, weights)
+            everyone = mine.new_empty(self.axis.size * ROW)
             arrived, answer = self.to_host(all_gather(everyone, mine, self.group), everyone)
         else:
-            self.own[:] = on_host(number, whole)
+            self.own[:-1] = on_host(number, whole)
+            self.own[-1] = int(checksum(sums_of(self.axis, weights))) if weights else 0
             mine, everyone = self.sent
             arrived, answer = all_gather(everyone, mine, self.group).wait, everyone
         self.pending = arrived, answer, (spec, checked), (mine, everyone)
         if wait:
             self.finish()
 
-    def on_device(self, number: int, tensors: list[Tensor]) -> Tensor:
-        """What is compared of these inputs. Nobody waits for the device."""
+    def on_device(self, number: int, tensors: list[Tensor], weights: list[tuple[str, Tensor]]) -> Tensor:
+        """What is compared of these inputs and weights. Nobody waits for the device."""
         # a copy to the host that nobody waits for would be read too early
         sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
         if len(sums) > SLOTS:
             sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
-        blank = torch.zeros(SLOTS - len(sums), dtype=torch.int64, device=self.device)
+        blank = self.nothing.expand(SLOTS - len(sums))
         if number not in self.numbers:
             if len(self.numbers) >= 1024:
                 self.numbers.clear()
             self.numbers[number] = torch.tensor([number], dtype=torch.int64, device=self.device)
-        return torch.cat([self.numbers[number], *sums, blank])
+        last = checksum(sums_of(self.axis, weights)) if weights else self.nothing
+        return torch.cat([self.numbers[number], *sums, blank, last])
 
     def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
         """How to wait for the answer, and where it then is. Read from the device it would come after all that the
@@ -183,10 +226,13 @@ class Agreement:
         self.pending = None
         arrived()
         held = everyone.tolist()
-        rows = [held[i : i + SLOTS + 1] for i in range(0, len(held), SLOTS + 1)]
+        rows = [held[i : i + ROW] for i in range(0, len(held), ROW)]
         if rows.count(rows[0]) == len(rows):
             return
-        slot = next(i for i in range(SLOTS + 1) if any(row[i] != rows[0][i] for row in rows))
+        slot = next(i for i in range(ROW) if any(row[i] != rows[0][i] for row in rows))
+        if slot == ROW - 1:
+            same_weights(self.axis, self.model)  # which names them, unless somebody made them the same meanwhile
+            return
         odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
         got = "inputs of other shapes, types or options, or went another way in an earlier call,"
         if slot:

@@ -136,7 +136,7 @@ class Runtime:
         self.graphs = Graphs(model, axis, compile) if compile else None
         self.kinds: OrderedDict[Any, Kind] = OrderedDict()  # by the signature of inputs
         self.advice = ""  # what runs whole, as it was said
-        self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters))
+        self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)
         self.stage_calls = StageCalls(axis, self.agreement)
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.recipes: dict[Any, Any] = {}  # of runs without a plan
