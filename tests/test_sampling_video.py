@@ -129,10 +129,10 @@ def test_a_run_shows_samples_under_real_clips(run, data):
     assert again.titles == clips.titles
 
 
-def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, capsys):
+def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, capsys, monkeypatch):
     runs("name=a", "sample.vae=/nowhere", expect=2)
     assert re.search(
-        r"error: sample.every=2: /nowhere is not the folder of a model.*; sample.vae names its folder, and "
+        r"error: sample.every=2: /nowhere is not there: no such folder .*; sample.vae names its folder, and "
         r"sample.every=0 samples nothing\n$",
         capsys.readouterr().err,
     )
@@ -140,7 +140,14 @@ def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, caps
     runs("name=b", f"sample.vae={other}", expect=2)
     assert "is another than the AutoencoderKL" in capsys.readouterr().err
     shutil.copytree(models / "vae", tmp_path / "moved")
-    runs("name=c", f"sample.vae={tmp_path / 'moved'}", "train.steps=1", "sample.every=1")
+    monkeypatch.chdir(tmp_path)
+    run = runs("name=c", "sample.vae=moved", "train.steps=1", "sample.every=1")
+    monkeypatch.chdir("/")  # where infer.py finds it, too
+    (models / "vae").rename(models / "gone")
+    try:
+        assert infer(run, "--steps", 1, "--out", tmp_path / "made") == 0
+    finally:
+        (models / "gone").rename(models / "vae")
 
 
 # --------------------------------------------------------------------------------------------------------- in infer.py
@@ -296,7 +303,7 @@ def test_what_cannot_be_made_is_one_line(runs, run, models, tmp_path, capsys):
     for option, kind in (("--vae", "AutoencoderKL"), ("--text", "T5EncoderModel")):
         message = refused(capsys, *prompt, option, other)
         assert re.search(rf"the {kind} at .* is another than the {kind} \(then at .*\) that encoded the", message)
-        assert "is not the folder of a model" in refused(capsys, *prompt, option, tmp_path / "none")
+        assert "is not there: no such folder" in refused(capsys, *prompt, option, tmp_path / "none")
     assert "--negative-prompt is what guidance leads away from" in refused(
         capsys, *prompt, "--negative-prompt", "rain", "--guidance", 1
     )

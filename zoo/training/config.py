@@ -11,6 +11,7 @@ import importlib
 import inspect
 import io
 import math
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,6 +157,7 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
         merged = _merge(merged, layer, source)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
+    _make_absolute(config)
     _check_values(config)
     if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
         raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
@@ -163,6 +165,16 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
         raise UserError(f"name={config.name[:60]!r} must be a plain folder name, without slashes, of at most 200 bytes")
     return config
+
+
+def _make_absolute(section: Any) -> None:
+    """Files that a run names are found from any folder: by infer.py, by a resumption."""
+    for f in fields(section):
+        value = getattr(section, f.name)
+        if is_dataclass(value):
+            _make_absolute(value)
+        elif value is not None and f.metadata.get("file"):
+            setattr(section, f.name, os.path.abspath(value))
 
 
 def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:

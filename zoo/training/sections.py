@@ -9,7 +9,10 @@ from dsp.embedded import METHODS
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its comment. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged."""
+    """A field with its comment. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged.
+
+    `file=True`: it names a file or folder, which is found from elsewhere, too, once the configuration is loaded.
+    """
     return field(default_factory=lambda: copy(default), metadata={"help": help, **checks})
 
 
@@ -22,7 +25,9 @@ class Model:
 
 @dataclass
 class Init:
-    weights: str | None = option(None, "begin with these: safetensors, a folder of them or of diffusers; null: drawn")
+    weights: str | None = option(
+        None, "begin with these: safetensors, a folder of them or of diffusers; null: drawn", file=True
+    )
 
 
 @dataclass

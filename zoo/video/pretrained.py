@@ -18,10 +18,10 @@ def configuration(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
     """The folder that holds config.json, `path` or its sub-folder `part`, and what is in it."""
     folder = next((f for f in (path, path / part) if (f / "config.json").is_file()), None)
     if folder is None:
-        raise CodecError(
-            f"{path} is not the folder of a model: there is no config.json in it, nor in its {part}/ "
-            "(models are read from this disk; nothing is downloaded)"
-        )
+        what = "is not there: no such folder"
+        if path.exists():
+            what = f"is not the folder of a model: there is no config.json in it, nor in its {part}/"
+        raise CodecError(f"{path} {what} (models are read from this disk; nothing is downloaded)")
     try:
         config = json.loads((folder / "config.json").read_text())
         if not isinstance(config, dict):

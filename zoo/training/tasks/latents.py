@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Latents:
     classes: ClassVar[int | None] = None
     name: str = option("latent_folder", "latents and text embeddings under one folder, which zoo.video.encode made")
-    path: str | None = option(None, "the folder; required")
+    path: str | None = option(None, "the folder; required", file=True)
     buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; none for all there are")
     balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
     verify: bool = option(False, "read every shard once at the start, and compare it with its checksum")
@@ -61,7 +61,9 @@ DATA: dict[str, type] = {"latent_folder": Latents}
 
 @dataclass
 class Sample(video.Sample):
-    vae: str | None = option(None, "folder of the autoencoder that decodes them; null for where the manifest says")
+    vae: str | None = option(
+        None, "folder of the autoencoder that decodes them; null for where the manifest says", file=True
+    )
 
 
 class Task(video.Task):

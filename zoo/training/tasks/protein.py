@@ -66,7 +66,7 @@ class Embedded:
 @dataclass
 class Folder:
     name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
-    path: str | None = option(None, "the folder; required")
+    path: str | None = option(None, "the folder; required", file=True)
     residues: int = option(256, "residues of a crop", least=8)
     rows: int = option(128, "rows of the alignment that a sample has", least=1)
     extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)

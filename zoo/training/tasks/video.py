@@ -52,7 +52,7 @@ class VideoFolder:
     classes: ClassVar[int | None] = None
     caption_channels: ClassVar[int] = 0
     name: str = option("video_folder", "mp4, webm and GIF files under one folder")
-    path: str | None = option(None, "the folder; required")
+    path: str | None = option(None, "the folder; required", file=True)
     frames: int = option(16, "frames a clip", least=1)
     height: int = option(256, "rows of pixels", least=1)
     width: int = option(256, "columns of pixels", least=1)
@@ -116,7 +116,9 @@ class Sample:
     steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
     metrics: bool = option(False, "report how like the real clips they are: statistics; classes, by a probe of pixels")
-    features: str | None = option(None, "with metrics, folder of a published VideoMAE: report its Fréchet distance too")
+    features: str | None = option(
+        None, "with metrics, folder of a published VideoMAE: report its Fréchet distance too", file=True
+    )
 
 
 class Task(task.Task):
