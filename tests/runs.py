@@ -1,6 +1,7 @@
 """Runs of train.py in tests: in this process, as processes, on ranks of the pool; what they recorded, compared."""
 
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -81,10 +82,30 @@ def run_here(mesh, arguments):
 
     trainer.train_step = counted
     try:
-        assert trainer.main(arguments) == 0
+        with Heard() as heard:
+            assert trainer.main(arguments) == 0
     finally:
         trainer.train_step = plain
+    assert not heard.texts, heard.texts  # that a run sends other than its plan, for one
     return sent
+
+
+class Heard(logging.Handler):
+    """The warnings of the library."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("dsp").addHandler(self)
+        return self
+
+    def __exit__(self, *exc):
+        logging.getLogger("dsp").removeHandler(self)
 
 
 def one_of(size, rank):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import Heard
 from slow import slow_but
 from test_parallel import beside
-from test_plan_word import Heard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

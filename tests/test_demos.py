@@ -30,7 +30,7 @@ SHORT_TASK = {  # the rest of a demo, in little
 }  # fmt: skip
 
 
-SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on two ranks too
+SHARED = {"demo", "axial_demo", "protein_demo"}  # one of each task: on two ranks its losses are those of one
 
 
 class Demo(Runs):
@@ -43,7 +43,7 @@ class Demo(Runs):
 
 
 @pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo"))
-def test_a_demo(trainer, tmp_path, request, monkeypatch, name):
+def test_a_demo(trainer, tmp_path, whole_world, monkeypatch, name):
     run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
     plain = run("name=plain")
     assert list(metrics(plain, "loss")) == [1, 2, 3]
@@ -52,9 +52,8 @@ def test_a_demo(trainer, tmp_path, request, monkeypatch, name):
         run("name=again", expect=trainer.STOPPED)
     again = run("name=again", "resume=true")
     alike(plain, again, tolerance=0)  # bitwise
+    whole_world(run_here, 2, run.arguments("name=shared", "parallel.sp=2"))  # without a warning
     if name in SHARED:
-        whole_world = request.getfixturevalue("whole_world")
-        whole_world(run_here, 2, run.arguments("name=shared", "parallel.sp=2"))
         alike(plain, tmp_path / "runs/shared", tolerance=1e-4)
 
 

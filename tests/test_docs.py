@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 from mutations import FAULTS
+from runs import Heard
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
@@ -58,8 +59,9 @@ def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> li
     space = {"__name__": "__main__", **names}
     for text, line in code:
         out = io.StringIO()
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(out), Heard() as heard:
             exec(compile("\n" * (line - 1) + text, path, "exec"), space)
+        assert not heard.texts or "warns" in text, f"{path}:{line}: {heard.texts}"
         printed.append(out.getvalue())
     return printed
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_plan_word import Heard
+from runs import Heard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

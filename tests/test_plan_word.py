@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,28 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from runs import Heard
 from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dsp
-
-
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        logging.getLogger("dsp").addHandler(self)
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        logging.getLogger("dsp").removeHandler(self)
 
 
 class Frames(nn.Module):

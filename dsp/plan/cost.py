@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
 from dsp.plan.solve import Solved, Step
 from dsp.plan.table import StageRow, Switch, Whole
-from dsp.planner import Layout, Move, chunk_sizes
+from dsp.plan.values import is_batch
+from dsp.planner import Choice, Layout, Move, chunk_sizes
 from dsp.text import generic
 
 
@@ -120,11 +122,20 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
         if stage is not None and option is not None:
             pattern = stage.pattern
             order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
+            free = tuple(dict.fromkeys(c.way.option.name for c in step.op.choices if apart(c)))
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
-            made.append(StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share, step.event.line))
+            part = loads.flops[step.at] / max(sum(loads.flops), 1)
+            row = StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share, step.event.line)
+            made.append(replace(row, free=free, part=part))
         elif own or choice.bytes:
             made.append(StageRow(f"({step.op.name})", "", (), along, *rest, share=share, line=step.event.line))
     return made
+
+
+def apart(choice: Choice) -> bool:
+    """Whether by this choice a stage is sharded along another dim than batch."""
+    option = choice.way.option if choice.way else None
+    return option is not None and option.name is not None and not is_batch(option.name)
 
 
 def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> str:

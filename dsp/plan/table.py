@@ -35,6 +35,8 @@ class StageRow:
     idle: int = 0  # ranks that have nothing of it
     share: float = 1.0  # the largest tensor that a rank holds of it, over the longest that one process holds
     line: str = ""  # of the user's code that ran it first, as "model.py:37"
+    free: tuple[str, ...] = ()  # the dims but batch along which it might be sharded
+    part: float = 1.0  # of all that one process computes, in FLOPs
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,10 @@ class Plan:
     @property
     def _whole_stages(self) -> str:
         calls = [r for r in self.stages if r.pattern]
-        whole = [r for r in calls if r.layout is None]
+        whole = [r for r in calls if r.layout is None and (r.share * self.size > 1.5 or r.part >= 0.05)]
         sent = sum(r.bytes for r in whole)
         cost = f" ({human(sent)} a rank gathered for that)" if sent else ""
-        if calls and all(r.layout is None or r.layout in BATCH_NAMES for r in calls):
+        if calls and not any(r.free or r.layout not in (None, *BATCH_NAMES) for r in calls):
             how = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
             return (
                 f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {how}{cost}, "
