@@ -273,11 +273,12 @@ def test_handing_over_sends_nothing(ranks) -> None:
     ranks(handing_over, 3)
 
 
-def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
+def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
     kwargs = toys.inputs("Grid", 1, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
     rounding: dict[str, float] = {}
     runs = list[bool]()
+    torch._dynamo.reset()  # other tests have compiled the same forward
 
     def eager(graph: Any, example: Any) -> Any:
         return lambda *args: (runs.append(True), graph.forward(*args))[1]
@@ -292,13 +293,18 @@ def compiled(mesh: DeviceMesh, backend: str, whole_block: bool) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        if whole_block:
+        if how_made == "compile() before":
+            for block in [*model.space, *model.time]:
+                block.compile(backend=how)
+        if how_made == "wrapped":
             for group in (model.space, model.time):
                 for i, block in enumerate(group):
                     group[i] = torch.compile(block, backend=how)
         dsp.parallelize(model, mesh, gather_output=False)
-        if not whole_block:
-            for block in [*model.space, *model.time]:
+        for block in [*model.space, *model.time]:
+            if how_made == "compile() after":
+                block.compile(backend=how)
+            elif how_made == "forward":
                 block.forward = torch.compile(block.forward, backend=how)
         beside(single, model, mesh, kwargs, gradients=gradients, **rounding)
     assert runs or backend != "eager"
@@ -315,11 +321,59 @@ def test_compiled_forward_of_stages(ranks, backend: str) -> None:
 
         if not pick_vec_isa():
             pytest.skip("for a CPU without vector units inductor writes C++ that does not compile")
-    ranks(compiled, 2, backend, False)
+    ranks(compiled, 2, backend, "forward")
 
 
-def test_compiled_stage_modules(ranks) -> None:
-    ranks(compiled, 2, "eager", True)
+@pytest.mark.parametrize("how_made", ["wrapped", "compile() before", "compile() after"])
+def test_compiled_stage_modules(ranks, how_made: str) -> None:
+    ranks(compiled, 2, "eager", how_made)
+
+
+def compiled_between(mesh: DeviceMesh) -> None:
+    """What compile() made of a module between stages is refused, with what to compile instead."""
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    model = toys.make("Grid")
+    dsp.parallelize(model, mesh, gather_output=False)
+    model.space.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"'space' was compiled .* its stages instead \(space.0, space.1\), or"):
+        model(**kwargs)
+    bare = toys.make("Grid")
+    bare.space[0].compile(backend="eager")
+    dsp.parallelize(bare, mesh, {"": "x=b t s c", "time.*": "b [t] s c"}, gather_output=False)
+    with pytest.raises(RuntimeError, match=r"'space.0' was compiled .* name it in stages, .* compile=True, for"):
+        bare(**kwargs)
+
+
+def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(ranks) -> None:
+    ranks(compiled_between, 2)
+
+
+def compiled_and_raising(mesh: DeviceMesh) -> None:
+    """A compiled stage that raises leaves a model that can be called again; and a copy of the model has its hooks."""
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    torch._dynamo.reset()  # other tests have compiled the same forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.space[0].compile(backend="eager")
+        dsp.parallelize(model, mesh, gather_output=False)
+        beside(single, model, mesh, kwargs)
+        call, model.space[0]._compiled_call_impl.call = model.space[0]._compiled_call_impl.call, lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError) as caught:
+            model(**kwargs)
+        assert not getattr(caught.value, "__notes__", [])  # in a stage tensors are plain
+        model.space[0]._compiled_call_impl.call = call
+        for m in (single, model):
+            m.zero_grad()
+        beside(single, model, mesh, kwargs)
+        again = copy.deepcopy(model)
+        for m in (single, again):
+            m.zero_grad()
+        beside(single, again, mesh, kwargs)
+
+
+def test_a_compiled_stage_that_raises_leaves_nothing_open(ranks) -> None:
+    ranks(compiled_and_raising, 2)
 
 
 def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:

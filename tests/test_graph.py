@@ -259,6 +259,46 @@ def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(ranks, n: int) -
     ranks(refused, n)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.rnn, self.out = kind(6, 6, batch_first=True, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rnn(x.transpose(1, 2).flatten(0, 1))[0]
+        return self.out(y).unflatten(0, (len(x), x.shape[2])).transpose(1, 2)
+
+
+def recurrences(mesh: DeviceMesh) -> list[str]:
+    """One graph without gradients; with them torch.compile has none, whether or not it is in training."""
+    said: list[str] = []
+    log = logging.getLogger("dsp")
+    log.addFilter(hear := lambda record: said.append(record.getMessage()) or True)
+    try:
+        for kind in (nn.GRU, nn.LSTM, nn.RNN):
+            torch.manual_seed(0)
+            single, x = Recurrent(kind), torch.randn(2, 5, 6, 6, dtype=torch.float64)
+            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="aot_eager")
+            with torch.no_grad():
+                for m in (single, model):
+                    m.eval()
+                for _ in range(3):
+                    torch.testing.assert_close(model(x), single(x))
+                assert graphs(model) == [1]
+            beside(single, model, mesh, {"x": x}, rounds=3)
+            assert graphs(model) == [1, None]
+    finally:
+        log.removeFilter(hear)
+    return [text for text in said if text.startswith("compile: ")]
+
+
+def test_recurrences_compile_without_gradients(ranks) -> None:
+    for said in ranks(recurrences, 2):
+        ops = ("gru", "lstm", "rnn_tanh")
+        why = "compile: Recurrent runs as without it, for torch.compile takes no recurrence (aten.{}) where there are"
+        assert [why.format(op) in text for op, text in zip(ops, said)] in ([True] * 3, [])
+
+
 def anew(mesh: DeviceMesh) -> None:
     """Numbers, attributes, weights that are others: a graph holds for what it was recorded with."""
     torch.manual_seed(0)

@@ -53,6 +53,7 @@ class Skeleton:
             state["forward"] = functools.partial(forward.func, plain, **forward.keywords)
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             state[name] = OrderedDict((k, h) for k, h in state[name].items() if not foreign(h))
+        state["_compiled_call_impl"] = None
         for name in ("_backward_hooks", "_backward_pre_hooks"):
             state[name] = OrderedDict()
         for name in ("_parameters", "_buffers"):

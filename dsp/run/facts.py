@@ -23,7 +23,7 @@ class Facts:
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
-        self.modules = [(m, {k: own_containers(v) for k, v in m.__dict__.items()}) for m in model.modules()]
+        self.modules = [(m, {k: own_containers(v) for k, v in attributes_of(m).items()}) for m in model.modules()]
         held = [v for m in model.modules() for v in m.__dict__.values()]
         self.others = attributes(held)
         self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
@@ -37,7 +37,7 @@ class Facts:
         try:
             with Differ():  # what is the same object is never compared
                 return self.options == options and all(
-                    m.__dict__ == held for m, held in chain(self.modules, self.others)
+                    attributes_of(m) == held for m, held in chain(self.modules, self.others)
                 )
         except Exception:  # other tensors, or arrays
             return False
@@ -45,6 +45,13 @@ class Facts:
     def written(self) -> bool:
         """Whether anybody wrote into a tensor that a module holds beside its weights."""
         return any(version(t) != before for t, before in self.versions)
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """What an object holds, but for the list that a recurrence makes anew of its weights whenever they are others."""
+    if isinstance(owner, nn.RNNBase):
+        return {k: v for k, v in owner.__dict__.items() if k not in ("_flat_weights", "_flat_weight_refs")}
+    return owner.__dict__  # type: ignore[no-any-return]
 
 
 def kind_of(weight: Tensor) -> Any:

@@ -212,6 +212,8 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
     for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
         raise Unfit(f"it returns a {type(odd).__name__}, which may hold anything")
     refuse_drawing(graph)
+    if torch.is_grad_enabled():
+        refuse_recurrences(graph)
     refuse_strangers(graph)
     hold(graph, weights)
     return graph, output, [lies for _, lies in made]
@@ -261,8 +263,16 @@ def refuse_drawing(graph: GraphModule) -> None:
             continue
         named = {a.name: a.default_value if a.has_default_value() else 1 for a in op._schema.arguments}
         given = named | dict(zip(named, node.args)) | node.kwargs
-        if given.get("dropout_p", given.get("p", 1)) and given.get("train", True):
+        share = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1)
+        if share and given.get("train", True):
             raise Unfit(f"it draws random numbers ({op})")
+
+
+def refuse_recurrences(graph: GraphModule) -> None:
+    for node in graph.graph.nodes:
+        name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+        if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
+            raise Unfit(f"torch.compile takes no recurrence (aten.{name}) where there are gradients")
 
 
 def refuse_strangers(graph: GraphModule) -> None:

@@ -31,6 +31,37 @@ def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int
                 hooks[key] = Aside(hook)
 
 
+class Compiled:
+    """What the compile() of a stage made of its call, with our hooks, `pre` and `post`, outside of it."""
+
+    def __init__(self, module: nn.Module, call: Any, pre: int, post: int) -> None:
+        self.module, self.call, self.pre, self.post = module, call, pre, post
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, after = self.module._forward_pre_hooks, self.module._forward_hooks
+        enter, leave = before.pop(self.pre), after.pop(self.post)
+        try:
+            if (given := enter(self.module, args, kwargs)) is not None:
+                args, kwargs = given
+            try:
+                out = self.call(*args, **kwargs)
+            except BaseException:
+                leave(self.module, args, kwargs, None)  # which cleans up
+                raise
+            made = leave(self.module, args, kwargs, out)
+        finally:
+            before[self.pre], after[self.post] = enter, leave
+        return out if made is None else made
+
+
+def keep_compiled(own: Iterable[tuple[nn.Module, int, int]]) -> None:
+    """Take our hooks out of what the compile() of a stage compiled."""
+    for module, pre, post in own:
+        call = module._compiled_call_impl
+        if call is not None and not isinstance(call, Compiled):
+            module._compiled_call_impl = Compiled(module, call, pre, post)
+
+
 def leave_out(model: nn.Module, left_out: set[int]) -> None:
     """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the borders
     of a module that holds stages, to gather weights, is in the run alone: it is not counted."""

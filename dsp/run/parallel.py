@@ -35,7 +35,7 @@ from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.graph import Graph, Graphs
-from dsp.run.hooks import leave_out, settle
+from dsp.run.hooks import keep_compiled, leave_out, settle
 from dsp.run.inputs import (
     Place,
     describe,
@@ -168,7 +168,7 @@ class Runtime:
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self.followed_in = [*(stage.module for stage in self.stages), *between]
+        self.followed_in = between
 
     # --- the model ---
 
@@ -196,9 +196,9 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
-        for m in self.followed_in if compiler_loaded() else ():
-            if m._compiled_call_impl is not None:  # by its compile(): that takes the hooks into what it compiles
-                raise RuntimeError(COMPILE)
+        if compiler_loaded():
+            keep_compiled(self.hooks)
+            self.refuse_compiled()
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         kind, fresh = self.kind_of(key, leaves, args, kwargs)
@@ -216,6 +216,21 @@ class Runtime:
             run.account = self.account(plan, kind, run)
         with listening(run.account.forward if run.account is not None else None):
             return self.followed(run, kind, args, kwargs, graph)
+
+    def refuse_compiled(self) -> None:
+        """Raises RuntimeError for a module between stages that its compile() compiled."""
+        m = next((m for m in self.followed_in if m._compiled_call_impl is not None), None)
+        if m is None:
+            return
+        path = next(name for name, other in self.model.named_modules() if other is m)
+        inside = [stage.name for stage in self.stages if any(stage.module is own for own in m.modules())]
+        way = f"compile its stages instead ({', '.join(inside[:3])}{' and more' * (len(inside) > 3)})"
+        if not inside:
+            way = f"name it in stages, if a dim of its tensors is free there ({path!r})"
+        raise RuntimeError(
+            f"{path!r} was compiled by its compile(), and the operations in it are between stages, where each is "
+            f"followed: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
+        )
 
     def followed(self, run: Run, kind: Kind, args: Any, kwargs: Any, graph: int | None) -> Any:
         """The forward by its plan, or else as it chooses."""
@@ -269,7 +284,7 @@ class Runtime:
                 raise NotationError(run.misread[1]) from error
             if type(error).__module__ == COMPILERS_OWN:
                 raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
-            if run.in_stage is None:
+            if run.failed is not error:
                 add_note(self.model, error)
             raise
         finally:
