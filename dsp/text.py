@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -40,14 +42,21 @@ EVERY = 0.1  # seconds between two states of a line that moves
 
 
 class Moving:
-    """A line on stderr that says how far a long job is: on a terminal, or where `shown` asks for it."""
+    """A line on stderr that says how far a long job is: on a terminal, by one of the ranks, or where `shown` asks.
+
+    A job within another one leaves it to that.
+    """
+
+    within: ContextVar[bool] = ContextVar("dsp_moving", default=False)
 
     def __init__(self, job: str, shown: bool | None = None) -> None:
-        self.job, self.shown = job, sys.stderr.isatty() if shown is None else shown
+        first = os.environ.get("RANK", "0") == "0" and not self.within.get()
+        self.job, self.shown = job, first and sys.stderr.isatty() if shown is None else shown
         self.began = self.told = time.monotonic()
         self.width = 0
 
     def __enter__(self) -> Moving:
+        self.token = self.within.set(True)
         return self
 
     def say(self, text: str) -> None:
@@ -59,5 +68,6 @@ class Moving:
             self.width = len(line)
 
     def __exit__(self, *error: Any) -> None:
+        self.within.reset(self.token)
         if self.width:
             print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from dsp.layout import Cut
 from dsp.plan.events import Event, Passing, Trace, Way
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.stages import Stage
+from dsp.text import Moving
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
                 for op, e in zip(ops, t.events)
             ]
         problem = Problem(tuple(t.values), tuple(ops), goal.size, goal.memory, t.resident)
-        found = solve(problem)
+        with Moving("plan") as line:
+            found = solve(problem, line.say)
         choices = tuple(own[c] for own, c in zip(admitted, found.choices))
         return Solved(t, stages, goal.size, problem, replace(found, choices=choices))
 

@@ -26,6 +26,7 @@ from dsp.rules.sources import FILLED
 from dsp.sharded import laid_out
 from dsp.stages import Stage
 from dsp.tensors import edge, tensors_in
+from dsp.text import Moving
 
 SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
 
@@ -55,6 +56,7 @@ class Tracer(Recorder, TorchFunctionMode):
         self.inside = [""]  # the modules that run now
         self.entered: dict[str, tuple[Any, Any]] = {}
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
+        self.line = Moving("plan")
         self.attended: list[Call] = []  # calls of flex_attention in the stage that runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,6 +87,7 @@ class Tracer(Recorder, TorchFunctionMode):
             call = rehearsed
             refuse_reading(args[3:], self.sharded)
         index = len(self.names)
+        self.line.say(f"{index} operations")
         self.watch.restart()
         region, kept = self.region(), list[Tensor]()
         with saving(kept):

@@ -189,7 +189,10 @@ class Rehearsal:
         try:
             cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if how.real else ()
             drawn = torch.random.fork_rng(devices=cuda) if how.real else nullcontext()
-            with drawn, Followed(), any_device(), self.mode, tracer.watch, tracer, warnings.catch_warnings():
+            with (
+                drawn, tracer.line, Followed(), any_device(), self.mode, tracer.watch, tracer,
+                warnings.catch_warnings(),
+            ):  # fmt: skip
                 warnings.simplefilter("ignore")  # what the model has to say it says when it runs
                 tracer.root_outputs(self.clone(*args, **kwargs), how.gather_output)
         finally:

@@ -18,13 +18,13 @@ the ops in order and carries along what is held. Nothing here knows tensors: byt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
 from dsp.planner.elimination import MADE, Elimination
 from dsp.planner.facts import Facts
-from dsp.planner.loops import loops
+from dsp.planner.loops import loops, runs
 from dsp.planner.problem import (
     FUSE,
     MOVES,
@@ -51,30 +51,33 @@ __all__ = [
 ]  # fmt: skip
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> Solution:
     """The cheapest plan whose peak is within the capacity (paper, equation 9).
 
     Moves are weighed over a value's whole life: used in t, s and t again it pays one switch, and if it must be whole
     later it is gathered early where that saves a switch. Under a capacity a copy may be dropped and made again. A value
-    is whole or laid out as some choice, or its own home, says; no other layout is tried.
+    is whole or laid out as some choice, or its own home, says; no other layout is tried. `say` is told how far it is.
 
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
     facts, capacity = Facts(problem), problem.capacity
-    solution, same = Elimination(facts).solve(MADE), None
+    solution, same = Elimination(facts, say=say).solve(MADE), None
     if solution is None:
         facts.settle()
         same = loops(problem)
-        solution = Elimination(facts, same).solve()
-    solution = solution or Sweep(facts, inf).solve()
-    for found in (_lean(facts, solution, same), solution):
+        solution = Elimination(facts, same, say).solve()
+        if solution is None:
+            same = runs(problem)
+            solution = Elimination(facts, same, say).solve()
+    solution = solution or Sweep(facts, inf, say).solve()
+    for found in (_lean(facts, solution, same, say), solution):
         if found is not None and (capacity is None or found.peak <= capacity):
             return found
     assert capacity is not None
-    return Sweep(Facts(problem), capacity).solve()
+    return Sweep(Facts(problem), capacity, say).solve()
 
 
-def _lean(facts: Facts, best: Solution, same: Sequence[int] | None) -> Solution | None:
+def _lean(facts: Facts, best: Solution, same: Sequence[int] | None, say: Callable[[str], None]) -> Solution | None:
     """A plan of no more bytes than the best, nor of more batch, in which nothing long is whole that need not be.
 
     Long is more than a rank's share of the longest value. Calls come second then: two gathers over two ranks are the
@@ -86,7 +89,7 @@ def _lean(facts: Facts, best: Solution, same: Sequence[int] | None) -> Solution 
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None
     facts.narrow(limit)
-    found = Elimination(facts, same).solve()
+    found = Elimination(facts, same, say).solve()
     if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
         return None
     return replace(found, exact=best.exact)

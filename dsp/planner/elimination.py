@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, product
@@ -32,8 +32,10 @@ class Elimination:
     same: of each op the one whose choice it takes, see `dsp.planner.loops`; by default each its own.
     """
 
-    def __init__(self, facts: Facts, same: Sequence[int] | None = None):
-        self.facts, self.same = facts, same or range(len(facts.runs))
+    def __init__(
+        self, facts: Facts, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None
+    ):
+        self.facts, self.same, self.say = facts, same or range(len(facts.runs)), say
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
     def solve(self, most: float = ENOUGH) -> Solution | None:
@@ -41,7 +43,7 @@ class Elimination:
 
         Or if all of them have more than `most` rows.
         """
-        best, rows = _minimize(self.tables(), most)
+        best, rows = _minimize(self.tables(), most, self.say)
         if best is None:
             return None
         choices = [best[k] for k in self.same]
@@ -173,7 +175,9 @@ class _Order:
                 heappush(self.queue, (at, other))
 
 
-def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None, int]:
+def _minimize(
+    tables: list[_Table], most: float, say: Callable[[str], None]
+) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
     The table of a variable that goes holds, for every row of values that its neighbours may have, the best value of the
@@ -196,6 +200,7 @@ def _minimize(tables: list[_Table], most: float) -> tuple[dict[int, Any] | None,
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     made = 0
     for variable in order:
+        say(f"{len(order.place)} choices to make")
         joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
         for number in of.pop(variable):
             term = left.pop(number)

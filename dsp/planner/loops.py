@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dsp.planner.problem import Op, Problem
 
 LONGEST = 64  # ops of one step
+RUN = 12  # ops that are alike, one after the other, so that those of two such runs take the same choices
 OFTEN = 16  # steps, each with a slice of one value
 
 
@@ -28,6 +29,28 @@ def loops(problem: Problem) -> list[int]:
                 first[k] = at + (k - at) % period
         at += max(1, period * times)
     return first
+
+
+def runs(problem: Problem) -> list[int]:
+    """Of each op the one whose choice it takes: the first in an equal run of `RUN` ops, before it or after it, else its
+    own. Tiles of a picture are such runs, those at its edges others than those within."""
+    kinds = dict[Hashable, int]()
+    alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in problem.ops]
+    first = list(range(len(alike)))
+
+    def root(k: int) -> int:
+        while first[k] != k:
+            k = first[k]
+        return k
+
+    for before in (True, False):
+        seen: dict[tuple[int, ...], int] = {}
+        for k in range(len(alike)):
+            window = alike[max(0, k - RUN + 1) : k + 1] if before else alike[k : k + RUN]
+            if len(window) == RUN:
+                one, other = sorted((root(k), root(seen.setdefault(tuple(window), k))))
+                first[other] = one
+    return [root(k) for k in range(len(alike))]
 
 
 def _kind(problem: Problem, op: Op) -> Hashable:

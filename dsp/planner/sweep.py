@@ -49,8 +49,8 @@ class Sweep:
     does not read. A label is forgotten if another does as well even when it has to make up for what it does not hold.
     """
 
-    def __init__(self, facts: Facts, capacity: float):
-        self.facts, self.capacity, self.exact, self.states = facts, capacity, True, 0
+    def __init__(self, facts: Facts, capacity: float, say: Callable[[str], None] = lambda text: None):
+        self.facts, self.capacity, self.say, self.exact, self.states = facts, capacity, say, True, 0
         self.width = STATES  # labels to keep; fewer where many live values and many ops would take too long
         self.tight: dict[int, float] = {}  # the least bytes that a label needed at an op
         self.options, self.regret = cache(self._options), cache(self._regret)
@@ -62,6 +62,7 @@ class Sweep:
         labels = self.select(0, labels)
         ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
         for k in range(len(self.facts.runs)):
+            self.say(f"{len(self.facts.runs) - k} operations to lay out")
             if self.capacity == inf:  # within a memory a plan that fits is worth the time
                 self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
             labels = [new for label in labels for new in self.extend(k, label)]
