@@ -211,10 +211,7 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         raise Unfit(f"the autograd.Function {function} is in it, whose backward a graph would not call")
     for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
         raise Unfit(f"it returns a {type(odd).__name__}, which may hold anything")
-    refuse_drawing(graph)
-    if torch.is_grad_enabled():
-        refuse_recurrences(graph)
-    refuse_strangers(graph)
+    refuse_what_is_in(graph)
     hold(graph, weights)
     return graph, output, [lies for _, lies in made]
 
@@ -254,6 +251,13 @@ def own_function(tensors: Iterable[Tensor]) -> str:
             return node.name().removesuffix("Backward")
         waiting += [of for of, _ in node.next_functions]
     return ""
+
+
+def refuse_what_is_in(graph: GraphModule) -> None:
+    refuse_drawing(graph)
+    if torch.is_grad_enabled():
+        refuse_recurrences(graph)
+    refuse_strangers(graph)
 
 
 def refuse_drawing(graph: GraphModule) -> None:

@@ -35,7 +35,7 @@ from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.graph import Graph, Graphs
-from dsp.run.hooks import keep_compiled, leave_out, settle
+from dsp.run.hooks import Compiled, keep_compiled, leave_out, settle
 from dsp.run.inputs import (
     Place,
     describe,
@@ -168,7 +168,7 @@ class Runtime:
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self.followed_in = between
+        self.followed_in = [*(stage.module for stage in self.stages), *between]
 
     # --- the model ---
 
@@ -196,9 +196,9 @@ class Runtime:
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
-        if compiler_loaded():
-            keep_compiled(self.hooks)
-            self.refuse_compiled()
+        for m in self.followed_in if compiler_loaded() else ():
+            if m._compiled_call_impl is not None and type(m._compiled_call_impl) is not Compiled:
+                self.compiled(m)
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         kind, fresh = self.kind_of(key, leaves, args, kwargs)
@@ -217,10 +217,10 @@ class Runtime:
         with listening(run.account.forward if run.account is not None else None):
             return self.followed(run, kind, args, kwargs, graph)
 
-    def refuse_compiled(self) -> None:
-        """Raises RuntimeError for a module between stages that its compile() compiled."""
-        m = next((m for m in self.followed_in if m._compiled_call_impl is not None), None)
-        if m is None:
+    def compiled(self, m: nn.Module) -> None:
+        """A module that its compile() compiled stays so if it is a stage. Raises RuntimeError if it is between them."""
+        if any(m is stage.module for stage in self.stages):
+            keep_compiled(self.hooks)
             return
         path = next(name for name, other in self.model.named_modules() if other is m)
         inside = [stage.name for stage in self.stages if any(stage.module is own for own in m.modules())]
