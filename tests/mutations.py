@@ -443,7 +443,7 @@ FAULTS = [
     Fault(
         "a graph holds whatever the modules became",
         "dsp/run/facts.py",
-        "m.__dict__ == held for m, held in chain(self.modules, self.others)",
+        "attributes_of(m) == held for m, held in chain(self.modules, self.others)",
         "True for _ in ()",
         "test_graph",
     ),
