@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, solve_sizes
 from dsp.sharded import Sharded
 from dsp.tensors import tensors_in
+from dsp.text import DIGITS
+
+Slot = int | str | tuple[int | str, int]  # a place in args or kwargs; of an item of a list there, and which
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Bound:
     """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
 
     param: str
-    slot: int | str  # its place in args or kwargs
+    slot: Slot
     tensor: Tensor
     pattern: TensorPattern | None
 
@@ -33,10 +36,25 @@ class Call:
         self.args, self.kwargs = list(args), dict(kwargs)
 
     def replace(self, bound: Bound, tensor: Any) -> None:
-        if isinstance(bound.slot, int):
-            self.args[bound.slot] = tensor
-        else:
-            self.kwargs[bound.slot] = tensor
+        put(self.args, self.kwargs, bound.slot, tensor)
+
+
+def put(args: list[Any], kwargs: dict[str, Any], slot: Slot, value: Any) -> None:
+    """Replace an argument, or an item of a list or tuple that is one, which is copied."""
+    place, item = slot if isinstance(slot, tuple) else (slot, None)
+    held: Any = args if isinstance(place, int) else kwargs
+    if item is not None:
+        items = list(held[place])
+        items[item] = value
+        value = type(held[place])(items)
+    held[place] = value
+
+
+def got(args: Sequence[Any], kwargs: Mapping[str, Any], slot: Slot) -> Any:
+    """The argument at a place, or the item there."""
+    place, item = slot if isinstance(slot, tuple) else (slot, None)
+    held = args[place] if isinstance(place, int) else kwargs[place]
+    return held if item is None else held[item]
 
 
 class Signature:
@@ -99,11 +117,14 @@ class Signature:
                 bound.append(Bound(param, slot, value, pattern))
             elif value is None:
                 continue
+            elif listed(value) and self.pattern.root and (param in self.named or not self.pattern.inputs):
+                bound += items(param, slot, value, self.named.get(param))
             elif param in self.named:
                 if self.pattern.root and type(value) is int and len(self.named[param].names) == 1:
                     continue  # the size of a dim
                 raise NotationError(
                     f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
+                    + (", nor a list or tuple of tensors" if self.pattern.root else "")
                 )
             elif isinstance(value, (list, tuple, dict)) and any(
                 isinstance(t, (DTensor, Sharded)) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
@@ -115,6 +136,27 @@ class Signature:
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
             raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
         return Call(args, kwargs), bound
+
+
+def listed(value: Any) -> bool:
+    """Whether it is a list or tuple of tensors."""
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(t, Tensor) for t in value)
+
+
+def items(param: str, slot: int | str, tensors: Sequence[Tensor], p: TensorPattern | None) -> list[Bound]:
+    """The tensors of a list, each with sizes of its own: a dim that is not as long in all has a number in its name."""
+    if p is None:
+        return [Bound(f"{param}[{n}]", (slot, n), t, None) for n, t in enumerate(tensors)]
+    alike = [i for i, axis in enumerate(p.axes) if len({t.shape[i : i + 1] for t in tensors}) == 1]
+    found = []
+    for n, t in enumerate(tensors):
+        apart = [name for i, axis in enumerate(p.axes) if i not in alike for name in axis]
+        own = {name: name + str(n + 1).translate(DIGITS) for name in apart}
+        axes = tuple(tuple(own.get(name, name) for name in axis) for axis in p.axes)
+        computed = frozenset(own.get(name, name) for name in p.computed)
+        item = f"{param}[{n}]"
+        found.append(Bound(item, (slot, n), t, replace(p, axes=axes, computed=computed, param=item)))
+    return found
 
 
 def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:

@@ -38,6 +38,9 @@ def generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
 EVERY = 0.1  # seconds between two states of a line that moves
 
 

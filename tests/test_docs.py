@@ -93,7 +93,8 @@ def shown(printed: str) -> str:
 
 
 def rough(text: str) -> str:
-    """Without numbers that are nothing but rounding, and which tensor has the largest of them."""
+    """Without numbers that are nothing but rounding, which tensor has the largest of them, and lines of the page."""
+    text = re.sub(r"(?<=\.md):\d+", ":~", text)
     return re.sub(r"\d\.\de-\d\d( \(.*\))?|0\.0e\+00( \(.*\))?", "~", text)
 
 

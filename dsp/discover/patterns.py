@@ -127,8 +127,14 @@ class Patterns(Choice):
 
     def render_root(self) -> str:
         taken = set(self.labels.values())
-        texts, sizes = [], {}
+        texts, sizes, lists = [], {}, set[str]()
         for i in self.declared:
+            param = self.root.params[i]
+            if (of := self.search.lists.get(param)) is not None:  # one pattern for all items
+                if of in lists:
+                    continue
+                lists.add(of)
+                param = of
             axes: list[tuple[str, ...]] = []
             for n, axis in enumerate(known(self.root.inputs[i])):
                 names = [self.labels[c] for c in self.units(axis)]
@@ -139,10 +145,9 @@ class Patterns(Choice):
                     if len(names) == 1:
                         sizes[n, self.root.shapes[i][n], len(self.root.shapes[i])] = names[0]
                 axes.append(tuple(names))
-            param = self.root.params[i]
             texts.append(str(TensorPattern(tuple(axes), frozenset(), param if param.isidentifier() else None)))
         results = []
-        for outs in self.root.outputs:
+        for outs in () if lists else self.root.outputs:
             names = []
             for n, axis in enumerate(known(outs)):
                 whole = tuple(dict.fromkeys(e for d in axis for e in self.chains.get(d, (d,))))

@@ -31,6 +31,7 @@ log = logging.getLogger("dsp")
 PASSES = 6
 COMBINATIONS = 64  # ways to slice the tensors of one call along one dim
 ANY = StagePattern("", (), (), False)
+INPUTS = StagePattern("", (), (), False, root=True)  # the items of lists, too
 
 
 class Search:
@@ -47,13 +48,14 @@ class Search:
         self.paths: dict[int, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(id(module), clean(path))
-        self.signature = Signature(model, ANY, "the model")
+        self.signature = Signature(model, INPUTS, "the model")
         self.known: dict[Any, list[Group]] = {}
         self.alike: dict[Any, list[Group]] = {}
         self.runs = 0
         self.start = time.monotonic()
         bound = self.signature.bind(args, kwargs)[1]
         self.params = [b.param for b in bound]
+        self.lists = {b.param: b.param.partition("[")[0] for b in bound if isinstance(b.slot, tuple)}
         shapes = [tuple(b.tensor.shape) for b in bound]
         if max(map(len, shapes), default=0) < max(1, *(t.ndim for t in tensors_in((args, kwargs)))):
             raise ValueError(
@@ -129,7 +131,8 @@ class Search:
         else:
             self.on_root(node)
         self.stack.append(node)
-        bound = Signature(module, ANY, node.path).bind(args, kwargs)[1]
+        signature = self.signature if module is self.model else Signature(module, ANY, node.path)
+        bound = signature.bind(args, kwargs)[1]
         tensors = [b.tensor for b in bound]
         node.params = [b.param for b in bound]
         node.shapes = [tuple(t.shape) for t in tensors]

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.planner import Extent, Layout
+from dsp.text import DIGITS
 
 if TYPE_CHECKING:
     from dsp.plan.operation import Operation
     from dsp.plan.values import Values
 
 STAND_IN = re.compile(r"dim\d+'*|.+'")
-DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def letter(record: Values, v: int, key: str) -> str:

@@ -171,7 +171,7 @@ class StageCalls:
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
         found = Way(
-            step, option, sizes, Place(self.axis, option.name, peers), [b.slot for b in bound],
+            step, option, sizes, Place(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
         if key is not None:

@@ -14,7 +14,7 @@ from dsp.layout import At, Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.private import LEAF, PASSING, FakeTensor, pytree
 from dsp.sharded import Sharded, carry
-from dsp.signature import Signature
+from dsp.signature import Signature, Slot, got, put
 from dsp.tensors import tensors_in
 
 GIVEN = frozenset({LEAF, "HandedOverBackward"})
@@ -75,7 +75,7 @@ def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str,
 class Place(NamedTuple):
     """A declared input: where it stands in args or kwargs, its parameter, and where this rank's part of it lies."""
 
-    slot: int | str
+    slot: Slot
     param: str
     at: At
 
@@ -93,13 +93,13 @@ def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str
     """The arguments with this rank's part of each declared input."""
     args, kwargs = list(args), dict(kwargs)
     for slot, param, at in found:
-        held: Any = args if isinstance(slot, int) else kwargs
-        x = held[slot]
+        x = got(args, kwargs, slot)
         if x.requires_grad and torch.is_grad_enabled():
             local = SplitInput.apply(x, at.axis, at.cut)
         else:
             local = at.axis.narrow(x, at.cut)
-        shard = held[slot] = carry(local, at)
+        shard = carry(local, at)
+        put(args, kwargs, slot, shard)
         if local._is_view():  # of the caller's tensor
             shard._dsp_lent = f"the model's own input {param!r}"  # type: ignore[attr-defined]
     return tuple(args), kwargs
