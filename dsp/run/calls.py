@@ -207,7 +207,7 @@ class StageCalls:
             way, given = inside.way, inside.given
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
-                run.failed = error
+                run.failed = id(error)
                 if run.script is not None and way.option.name is not None and type(error) in MISFITS:
                     run.misread = error, misread(stage, way, inside.place, [x.tensor for x in given], error)
                 return None

@@ -55,7 +55,7 @@ class Run:
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
         self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
         self.lends = False  # whether a whole tensor is a copy that may not be written
-        self.failed: BaseException | None = None  # what a stage raised, where tensors are plain
+        self.failed = 0  # the id of what a stage raised, where tensors are plain: the error would keep all its frames
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`

@@ -93,13 +93,18 @@ def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str
     """The arguments with this rank's part of each declared input."""
     args, kwargs = list(args), dict(kwargs)
     for slot, param, at in found:
-        x = got(args, kwargs, slot)
+        item = type(slot) is tuple
+        held: Any = args if type(slot) is int else kwargs
+        x = got(args, kwargs, slot) if item else held[slot]
         if x.requires_grad and torch.is_grad_enabled():
             local = SplitInput.apply(x, at.axis, at.cut)
         else:
             local = at.axis.narrow(x, at.cut)
         shard = carry(local, at)
-        put(args, kwargs, slot, shard)
+        if item:
+            put(args, kwargs, slot, shard)
+        else:
+            held[slot] = shard
         if local._is_view():  # of the caller's tensor
             shard._dsp_lent = f"the model's own input {param!r}"  # type: ignore[attr-defined]
     return tuple(args), kwargs

@@ -284,7 +284,7 @@ class Runtime:
                 raise NotationError(run.misread[1]) from error
             if type(error).__module__ == COMPILERS_OWN:
                 raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
-            if run.failed is not error:
+            if run.failed != id(error):
                 add_note(self.model, error)
             raise
         finally:
