@@ -262,7 +262,7 @@ def test_the_answer_of_ranks_is_read_beside_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: empty(*size, **how).fill_(pin_memory))
     with world(2) as mesh:
-        agreement = Agreement(Axis.of(mesh), ["x"], nn.Linear(2, 2))
+        agreement = Agreement(Axis.of(mesh), ["x"], nn.Identity())
         everyone = torch.zeros(2 * ROW, dtype=torch.int64)
         everyone[ROW + 1] = 5  # of rank 1
         arrived, answer = agreement.to_host(SimpleNamespace(wait=lambda: said.append("wait for the answer")), everyone)
@@ -282,7 +282,7 @@ def test_the_answer_of_ranks_is_read_beside_the_device(monkeypatch: pytest.Monke
 def test_a_call_under_capture_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with world(2) as mesh, fake():
-        agreement = Agreement(Axis.of(mesh), ["x"], nn.Linear(2, 2))
+        agreement = Agreement(Axis.of(mesh), ["x"], nn.Identity())
         agreement.start(*pytree.tree_flatten(torch.empty(3, device=CUDA)), 7, wait=False)
         assert agreement.pending is None
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
