@@ -32,9 +32,7 @@ class Elimination:
     same: of each op the one whose choice it takes, see `dsp.planner.loops`; by default each its own.
     """
 
-    def __init__(
-        self, facts: Facts, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None
-    ):
+    def __init__(self, facts: Facts, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None):
         self.facts, self.same, self.say = facts, same or range(len(facts.runs)), say
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
@@ -175,9 +173,7 @@ class _Order:
                 heappush(self.queue, (at, other))
 
 
-def _minimize(
-    tables: list[_Table], most: float, say: Callable[[str], None]
-) -> tuple[dict[int, Any] | None, int]:
+def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
     The table of a variable that goes holds, for every row of values that its neighbours may have, the best value of the

@@ -97,10 +97,9 @@ def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def copied(axis: Axis, p: DTensor) -> bool:
     """Whether the ranks of the axis have the same part: no dim of its mesh that it is cut over runs along the axis."""
-    mesh, ranks = p.device_mesh.mesh, dist.get_process_group_ranks(axis.mesh.get_group())
-    at = [place for rank in ranks for place in (mesh == rank).nonzero().tolist()]
+    others = {*dist.get_process_group_ranks(axis.mesh.get_group())} - {dist.get_rank()}
     cut = [d for d, placement in enumerate(p.placements) if not placement.is_replicate()]
-    return all(len({place[d] for place in at}) <= 1 for d in cut)
+    return all(others.isdisjoint(dist.get_process_group_ranks(p.device_mesh.get_group(d))) for d in cut)
 
 
 def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
@@ -157,7 +156,7 @@ class Agreement:
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
         self.numbers: dict[int, Tensor] = {}  # on the device
-        self.nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.nothing: Tensor | None = None  # a zero there
         self.own = np.zeros(ROW, dtype=np.int64)  # on the host; what is sent is these numbers, where they lie
         self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
@@ -194,6 +193,8 @@ class Agreement:
         sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
         if len(sums) > SLOTS:
             sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
+        if self.nothing is None:
+            self.nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         blank = self.nothing.expand(SLOTS - len(sums))
         if number not in self.numbers:
             if len(self.numbers) >= 1024:
