@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 @functools.cache
 def inside(filename: str) -> bool:
-    """Whether a file is one of dsp, torch or einops."""
+    """Tell whether a file is one of dsp, torch or einops."""
     return os.path.abspath(filename).startswith(INSIDE)
 
 

@@ -139,7 +139,7 @@ class Signature:
 
 
 def listed(value: Any) -> bool:
-    """Whether it is a list or tuple of tensors."""
+    """Tell whether a value is a list or tuple of tensors."""
     return type(value) in (list, tuple) and bool(value) and all(isinstance(t, Tensor) for t in value)
 
 

@@ -330,7 +330,7 @@ def test_compiled_stage_modules(ranks, how_made: str) -> None:
 
 
 def compiled_between(mesh: DeviceMesh) -> None:
-    """What compile() made of a module between stages is refused, with what to compile instead."""
+    """A module between stages that compile() compiled is refused, with what to compile instead."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     model = toys.make("Grid")
     dsp.parallelize(model, mesh, gather_output=False)

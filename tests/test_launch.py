@@ -18,7 +18,7 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None:
-    """Of two jobs at a time, which do not meet at one port."""
+    """Two jobs at a time do not meet at one port."""
     end, status, said = ENDS[how]
     (tmp_path / "script.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2", "script.py"]

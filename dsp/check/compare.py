@@ -81,7 +81,7 @@ class Difference:
 def compare(
     got: Call, expected: Call, tolerance: float, numbers: bool = True, rounding: Mapping[str, float] | None = None
 ) -> Difference:
-    """What one call has other than another; without `numbers` only what kind of tensors it returns.
+    """The difference of two calls; without `numbers` only of the kinds of tensors that they return.
 
     rounding: how far gradients are off by that alone, where it is known.
     """

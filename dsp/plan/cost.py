@@ -133,7 +133,7 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
 
 
 def apart(choice: Choice) -> bool:
-    """Whether by this choice a stage is sharded along another dim than batch."""
+    """Tell whether this choice shards a stage along another dim than batch."""
     option = choice.way.option if choice.way else None
     return option is not None and option.name is not None and not is_batch(option.name)
 

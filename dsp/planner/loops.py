@@ -32,8 +32,10 @@ def loops(problem: Problem) -> list[int]:
 
 
 def runs(problem: Problem) -> list[int]:
-    """Of each op the one whose choice it takes: the first in an equal run of `RUN` ops, before it or after it, else its
-    own. Tiles of a picture are such runs, those at its edges others than those within."""
+    """The op whose choice each op takes: the first one that ends, or begins, an equal run of `RUN` ops; else itself.
+
+    Tiles of a picture are such runs. Tiles at its edges are runs of another kind than those within.
+    """
     kinds = dict[Hashable, int]()
     alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in problem.ops]
     first = list(range(len(alike)))

@@ -1,4 +1,4 @@
-"""Do all ranks of a group hold the same? The model and its stages once; inputs, and now and then weights, by checksums.
+"""Comparisons of what the ranks of a group hold: the model and stages once, inputs and now and then weights by checksums.
 
 The weights are compared in the calls 1, 2, 4, 8 and so on of a model, and in every `EVERY`-th.
 """
@@ -96,7 +96,7 @@ def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def copied(axis: Axis, p: DTensor) -> bool:
-    """Whether the ranks of the axis have the same part: no dim of its mesh that it is cut over runs along the axis."""
+    """Tell whether all ranks of the axis hold the same part: it is cut over no mesh dim that runs along the axis."""
     others = {*dist.get_process_group_ranks(axis.mesh.get_group())} - {dist.get_rank()}
     cut = [d for d, placement in enumerate(p.placements) if not placement.is_replicate()]
     return all(others.isdisjoint(dist.get_process_group_ranks(p.device_mesh.get_group(d))) for d in cut)
@@ -188,7 +188,7 @@ class Agreement:
             self.finish()
 
     def on_device(self, number: int, tensors: list[Tensor], weights: list[tuple[str, Tensor]]) -> Tensor:
-        """What is compared of these inputs and weights. Nobody waits for the device."""
+        """The row of numbers that this rank sends. Nobody waits for the device."""
         # a copy to the host that nobody waits for would be read too early
         sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
         if len(sums) > SLOTS:

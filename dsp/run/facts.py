@@ -48,7 +48,7 @@ class Facts:
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """What an object holds, but for the list that a recurrence makes anew of its weights whenever they are others."""
+    """The attributes of an object, but for the list of its weights that a recurrence makes anew when they change."""
     if isinstance(owner, nn.RNNBase):
         return {k: v for k, v in owner.__dict__.items() if k not in ("_flat_weights", "_flat_weight_refs")}
     return owner.__dict__  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int
 
 
 class Compiled:
-    """What the compile() of a stage made of its call, with our hooks, `pre` and `post`, outside of it."""
+    """The compiled call of a stage, as its compile() made it, between our hooks `pre` and `post`."""
 
     def __init__(self, module: nn.Module, call: Any, pre: int, post: int) -> None:
         self.module, self.call, self.pre, self.post = module, call, pre, post
