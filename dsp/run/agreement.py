@@ -1,4 +1,4 @@
-"""Comparisons of what the ranks of a group hold: the model and stages once, inputs and now and then weights by checksums.
+"""Comparisons of what the ranks of a group hold: model and stages once, inputs and now and then weights by checksums.
 
 The weights are compared in the calls 1, 2, 4, 8 and so on of a model, and in every `EVERY`-th.
 """
