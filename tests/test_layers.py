@@ -18,7 +18,7 @@ ROOMS = {
     "planner": "problem facts loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
-    "plan": """script events places skeleton watch operation names values operations recorder twins tracer tracing reads
+    "plan": """script events places skeleton watch operation names values operations backwards recorder twins tracer tracing reads
         residual picture table solve program traffic cost advice make choose""",
     "run": "homes notes ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph parallel",
     "check": "report compare modes independence check",

@@ -111,4 +111,9 @@ class Ways:
     @property
     def narrow(self) -> bool:
         """Whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
-        return bool(self.refusal or any(c.way for c in self.choices)) and not self.through
+        return self.halts and not self.through
+
+    @property
+    def halts(self) -> bool:
+        """Whether a layout does not get through as it is."""
+        return bool(self.refusal or any(c.way for c in self.choices))

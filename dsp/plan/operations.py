@@ -49,6 +49,7 @@ class Operations(Values):
         self.names: list[str] = []  # of all glue operations
         self.spare: set[int] = set()  # those of them that no value enters
         self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
+        self.taken: dict[int, Operation] = {}  # by op: those that make one value anew
 
     def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
         """Glue operation number `index`; `written`: in place, into its first operand."""
@@ -180,6 +181,9 @@ class Operations(Values):
         if found.narrow:  # what if it came along another dim?
             found = self.opened(op)
         sharded = any(any(c.needs) for c in found.choices)
+        alone = len(op.values) == 1 and sharded and all(any(c.needs) for c in found.choices)
+        if alone and found.halts and not (op.written or self.long(op.tracked)):
+            found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for all that take of it
         if not found.choices:
             if op.written and op.syms[0] is not None:
                 assert found.refusal is not None
@@ -252,6 +256,8 @@ class Operations(Values):
                 if hasattr(t, "_dsp_sym"):
                     del t._dsp_sym
             choices = [replace(c, gives=(), rank=0) for c in choices]
+        if len(produced) == 1 and not (self.real or op.written or op.name in PRODUCTS):
+            self.taken[len(self.ops)] = op
         grad = (op.outputs or op.tracked)[0].requires_grad
         event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, largest=op.largest, written=op.written)
         self.add(Op(op.name, tuple(op.values), tuple(produced), tuple(choices)), event, op.outputs or op.tracked[:1])

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsp.inside import Sends
 from dsp.layout import Cut
 from dsp.notation import NotationError, TensorPattern, solve_sizes
+from dsp.plan.backwards import Backwards
 from dsp.plan.events import Event, Passing, Sym, Trace, Way
 from dsp.plan.names import rename
 from dsp.plan.operations import Operations
@@ -217,6 +218,7 @@ class Recorder(Operations):
         return {region: last for region, last in found.items() if region in asked}
 
     def trace(self, resident: int = 0) -> Trace:
+        Backwards(self, self.taken).name()
         self.leave_out_dead_ends()
         self.leave_views()
         rename(self)

@@ -1,0 +1,104 @@
+"""Layouts named backwards: what an operation makes larger had better be switched before it is.
+
+A dim that nobody named becomes a layout where an operation needs it: the channels of a scan, where the loop over time
+begins. By then the tensor may be many times what it was made of: ``a = exp(dt[..., None] * A)`` has the channels of
+`dt` and as many states. So operations that take a dim from their operands as it is offer it, too, back to where the
+tensors are smallest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dsp.layout import Cut
+from dsp.plan.events import Sym
+from dsp.planner import Choice
+from dsp.rules import GlueError
+
+if TYPE_CHECKING:
+    from dsp.plan.operation import Operation
+    from dsp.plan.values import Values
+
+DEPTH = 64  # operations from what is named to where it is smallest
+
+
+class Backwards:
+    """The operations of a record that take a dim as it is, and where each value is smallest before it."""
+
+    def __init__(self, record: Values, taken: Mapping[int, Operation]) -> None:
+        self.record, self.taken = record, taken
+        self.makers = {record.ops[at].outputs[0]: at for at in taken}
+        self.known: dict[tuple[int, Cut], float] = {}
+
+    def name(self) -> None:
+        """Offer every dim that was named late where the tensors that have it are smaller."""
+        record = self.record
+        for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
+            have = {c.gives[0] for c in record.ops[at].choices}
+            for key, cut in list(record.cuts[v].items()):
+                if key not in have and self.least(v, cut) < record.values[v].nbytes:
+                    self.offer(at, key, cut)
+
+    def least(self, v: int, cut: Cut, depth: int = 0) -> float:
+        """Bytes to switch for a value to lie so: its own, or those of what it is made of; a gather sends N times as
+        many."""
+        if (v, cut) not in self.known:
+            self.known[v, cut] = own = self.record.values[v].nbytes
+            if v in self.makers and depth < DEPTH and (ways := self.operands(self.makers[v], cut)) is not None:
+                before = dict.fromkeys((s.value, c and self.made(s, c)) for s, c in ways)
+                sizes = [self.record.n * self.whole(u) if c is None else self.least(u, c, depth + 1) for u, c in before]
+                self.known[v, cut] = min(own, sum(sizes))
+        return self.known[v, cut]
+
+    def whole(self, v: int) -> int:
+        return 0 if self.record.whole[v] else self.record.values[v].nbytes
+
+    def made(self, sym: Sym, cut: Cut) -> Cut:
+        """Where a cut of a tensor lies in its value as that was made."""
+        record = self.record
+        key = next((k for k, c in sym.cuts.items() if c == cut), None)
+        if key is not None:
+            return record.cuts[sym.value][key]
+        return record.spare_cut(sym.value, next(d for d, c in sym.spare.items() if c == cut))
+
+    def operands(self, at: int, cut: Cut) -> list[tuple[Sym, Cut | None]] | None:
+        """How the operands of an operation lie if its result is to lie so, and it takes the dim as it is; else None."""
+        op, found = self.taken[at], list[tuple[Sym, Cut | None]]()
+        out, places = op.outputs[0], dict[int, Cut]()
+        for i, t in enumerate(op.tracked):
+            sym = self.record.sym(t)
+            if sym is None:
+                continue
+            dim = cut.dim - out.ndim + t.ndim
+            own = Cut(dim, cut.outer) if dim >= 0 and t.shape[dim] == out.shape[cut.dim] else None
+            if own is not None and own not in itertools.chain(sym.cuts.values(), sym.spare.values()):
+                return None
+            if own is not None:
+                places[i] = own
+            found.append((sym, own))
+        outcome = op.outcome(places) if places else None
+        if outcome is None or isinstance(outcome, GlueError) or outcome.cut != cut or outcome.rows:
+            return None
+        return None if outcome.numbers is not None or outcome.sizes else found
+
+    def offer(self, at: int, key: str, cut: Cut) -> None:
+        """A choice more of an operation: with its result in a layout that was named since."""
+        record, op = self.record, self.taken[at]
+        needs: dict[int, str | None] = {}
+        for sym, own in self.operands(at, cut) or ():
+            if own is not None:
+                record.name_spare(sym, own)
+            need = None if own is None else next(k for k, c in sym.cuts.items() if c == own)
+            if needs.setdefault(sym.value, need) != need:
+                return  # two views of one value that lie differently
+        if not needs:
+            return
+        made = record.ops[at]
+        new = Choice(tuple(needs[v] for v in op.values), (key,))
+        like = next((c for c in made.choices if any(c.needs)), made.choices[0])
+        share = made.share(new, record.values, record.n) / made.share(like, record.values, record.n)
+        new = replace(new, work=int(like.work * share), saved=int(like.saved * share))
+        record.ops[at] = replace(made, choices=(*made.choices, new))
