@@ -18,9 +18,10 @@ ROOMS = {
     "planner": "problem facts loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
-    "plan": """script events places skeleton watch operation names values operations backwards recorder twins tracer tracing reads
-        residual picture table solve program traffic cost advice make choose""",
-    "run": "homes notes ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph parallel",
+    "plan": """script events places skeleton watch operation names values operations backwards recorder twins tracer
+        tracing reads residual picture table solve program traffic cost advice make choose""",
+    "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph
+        parallel""",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",

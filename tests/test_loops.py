@@ -69,7 +69,7 @@ def test_a_loop_is_planned_in_time_that_grows_with_its_steps() -> None:
         plan = dsp.plan(model, torch.randn(1, length, 6), size=2, stages={"": "x=b l c"}, gather_output=False)
         states.append(dsp.planner.solve(plan.problem).states)
         activation = length * 6 * 4
-        assert sum(plan.bytes.values()) < 3 * activation  # in either direction one and a half: of steps, u, b, c and the results
+        assert sum(plan.bytes.values()) < 3 * activation  # steps, u, b, c and the results, there and back
         assert len(plan.switches) <= 6  # before the loop and after it: none a step
     assert states[1] < 3 * states[0]
 

@@ -96,8 +96,9 @@ def judged(name: str, before: Any, now: Any) -> str:
         return f"{name}: {before} -> {now}"
     (bytes_before, calls_before), (nbytes, calls) = totals(before), totals(now)
     worse = nbytes > bytes_before or (nbytes == bytes_before and calls > calls_before)
-    said = f"{nbytes / max(bytes_before, 1):.3f} of the bytes, {bytes_before} -> {nbytes}, calls {calls_before} -> {calls}"
-    return f"{'WORSE ' * worse}{name}: {said}, peak {before['peak']} -> {now['peak']}"
+    said = f"{nbytes / max(bytes_before, 1):.3f} of the bytes, {bytes_before} -> {nbytes}"
+    said += f", calls {calls_before} -> {calls}, peak {before['peak']} -> {now['peak']}"
+    return f"{'WORSE ' * worse}{name}: {said}"
 
 
 def main() -> None:

@@ -39,22 +39,27 @@ class Backwards:
         for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
             have = {c.gives[0] for c in record.ops[at].choices}
             for key, cut in list(record.cuts[v].items()):
-                if key not in have and self.least(v, cut) < record.values[v].nbytes:
+                if key not in have and self.least(v, cut) < self.size(v):
                     self.offer(at, key, cut)
 
     def least(self, v: int, cut: Cut, depth: int = 0) -> float:
         """Bytes to switch for a value to lie so: its own, or those of what it is made of; a gather sends N times as
         many."""
         if (v, cut) not in self.known:
-            self.known[v, cut] = own = self.record.values[v].nbytes
+            self.known[v, cut] = own = self.size(v)
             if v in self.makers and depth < DEPTH and (ways := self.operands(self.makers[v], cut)) is not None:
                 before = dict.fromkeys((s.value, c and self.made(s, c)) for s, c in ways)
                 sizes = [self.record.n * self.whole(u) if c is None else self.least(u, c, depth + 1) for u, c in before]
                 self.known[v, cut] = min(own, sum(sizes))
         return self.known[v, cut]
 
+    def size(self, v: int) -> int:
+        """Bytes, of float64 half as many: models cast to float32 to have more digits, and in a test of theirs fewer."""
+        value = self.record.values[v]
+        return value.nbytes // value.itemsize * min(value.itemsize, 4)
+
     def whole(self, v: int) -> int:
-        return 0 if self.record.whole[v] else self.record.values[v].nbytes
+        return 0 if self.record.whole[v] else self.size(v)
 
     def made(self, sym: Sym, cut: Cut) -> Cut:
         """Where a cut of a tensor lies in its value as that was made."""

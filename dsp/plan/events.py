@@ -25,6 +25,7 @@ class Sym:
     value: int
     cuts: dict[str, Cut]
     spare: dict[int, Cut] = field(default_factory=dict)
+    of: Any = None  # the record whose value it is
 
 
 class Passing(NamedTuple):
@@ -105,6 +106,7 @@ class Trace:
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
+    left: list[Tensor] = field(default_factory=list)  # sharded tensors of earlier calls that the forward met
     compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled
     reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
 

@@ -111,9 +111,10 @@ class Ways:
     @property
     def narrow(self) -> bool:
         """Whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
-        return self.halts and not self.through
+        return bool(self.refusal or any(c.way for c in self.choices)) and not self.through
 
     @property
-    def halts(self) -> bool:
-        """Whether a layout does not get through as it is."""
-        return bool(self.refusal or any(c.way for c in self.choices))
+    def taken(self) -> bool:
+        """Whether one rank has in some layout what the operation takes of its one operand, and sends it to all."""
+        passing = [c.way.passing for c in self.choices if c.way and len(c.needs) == 1 and any(c.needs)]
+        return any(p and p.kind == "all_reduce" for p in passing) and all(any(c.needs) for c in self.choices)

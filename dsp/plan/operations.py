@@ -181,9 +181,8 @@ class Operations(Values):
         if found.narrow:  # what if it came along another dim?
             found = self.opened(op)
         sharded = any(any(c.needs) for c in found.choices)
-        alone = len(op.values) == 1 and sharded and all(any(c.needs) for c in found.choices)
-        if alone and found.halts and not (op.written or self.long(op.tracked)):
-            found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for all that take of it
+        if found.taken and op.name in ("getitem", "select") and not self.long(op.tracked):
+            found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for each step of a loop
         if not found.choices:
             if op.written and op.syms[0] is not None:
                 assert found.refusal is not None

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dsp.inside import Inside, Sends
+from dsp.layout import cut_of
 from dsp.plan.events import Event
 from dsp.plan.places import Call, refuse_places, seen
 from dsp.plan.recorder import Measured, Recorder, Saver
@@ -20,14 +22,16 @@ from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import maybe_current_level
+from dsp.rules import tensor_args
 from dsp.rules.flex import flex_attention, refuse_reading, rehearsed
 from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, known, refuse_unrunnable, without_kind
 from dsp.rules.sources import FILLED
-from dsp.sharded import laid_out
+from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
-from dsp.tensors import edge, tensors_in
+from dsp.tensors import edge, map_tensors, tensors_in
 from dsp.text import Moving
 
+LEFT = (Sharded, DTensor)  # by earlier calls
 SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
 
 
@@ -58,6 +62,7 @@ class Tracer(Recorder, TorchFunctionMode):
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
         self.line = Moving("plan")
         self.attended: list[Call] = []  # calls of flex_attention in the stage that runs
+        self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, what = kwargs or {}, known(func)
@@ -67,6 +72,8 @@ class Tracer(Recorder, TorchFunctionMode):
             self.attended.append(seen(*args, **kwargs))
             return rehearsed(*args, **kwargs)
         name = what.name
+        if not (self.real or what.metadata) and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
+            args, kwargs = self.standing((args, kwargs))
         if name in UNRUNNABLE or maybe_current_level() is not None:
             refuse_unrunnable(name, what.metadata, args, kwargs, self.sharded)
             if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
@@ -117,6 +124,19 @@ class Tracer(Recorder, TorchFunctionMode):
                 parts = [replace(c, saved=int(saved * op.share(c, self.values, self.n))) for c in op.choices]
                 self.ops[-1] = replace(op, choices=tuple(parts))
         return out
+
+    def standing(self, value: Any) -> Any:
+        """The same arguments with a tensor without data for each sharded one that an earlier call left, in a cache."""
+        return map_tensors(value, [self.stand_in(t) if isinstance(t, LEFT) else t for t in tensors_in(value)])
+
+    def stand_in(self, t: Sharded | DTensor) -> Tensor:
+        if id(t) not in self.left:
+            if (cut := t.at.cut if isinstance(t, Sharded) else cut_of(t.placements[0])) is None:
+                return t
+            made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            self.left[id(t)] = t, made.requires_grad_(t.requires_grad)
+            self.kept_value(made, cut)
+        return self.left[id(t)][1]
 
     def add_whole(self, event: Event, outputs: Sequence[Tensor]) -> None:
         """An operation on tensors that no plan shards: one op with those before it in the same module."""
@@ -169,10 +189,12 @@ class Tracer(Recorder, TorchFunctionMode):
     def again(self, measured: list[Measured], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         self.now = measured
 
-    def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+    def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
         self.depth += 1
         if self.in_stage:
-            return  # called by another stage: part of it
+            return None  # called by another stage: part of it
+        if any(isinstance(t, LEFT) for t in tensors_in((args, kwargs))):
+            args, kwargs = self.standing((args, kwargs))
         self.enter_stage(stage, args, kwargs)
         self.in_stage, self.given = True, (args, kwargs)
         self.now, self.attended = [], []
@@ -181,6 +203,7 @@ class Tracer(Recorder, TorchFunctionMode):
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
         self.saving.__enter__()
+        return args, kwargs
 
     def look_at_places(self) -> None:
         """Whether flex_attention in the stage that ran reads places that are others on a part."""

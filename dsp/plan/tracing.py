@@ -148,7 +148,7 @@ class Rehearsal:
         """What tells the tracer of stages, of what communicates inside of them, and of the modules between."""
         handles: list[Any] = []
 
-        def watch(module: nn.Module, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
+        def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None]) -> None:
             handles.append(module.register_forward_pre_hook(lambda m, a, k: before(a, k), with_kwargs=True))
             handles.append(module.register_forward_hook(lambda m, a, out: after(out)))
 
@@ -177,7 +177,7 @@ class Rehearsal:
         where that misled.
         """
         how = self.how
-        # what an earlier call left in a cache lies as it left it, which only the run itself can follow
+        # what an earlier call left in a cache lies as it left it: the tracer has a stand-in for it
         args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
         tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
         tracer.longest, tracer.restarts = longest[0], longest[1] and not how.real
@@ -206,4 +206,5 @@ class Rehearsal:
         whole = [t for t in tensors_in((args, kwargs)) if edge(t) in tracer.reached and id(t) not in declared]
         whole_grads = [t.numel() * t.element_size() for t in whole]
         unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
-        return replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads, unnamed=unnamed)
+        found = replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads)
+        return replace(found, unnamed=unnamed, left=[t for t, _ in tracer.left.values()])

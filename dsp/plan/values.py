@@ -30,6 +30,7 @@ class Values:
     def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
         super().__init__()
         self.n, self.root_sizes = n, dict(root_sizes)
+        self.token = object()  # tells what is tracked here from what an earlier record left on a tensor
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
         self.batch_name = next(filter(is_batch, root_sizes), "")
         self.values: list[Value] = []
@@ -91,13 +92,23 @@ class Values:
             cuts |= {self.batch_name: Cut(0)} if t.shape[0] == self.batch else {"dim0": Cut(0, self.batch)}
         return cuts
 
+    def kept_value(self, t: Tensor, cut: Cut) -> None:
+        """Track a tensor that an earlier call left, and lies as it left it."""
+        key = f"dim{cut.dim}"
+        index = self.value(t, "kept", {key: cut.extent(t.shape[cut.dim])}, {key: cut}, False, [""] * t.ndim)
+        self.values[index] = replace(self.values[index], home=(key,))
+        self.viewed.add(index)  # others may hold it, or a view
+
     def track(self, t: Tensor, sym: Sym) -> None:
+        sym.of = self.token
         self.syms.append(sym)
         t._dsp_sym = sym  # type: ignore[attr-defined]
 
     def sym(self, t: Tensor) -> Sym | None:
         """What is known of a tensor, with the dims of its value that another use has named since."""
         found: Sym | None = getattr(t, "_dsp_sym", None)
+        if found is not None and found.of is not self.token:
+            return None  # of an earlier call
         if found is not None:
             known = {cut: key for key, cut in self.cuts[found.value].items()}
             for d in list(found.spare):

@@ -46,6 +46,7 @@ from dsp.run.inputs import (
     with_true_gradients,
     without_data,
 )
+from dsp.run.kept import Path, lying, paths_to
 from dsp.run.ledger import Account, Word
 from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
@@ -135,6 +136,7 @@ class Runtime:
         self.gather_output = gather_output
         self.graphs = Graphs(model, axis, compile) if compile else None
         self.kinds: OrderedDict[Any, Kind] = OrderedDict()  # by the signature of inputs
+        self.kept: list[Path] = []  # to sharded tensors that earlier calls left, and forwards met
         self.advice = ""  # what runs whole, as it was said
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)
         self.stage_calls = StageCalls(axis, self.agreement)
@@ -148,7 +150,7 @@ class Runtime:
         """For a copy of the model, on the same ranks; it makes plans of its own."""
         new = memo[id(self)] = object.__new__(Runtime)
         new.__dict__.update(self.__dict__)
-        new.kinds, new.recipes, new.idle = OrderedDict(), {}, threading.Lock()
+        new.kinds, new.recipes, new.kept, new.idle = OrderedDict(), {}, [], threading.Lock()
         # the model is not complete yet
         copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
         for name in copied.split():
@@ -201,6 +203,8 @@ class Runtime:
                 self.compiled(m)
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
+        if self.kept:
+            key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))
         kind, fresh = self.kind_of(key, leaves, args, kwargs)
         plan = kind.plan
         graph = None if self.graphs is None or fresh else self.graphs.which(kind, leaves)
@@ -327,7 +331,9 @@ class Runtime:
                 kind.plan, kind.places = plan, None
             return kind, True
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
+        known = len(self.kept)
         plan = self.make_plan(args, kwargs)
+        key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept[known:]))
         kind = Kind(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)
         self.kinds[key] = kind
         if len(self.kinds) > PLANS:
@@ -351,6 +357,8 @@ class Runtime:
             # a forward that needs real data to find its way: this call chooses as it goes, the next ones by its record
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
+        more = paths_to(t.left, self.model, args, kwargs) if t.left else []
+        self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
         if plan.advice and self.axis.rank == 0 and not self.kinds:
 
