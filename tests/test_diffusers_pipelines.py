@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import os
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from slow import slow
@@ -14,6 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.known import stages_for, table
+from dsp.notation import NotationError
+from dsp.run.pipelines import parts_of
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -71,40 +81,79 @@ def sampled(pipe: Any, name: str) -> Tensor:
     return pipe(**text, **PIPELINES[name][2], **size, generator=draw, output_type="pt").frames
 
 
-class Decode(nn.Module):
-    """The whole of an autoencoder's decode, of one that passes caches to its decoder frame by frame."""
-
-    def __init__(self, vae: Any) -> None:
-        super().__init__()
-        self.vae = vae
-
-    def forward(self, z: Tensor) -> Tensor:
-        return type(self.vae).decode(self.vae, z, return_dict=False)[0]
-
-
-def video(mesh: DeviceMesh, name: str, decoder: bool) -> None:
+def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expect = sampled(made(name), name)
-        pipe = made(name)
-        dsp.parallelize(pipe.transformer, mesh, PIPELINES[name][1])
-        if decoder and name == "wan":
-            decode = dsp.parallelize(Decode(pipe.vae), mesh, {"": "z=b c t h w"})
-            pipe.vae.decode = lambda z, return_dict=False: (decode(z),)
-        elif decoder:
-            dsp.parallelize(pipe.vae.decoder, mesh, {"": "hidden_states=b c t h w"})
+        single, pipe = made(name), made(name)
+        expect = sampled(single, name)
+        if whole:
+            dsp.parallelize(pipe, mesh)
+        else:
+            dsp.parallelize(pipe.transformer, mesh, PIPELINES[name][1])
         with dsp.count_comm() as comm:
             got = sampled(pipe, name)
-    assert comm.forward.bytes
-    torch.testing.assert_close(got, expect, rtol=1e-5, atol=1e-5)
+        assert comm.forward.bytes
+        torch.testing.assert_close(got, expect, rtol=1e-5, atol=1e-5)
+        for kwargs in ({}, {"return_dict": False}) if whole else ():
+            frames = torch.randn(1, 3, 9, 16, 32, generator=torch.Generator().manual_seed(0))
+            two = pipe.vae.encode(frames, **kwargs), single.vae.encode(frames, **kwargs)
+            mine, theirs = (out[0] if kwargs else out.latent_dist for out in two)
+            torch.testing.assert_close(mine.mode(), theirs.mode(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "decoder", "n"), [("wan", False, 2), ("wan", True, 3), ("ltx", False, 3), ("ltx", True, 2)]
-)
-def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, decoder: bool, n: int) -> None:
-    ranks(video, n, name, decoder)
+@pytest.mark.parametrize(("name", "whole", "n"), [("wan", True, 3), ("ltx", False, 3), ("ltx", True, 2)])
+def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
+    ranks(video, n, name, whole)
+
+
+def test_what_is_known_is_what_the_table_shows() -> None:
+    """Of each class the line in the package is the one that benchmarks/diffusers_models.py holds to one process."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import diffusers_models
+
+    shown: dict[str, Any] = {}
+    for name, case in diffusers_models.CASES.items():
+        kind, _, part = name.partition(", ")
+        if part:
+            way = {"decoder": "decode", "encoder": "encode"}[part]
+            shown.setdefault(kind, {})[way] = case.line.partition("=")[2]
+        else:
+            shown[kind] = case.line
+    shown["LatteTransformer3DModel"] = WAN[""]  # tests/test_diffusers_latte.py
+    found = table()
+    assert {k: v["line"] for k, v in found["models"].items()} | found["autoencoders"] == shown
+    for kind, entry in found["models"].items():
+        assert [*inspect.signature(getattr(diffusers, kind).forward).parameters][1:] == entry["takes"]
+
+
+class NoKnownPart:
+    def __init__(self) -> None:
+        self.components = {"transformer": nn.Linear(2, 2), "scheduler": None}
+
+
+def test_a_part_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = made("wan")
+    pipe.transformer_2 = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4
+    )
+    kinds = [type(part.module).__name__ for part in parts_of(pipe, None) or ()]
+    assert sorted(kinds) == ["Method", "Method", "WanTransformer3DModel"]
+    assert "transformer_2 (AutoencoderTiny)" in caplog.text
+    with pytest.raises(NotationError, match=r"give stages to each of its parts, .*transformer"):
+        parts_of(pipe, WAN)
+    with pytest.raises(NotationError, match=r"none of its parts \(transformer\)"):
+        parts_of(NoKnownPart(), None)
+
+
+def test_a_forward_that_changed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    other = {"forward": lambda self, video, cond: None}
+    kind = type("WanTransformer3DModel", (diffusers.WanTransformer3DModel,), other)
+    kind.__module__ = "diffusers.models"
+    model = kind.__new__(kind)
+    assert stages_for(model) == WAN
+    assert "it takes video, cond besides and it takes no hidden_states, timestep" in caplog.text
 
 
 def denoised(model: Any, steps: int) -> tuple[Tensor, list[int]]:
@@ -147,3 +196,46 @@ def cached(mesh: DeviceMesh, threshold: float, steps: int) -> int:
 def test_a_first_block_cache_decides_alike(ranks: Any, n: int, threshold: float, steps: int) -> None:
     ran = ranks(cached, n, threshold, steps)[0]
     assert 0 < ran < 2 * (steps - 1)
+
+
+def saved(folder: Path) -> None:
+    """A tiny pipeline, with its text encoder and tokenizer, as published ones are stored."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "boat": 3, "in": 4, "storm": 5}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    pipe = made("ltx")
+    pipe.register_modules(
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>"),
+        text_encoder=T5EncoderModel(T5Config(vocab_size=8, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)),
+    )
+    for part in (pipe.vae, pipe.transformer, pipe.text_encoder):
+        part.to(torch.bfloat16)
+    pipe.save_pretrained(folder)
+
+
+def test_the_readmes_pipeline_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Word for word but for the clip's size, in new processes: on two ranks what one makes."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = re.findall(r"```text\n(import torch, dsp\nfrom diffusers.*?)```", readme, re.S)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(tmp_path / "Lightricks/LTX-Video")
+    small = "num_frames=9, height=32, width=64, num_inference_steps=2, output_type='np'"
+    code = code.replace("num_frames=161, height=512, width=704", small)
+    assert small in code
+    keep = 'import numpy\nnumpy.save(f"{mesh.size()}", video)\ntorch.distributed.destroy'
+    code = code.replace("torch.distributed.destroy", keep)
+    for n in (1, 2):
+        (tmp_path / "video.py").write_text(code.replace("(2,)", f"({n},)"))
+        command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n), "video.py"]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert not done.returncode, done.stderr
+    one, two = (np.load(tmp_path / f"{n}.npy") for n in (1, 2))
+    assert one.shape == (9, 32, 64, 3)
+    assert one.std() > 0.01
+    np.testing.assert_allclose(two, one, atol=0.02)  # in bf16

@@ -11,7 +11,7 @@ HOME = Path(__file__).resolve().parents[1] / "dsp"
 LAYERS = """
 text private launch lines world notation planner hardware
 tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
-inside signature stages slices
+inside signature stages known slices
 rules plan run check discover embedded
 """.split()
 ROOMS = {
@@ -21,7 +21,7 @@ ROOMS = {
     "plan": """script events places skeleton watch operation names values operations backwards recorder twins tracer
         tracing reads residual picture table solve program traffic cost advice make choose""",
     "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph
-        parallel""",
+        pipelines parallel""",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",

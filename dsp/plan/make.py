@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from dsp.hardware import Hardware
+from dsp.known import stages_for
 from dsp.layout import cuts_of
 from dsp.notation import NotationError, StagePattern, parse
 from dsp.plan.advice import remedy
@@ -118,11 +119,11 @@ def plan_stages(
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
     if stages is None:
-        stages = getattr(model, "stages", None)
+        stages = getattr(model, "stages", None) or stages_for(model)
         if stages is None:
             raise NotationError(
-                f"{type(model).__name__} has no stages attribute; pass stages={{...}}, for example "
-                '{"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
+                f"{type(model).__name__} has no stages attribute, and is none of the classes that dsp knows; pass "
+                'stages={...}, for example {"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
             )
     found, root = find_stages(model, stages)
     return found, parse(root, root=True) if root is not None else None

@@ -50,6 +50,7 @@ from dsp.run.kept import Path, lying, paths_to
 from dsp.run.ledger import Account, Word
 from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
+from dsp.run.pipelines import parts_of
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
@@ -78,8 +79,10 @@ def parallelize(
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
-    mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages: submodule pattern to stage string, by
-    default ``model.stages``; the key ``""`` names the model's own inputs and outputs. The parallel model takes what the
+    model: a module; or a pipeline of diffusers, of which each part is parallelized whose class is known, transformers,
+    U-Nets and the methods of autoencoders. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages:
+    submodule pattern to stage string, by default ``model.stages``, or what `dsp.known` has for its class; the key
+    ``""`` names the model's own inputs and outputs. The parallel model takes what the
     bare one takes: whole tensors, the same on every rank, or DTensors sharded over `mesh`; it returns whole tensors, or
     with ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the
     ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
@@ -91,9 +94,14 @@ def parallelize(
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     axis = Axis.of(mesh)
+    if (parts := parts_of(model, stages, axis.rank)) is not None:
+        for part in parts if axis.size > 1 else ():
+            parallelize(part.module, mesh, part.stages, gather_output, compile)
+            part.place()
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or a pipeline of them, not {type(model).__name__}")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
         agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile})

@@ -1,0 +1,58 @@
+"""Models whose dims are known: `known.json` has a line for each class, which the tests hold to docs/diffusers.md."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger("dsp")
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The package and version that the lines were tried with; models and autoencoders by class name."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
+    return found
+
+
+def classes(model: Any) -> list[str]:
+    """Names of the classes of the package that an object is of, the nearest first."""
+    package = table()["package"]
+    return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
+
+
+def stages_for(model: nn.Module) -> dict[str, str] | None:
+    """The stages of a model whose class is known; None for any other.
+
+    A forward that takes other arguments than the line was tried with is told, once for a class.
+    """
+    entry = next((found for name in classes(model) if (found := table()["models"].get(name))), None)
+    if entry is None:
+        return None
+    changed(type(model), tuple(entry["takes"]))
+    return {"": entry["line"]}
+
+
+def methods_for(model: Any) -> dict[str, str] | None:
+    """The dims of the tensor that each method of an autoencoder takes, by method; None for other classes."""
+    return next((found for name in classes(model) if (found := table()["autoencoders"].get(name))), None)
+
+
+@cache
+def changed(kind: Any, takes: tuple[str, ...]) -> None:
+    now = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
+    if set(now) == set(takes):
+        return
+    new, gone = [x for x in now if x not in takes], [x for x in takes if x not in now]
+    said = [f"it takes {', '.join(new)} besides"] * bool(new) + [f"it takes no {', '.join(gone)}"] * bool(gone)
+    log.warning(
+        "%s: the forward is another than that of %s %s, for which dsp knows its dims: %s. Compare with one process "
+        "(dsp.check), or give stages",
+        kind.__name__, table()["package"], table()["version"], " and ".join(said),
+    )  # fmt: skip

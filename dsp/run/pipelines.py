@@ -1,0 +1,106 @@
+"""Pipelines and autoencoders: their parts, each as a module that is parallelized by a known line.
+
+An autoencoder is called by its methods, ``decode`` and ``encode``, which work tile by tile and frame by frame before
+they come to a forward. So each method is a module of its own here, and takes the place of the method.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dsp.known import classes, methods_for, stages_for
+from dsp.notation import NotationError
+from dsp.private import pytree
+
+log = logging.getLogger("dsp")
+
+TAKES = {"decode": "z", "encode": "x"}  # what a method's tensor is called
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module to be parallelized, its stages, and what then puts it into its place."""
+
+    module: nn.Module
+    stages: Mapping[str, str]
+    place: Callable[[], None]
+
+
+def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Part] | None:
+    """The parts of a pipeline, or the methods of an autoencoder, that are known; None for a model that is one itself.
+
+    Raises NotationError for a pipeline of which nothing is known, or that is given stages.
+    """
+    components = None if isinstance(model, nn.Module) else getattr(model, "components", None)
+    if not isinstance(components, dict):
+        whole = stages is None and getattr(model, "stages", None) is None
+        return (methods(model) or None) if whole and isinstance(model, nn.Module) else None
+    name, modules = type(model).__name__, {k: v for k, v in components.items() if isinstance(v, nn.Module)}
+    if stages is not None:
+        raise NotationError(f"{name} is a pipeline: give stages to each of its parts, {', '.join(modules)}")
+    found: list[Part] = []
+    for key, module in modules.items():
+        if (line := getattr(module, "stages", None) or stages_for(module)) is not None:
+            found.append(Part(module, line, lambda: None))
+        elif own := methods(module):
+            found += own
+        elif classes(module):
+            say = log.warning if rank == 0 else log.info
+            say(
+                "%s: dsp does not know the dims of its %s (%s), which runs whole on every rank. Find them with "
+                "dsp.discover, and parallelize it by itself",
+                name, key, type(module).__name__,
+            )  # fmt: skip
+    if not found:
+        raise NotationError(
+            f"{name}: of none of its parts ({', '.join(modules) or 'it has no modules'}) dsp knows the dims; find them "
+            "with dsp.discover, and parallelize each by itself"
+        )
+    return found
+
+
+def methods(owner: nn.Module) -> list[Part]:
+    return [
+        Part(method := Method(owner, name), {"": f"x={dims}"}, method.attach)
+        for name, dims in (methods_for(owner) or {}).items()
+    ]
+
+
+class Method(nn.Module):
+    """A method of an autoencoder as a forward of one tensor, which returns tensors."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+        self.made: list[Any] = []  # what the last call returned, without its tensors
+
+    def forward(self, x: Tensor, more: tuple[Any, dict[str, Any]]) -> list[Any]:
+        args, kwargs = more
+        out = getattr(type(self.owner), self.name)(self.owner, x, *args, **kwargs)
+        leaves, spec = pytree.tree_flatten(out)
+        self.made[:] = [spec, [None if isinstance(v, Tensor) else type(v) for v in leaves]]
+        return [getattr(v, "parameters", v) for v in leaves]  # of a distribution
+
+    def attach(self) -> None:
+        """Take the place of the method."""
+        setattr(self.owner, self.name, Called(self))
+
+
+class Called:
+    """The method, as it is called."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = TAKES[self.method.name]
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(own), ())
+        leaves = self.method(x, (args, kwargs))
+        spec, kinds = self.method.made
+        made = [v if kind is None else kind(v) for v, kind in zip(leaves, kinds)]
+        return pytree.tree_unflatten(made, spec)
