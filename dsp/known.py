@@ -35,7 +35,7 @@ def stages_for(model: nn.Module) -> dict[str, str] | None:
     entry = next((found for name in classes(model) if (found := table()["models"].get(name))), None)
     if entry is None:
         return None
-    changed(type(model), tuple(entry["takes"]))
+    changed(type(model), tuple(entry["takes"]))  # type: ignore[arg-type]
     return {"": entry["line"]}
 
 

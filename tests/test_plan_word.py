@@ -77,6 +77,26 @@ def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
         assert (own, told) == (promised, [])
 
 
+class Joint(nn.Module):
+    """New zeros of a sharded tensor's type, which stay whole, and such that it is written into."""
+
+    stages = {"": "x=b t c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        table, joint = y.new_zeros(1, 4, x.shape[2]), y.new_zeros(x.shape[0], x.shape[1] + 4, x.shape[2])
+        table[:, 1] = 1.0
+        joint[:, 4:], joint[:, :4] = y, table
+        return joint.square().cumsum(1)
+
+
+def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(ranks) -> None:
+    for own, promised, plan, told in ranks(sent, 2, Joint, torch.randn(2, 60, 4)):
+        assert own == promised
+        assert own[1] == plan.calls["forward"]
+        assert told == []
+
+
 def left(mesh: DeviceMesh) -> int:
     """How many tensors a forward leaves to the garbage collector, which does not know when memory is short."""
     model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))

@@ -128,8 +128,9 @@ class Glue(TorchFunctionMode):
         index, script = run.glue_index, run.script
         if script is not None and run.strayed is None:
             other = index >= len(script.names) or script.names[index] != what.name
-            if other or run.loose or (index in script.spare and dtensors(args, kwargs)):
-                index = self.aligned(script, index, what.name, args, kwargs)
+            read = args if what.kind is None else without_kind(args, what.kind)
+            if other or run.loose or (index in script.spare and dtensors(read, kwargs)):
+                index = self.aligned(script, index, what.name, read, kwargs)
         if index >= 0:
             run.glue_index = index + 1
         if script is not None and run.strayed is None and index in script.same:
