@@ -38,7 +38,7 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
-        return diffusers_models.held(mesh, diffusers_models.CASES[name])
+        return diffusers_models.held(mesh, (diffusers_models.CASES | diffusers_models.MORE)[name])
 
 
 def test_the_page_has_every_row() -> None:
@@ -62,6 +62,19 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
     assert found["share"] <= 0.37
     if MODELS[name]:
         assert found["planned"] <= MODELS[name] * found["ulysses"]
+
+
+@pytest.mark.slow
+def test_others_that_are_known(ranks: Any) -> None:
+    """Of one pool, one after the other: a row each in no page."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import diffusers_models
+
+    for name in diffusers_models.MORE:
+        found = ranks(held, 2, name)[0]
+        assert found["output"] < 1e-5, name  # AutoencoderDC's attention is in fp32
+        assert max(found["inputs"], found["parameters"]) < 1e-5, name
+        assert found["share"] <= 0.53, name
 
 
 @pytest.mark.slow
