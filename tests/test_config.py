@@ -244,6 +244,8 @@ def test_shipped_configs_are_sound(path):
         (["model.overrides.hidden=50"], "hidden=50"),
         (["model.overrides.in_channels=4"], "the data has 1 channels and the model takes 4"),
         (["model.overrides.num_classes=7"], "the data has 10 classes and the model 7"),
+        (["objective.name=iddpm", "objective.shift=3"], "objective.shift is an option of objective.name=rectified_flow"),
+        (["objective.min_snr=5"], "objective.min_snr is an option of objective.name=iddpm, not of rectified_flow"),
         (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a model that is told"),
         (["model.overrides.caption_channels=8"], "captions have 26 channels and the model takes 8: set model."),
     ],

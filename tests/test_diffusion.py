@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform
+from zoo.video.diffusion import (
+    IDDPM,
+    RectifiedFlow,
+    ddim,
+    euler,
+    linear_schedule,
+    seeded_noise,
+    seeded_uniform,
+    shift_at,
+)
 from zoo.video.linear_denoiser import fit_linear_denoiser, linear_denoiser_loss
 
 SHAPE = (2, 3, 4, 5, 6)  # b c t h w
@@ -197,6 +206,80 @@ def test_timesteps_are_quantiles_of_the_training_distribution():
         RectifiedFlow(nn.Identity()).validation_levels(0)
 
 
+def test_uniform_and_shifted_levels():
+    u = (torch.arange(1000) + 0.5) / 1000
+    assert torch.equal(RectifiedFlow(nn.Identity(), uniform=True).sample_timestep(u), u)
+    levels = RectifiedFlow(nn.Identity(), shift=5.0).sample_timestep(u)
+    assert (levels > 0.9).float().mean().item() == pytest.approx(0.278, abs=0.001)  # 0.014 without a shift
+    flow = RectifiedFlow(nn.Identity(), shift=3.0)
+    torch.testing.assert_close(flow.validation_levels(4), flow.sample_timestep((torch.arange(4) + 0.5) / 4))
+
+
+@pytest.mark.parametrize("size", [(51, 480, 848), (102, 144, 256), (17, 720, 1280)])
+def test_the_shift_of_a_size_is_open_soras(size):
+    """Open-Sora 1.2, `timestep_transform`: its base is one frame of 512 x 512 pixels; its codec makes 5 of 17."""
+    frames, height, width = size
+    t = torch.tensor([0.1, 0.5, 0.9])
+    ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
+    flow = RectifiedFlow(nn.Identity(), uniform=True, shift_cells=64 * 64)
+    found = flow.sample_timestep(t, (frames // 17 * 5) * (height // 8) * (width // 8))
+    torch.testing.assert_close(found, ratio * t / (1 + (ratio - 1) * t))
+    assert shift_at(3.0, None, 123) == 3.0
+
+
+def test_velocity_matches_diffusers():
+    x, noise = tensors(*SHAPE)
+    model, timestep = Fixed(1), torch.tensor([3, 800])
+    objective = IDDPM(model, velocity=True)
+    target = reference("DDPMScheduler", prediction_type="v_prediction").get_velocity(x, noise, timestep)
+    predicted = model(objective.q_sample(x, noise, timestep), timestep)
+    assert_close(objective(x, noise, timestep)[0], (target - predicted) ** 2)
+
+
+def test_a_learned_variance_is_bounded_alike_whatever_is_predicted():
+    """A model of the noise and one of the velocity that say the same have the same bound."""
+    x, noise = tensors(*SHAPE)
+    timestep, place = torch.tensor([3, 800]), tensors(*SHAPE, seed=1)[0]
+    tables = linear_schedule()
+    signal, sigma = (tables[name][timestep].float().view(-1, 1, 1, 1, 1) for name in ("signal", "noise"))
+    bounds = []
+    for velocity in (False, True):
+        predicted = signal * (noise + 0.1) - sigma * x_of(x, noise, signal, sigma) if velocity else noise + 0.1
+        objective = IDDPM(Says(torch.cat([predicted, place], 1)), velocity=velocity)
+        target = signal * noise - sigma * x if velocity else noise
+        bounds.append(objective(x, noise, timestep)[0] - (target - predicted) ** 2)
+    torch.testing.assert_close(*bounds, atol=1e-4, rtol=1e-4)
+
+
+class Says(nn.Module):
+    """A model that always says the same."""
+
+    def __init__(self, said: Tensor) -> None:
+        super().__init__()
+        self.said = said
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        return self.said
+
+
+def x_of(x: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """The data that a model which says `noise` + 0.1 takes x_s to be made of."""
+    return (signal * x + sigma * noise - sigma * (noise + 0.1)) / signal
+
+
+@pytest.mark.parametrize("velocity", [False, True])
+def test_min_snr_matches_diffusers(velocity):
+    from diffusers.training_utils import compute_snr
+
+    x, noise = tensors(*SHAPE)
+    model, timestep = Fixed(1), torch.tensor([3, 800])
+    ratio = compute_snr(reference("DDPMScheduler"), timestep)
+    weight = torch.minimum(ratio, torch.tensor(5.0)) / (ratio + 1 if velocity else ratio)
+    plain, found = (IDDPM(model, velocity=velocity, min_snr=s)(x, noise, timestep) for s in (None, 5.0))
+    assert_close(found[0], plain[0] * weight.view(-1, 1, 1, 1, 1).float())
+    assert torch.equal(found[1], plain[1])
+
+
 # --------------------------------------------------------------------------------------------------------- samplers
 
 
@@ -225,6 +308,23 @@ def test_euler_matches_diffusers(steps):
     scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     model, noise = Fixed(2), tensors(*SHAPE)[1]
     assert_close(euler(model, noise, steps), walked(scheduler, model, noise, sign=-1))  # its velocity is noise - x
+
+
+@pytest.mark.parametrize("shift", [3.0, 0.5])
+def test_a_shifted_euler_matches_diffusers(shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=[1 - i / 7 for i in range(7)])
+    model, noise = Fixed(2), tensors(*SHAPE)[1]
+    assert_close(euler(model, noise, 7, shift=shift), walked(scheduler, model, noise, sign=-1))
+
+
+def test_ddim_of_a_velocity_matches_diffusers():
+    scheduler = reference("DDIMScheduler", timestep_spacing="trailing", prediction_type="v_prediction")
+    scheduler.set_timesteps(10)
+    model, noise = Fixed(2), tensors(*SHAPE)[1]
+    assert_close(ddim(model, noise, 10, velocity=True), walked(scheduler, model, noise))
 
 
 @pytest.mark.parametrize("sampler", [euler, ddim])

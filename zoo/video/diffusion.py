@@ -6,9 +6,12 @@ objective and by the sampler:
 Rectified flow (Liu et al. 2022; the target is that of Open-Sora 1.2): the noise level u runs from 0, data, to 1, noise,
     x_u = (1 - u) x + u noise;  the model is told the timestep 1000 u and predicts v = x - noise = -dx_u/du.
     Sampling therefore goes from u = 1 down to 0 and *adds* v times the decrease of u.
+    Levels are shifted towards noise, u -> s u / (1 + (s - 1) u), where a model was published so (Esser et al. 2024,
+    arXiv 2403.03206, equation 23): the same in training and in sampling.
 IDDPM (Nichol & Dhariwal 2021, arXiv 2102.09672; Latte and Open-Sora 1.0): 1000 steps of linear variances,
-    x_s = sqrt(abar_s) x + sqrt(1 - abar_s) noise;  the model is told the step s and predicts the noise and, in a second
-    half of its channels, where the variance lies between its two bounds.
+    x_s = sqrt(abar_s) x + sqrt(1 - abar_s) noise;  the model is told the step s and predicts the noise, or the velocity
+    sqrt(abar_s) noise - sqrt(1 - abar_s) x (Salimans & Ho 2022, arXiv 2202.00512), and, in a second half of its
+    channels, where the variance lies between its two bounds.
 
 An objective's forward is elementwise arithmetic with one coefficient a sample, and chunks along c: no reduction, no
 indexing of a long dim, no branch on values. So it runs as it is on tensors sharded along any of t, h, w.
@@ -23,7 +26,17 @@ from torch import Tensor, nn
 
 from zoo.data.sampling import generator
 
-__all__ = ["IDDPM", "RectifiedFlow", "ddim", "euler", "linear_schedule", "seeded_noise", "seeded_uniform"]
+__all__ = [
+    "IDDPM",
+    "RectifiedFlow",
+    "ddim",
+    "euler",
+    "linear_schedule",
+    "seeded_noise",
+    "seeded_uniform",
+    "shift_at",
+    "shifted",
+]
 
 OnStep = Callable[[int, int], None]
 
@@ -107,33 +120,47 @@ class _Objective(nn.Module):
         """Which linear layers of the wrapped model may be cut, for `dsp.embedded`; empty if it does not say."""
         return {f"model.{key}": how for key, how in getattr(self.model, "tensor_parallel", {}).items()}
 
-    def sample_timestep(self, uniform: Tensor) -> Tensor:
-        """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution."""
+    def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
+        """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution.
+
+        `cells` is the number of places, t h w, of the clips: levels may depend on it.
+        """
         raise NotImplementedError
 
-    def validation_levels(self, n: int) -> Tensor:
+    def validation_levels(self, n: int, cells: int | None = None) -> Tensor:
         """`n` fixed noise levels [n], the midpoints of n equal parts of the training distribution.
 
         The mean of the losses at these levels estimates the training loss without the noise of drawn levels.
         """
         if n < 1:
             raise ValueError(f"validation_levels: expected n >= 1, got {n}")
-        return self.sample_timestep((torch.arange(n, dtype=torch.float32) + 0.5) / n)
+        return self.sample_timestep((torch.arange(n, dtype=torch.float32) + 0.5) / n, cells)
 
 
 class RectifiedFlow(_Objective):
     """Rectified flow on `model(x, timestep, **conditioning)`, which predicts the velocity x - noise.
 
-    Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024). A model that returns 2c
-    channels (learned range) is trained on its first c, as in Open-Sora 1.2.
+    Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024), or `uniform`; then shifted,
+    see `shift_at`. A model that returns 2c channels (learned range) is trained on its first c, as in Open-Sora 1.2.
     """
 
-    def __init__(self, model: nn.Module, *, loc: float = 0.0, scale: float = 1.0):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loc: float = 0.0,
+        scale: float = 1.0,
+        uniform: bool = False,
+        shift: float = 1.0,
+        shift_cells: int | None = None,
+    ):
         super().__init__(model)
-        self.loc, self.scale = loc, scale
+        self.loc, self.scale, self.uniform = loc, scale, uniform
+        self.shift, self.shift_cells = shift, shift_cells
 
-    def sample_timestep(self, uniform: Tensor) -> Tensor:
-        return torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
+    def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
+        levels = uniform if self.uniform else torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
+        return shifted(levels, shift_at(self.shift, self.shift_cells, cells))
 
     def forward(
         self,
@@ -158,6 +185,20 @@ class RectifiedFlow(_Objective):
         velocity = output.narrow(1, 0, x.shape[1]).float()
         loss = (x - noise - velocity) ** 2
         return loss, _per_element(loss, weight, x_mask)
+
+
+def shift_at(shift: float, base: int | None, cells: int | None) -> float:
+    """The shift for clips of so many cells (t h w): `shift` for all, or times the root of cells / base.
+
+    More cells need more noise to hide the same clip. Open-Sora 1.2: shift 1 at a base of 64 x 64 latent cells of one
+    frame. Stable Diffusion 3: 3 for all. Wan 2.1: 3 for clips of 480p, 5 for 720p.
+    """
+    return shift * math.sqrt(cells / base) if base and cells else shift
+
+
+def shifted(level: Any, shift: float) -> Any:
+    """Noise levels in [0, 1], moved towards 1 where `shift` is above 1."""
+    return shift * level / (1 + (shift - 1) * level)
 
 
 def linear_schedule(steps: int = 1000) -> dict[str, Tensor]:
@@ -190,12 +231,16 @@ class IDDPM(_Objective):
     The model returns c channels (noise; the loss is the squared error alone) or 2c (noise, and the place v in [-1, 1]
     of the log variance between its bounds): then the variational bound in bits is added, through which only the
     variance is learned (the mean is detached), equation 16 of arXiv 2102.09672.
+
+    `velocity`: the model predicts the velocity instead of the noise. `min_snr`, 5 as published: squared errors at steps
+    whose signal-to-noise ratio is above it weigh less, as in Hang et al. 2023 (arXiv 2303.09556).
     """
 
     steps = 1000
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, velocity: bool = False, min_snr: float | None = None):
         super().__init__(model)
+        self.velocity, self.min_snr = velocity, min_snr
         # A plain attribute, not a buffer: it stays real and right when the module goes through meta and to_empty.
         self._schedule = linear_schedule(self.steps)
 
@@ -204,7 +249,7 @@ class IDDPM(_Objective):
         table = torch.stack([self._schedule[name] for name in names]).float().to(timestep.device)
         return [_per_sample(column) for column in table[:, timestep]]
 
-    def sample_timestep(self, uniform: Tensor) -> Tensor:
+    def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
         return (uniform * self.steps).long().clamp(0, self.steps - 1)
 
     def q_sample(self, x: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
@@ -246,10 +291,18 @@ class IDDPM(_Objective):
             x_s = torch.where(_per_frame(x_mask), x_s, self.q_sample(x, noise, torch.zeros_like(timestep)))
             conditioning["x_mask"] = x_mask
         output = self.model(x_s, timestep, **conditioning).float()
-        predicted = output.narrow(1, 0, channels)
-        loss = (noise - predicted) ** 2
+        predicted, target = output.narrow(1, 0, channels), noise
+        signal, sigma = self._at(timestep, "signal", "noise")
+        if self.velocity:
+            target = signal * noise - sigma * x
+        loss = (target - predicted) ** 2
+        if self.min_snr is not None:
+            ratio = (signal / sigma) ** 2
+            loss = loss * (ratio.clamp(max=self.min_snr) / (ratio + 1 if self.velocity else ratio))
         if output.shape[1] == 2 * channels:
             v = output.narrow(1, channels, channels)
+            if self.velocity:
+                predicted = signal * predicted + sigma * x_s  # the noise, by the model
             mean, log_variance = self.p_mean_variance(predicted.detach(), v, x_s, timestep)
             true_mean, true_log_variance = self.posterior(x, x_s, timestep)
             kl = _gaussian_kl(true_mean, true_log_variance, mean, log_variance)
@@ -330,6 +383,7 @@ def euler(
     *,
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
+    shift: float = 1.0,
     clean: Tensor | None = None,
     x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
@@ -338,7 +392,8 @@ def euler(
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
     `model(x, timestep, **cond)` predicts x - noise. `guidance` other than 1 calls it a second time with the values of
-    `uncond` put over those of `cond`. `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
+    `uncond` put over those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
+    `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
     last, and the model, which must take x_mask, is told so.
@@ -348,7 +403,7 @@ def euler(
     hold = _holding(noise, clean, x_mask)
     given = cond if x_mask is None else {**cond, "x_mask": x_mask}
     predict = _guided(model, noise.shape[1], guidance, uncond, given)
-    levels = [1 - i / steps for i in range(steps + 1)]
+    levels = [shifted(1 - i / steps, shift) for i in range(steps + 1)]
     x = hold(noise, clean)
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
@@ -368,6 +423,7 @@ def ddim(
     random: torch.Generator | None = None,
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
+    velocity: bool = False,
     clean: Tensor | None = None,
     x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
@@ -376,6 +432,7 @@ def ddim(
     """Samples [b, c, t, h, w] of an IDDPM model in `steps` of its 1000 steps: equation 12 of arXiv 2010.02502.
 
     The steps taken are evenly spaced and start at 999 ("trailing", arXiv 2305.08891); a learned variance is not used.
+    `velocity`: the model predicts the velocity, as that of the objective does.
     `eta` = 0 is deterministic given `noise`; above 0 every step adds noise drawn on the CPU from the generator
     `random`. The other arguments are those of `euler`; held frames are shown to the model at step 0, as in training.
     """
@@ -393,6 +450,8 @@ def ddim(
     for i, step in enumerate(taken):
         now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
         predicted = predict(x, torch.full((len(x),), step, device=x.device))
+        if velocity:
+            predicted = math.sqrt(now) * predicted + math.sqrt(1 - now) * x
         data = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)
         sigma = eta * math.sqrt((1 - after) / (1 - now) * (1 - now / after))
         x = math.sqrt(after) * data + math.sqrt(1 - after - sigma**2) * predicted

@@ -26,7 +26,7 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.show.clips import Clips, Pixels, decode
 from zoo.training.task import Floor
 from zoo.training.tasks.video import Task
-from zoo.video.diffusion import ddim, euler, seeded_noise
+from zoo.video.diffusion import seeded_noise
 from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
@@ -149,7 +149,7 @@ class Show(task.Show):
         Every rank has them whole. They are the same on any number of ranks but for rounding: a rank multiplies other
         shares of the tokens by the same weights, and matrix products of another shape round otherwise.
         """
-        sampler: Any = {"rectified_flow": euler, "iddpm": ddim}[self.config.objective.name]
+        sampler = self.task.sampler(clips.size)
         frames, height, width = clips.size
         n, made = len(clips.titles), []
         batches = range(0, n, self.config.train.batch)
@@ -180,7 +180,7 @@ class Show(task.Show):
         train = [self.task.train.clip(index, epoch) for index, epoch in fit]
         validation = [self.task.validation.clip(index, epoch) for index, epoch in self.task.judged_clips()]
         x, y = (torch.stack([clip["x"] for clip in clips]) for clips in (train, validation))
-        levels = objective.validation_levels(self.config.eval.levels)
+        levels = objective.validation_levels(self.config.eval.levels, prod(self.task.clip))
         if self.task.num_classes is None:
             return linear_denoiser_loss(x, y, levels).mean().item()
         labels = (torch.tensor([clip["label"] for clip in clips]) for clips in (train, validation))

@@ -167,9 +167,9 @@ class Task(video.Task):
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         """A bucket at a time, for all groups at once. What the last batches of a bucket lack is made up by samples
         that count 0: every group takes as many turns, which sharded weights need."""
-        levels = objective.validation_levels(self.config.eval.levels)
         for bucket, chosen in enumerate(self._chosen()):
             size = self.batches[bucket]
+            levels = objective.validation_levels(self.config.eval.levels, self.buckets[bucket].cells)
             for first in range(0, len(chosen), size * groups):
                 mine = chosen[first + group * size : first + (group + 1) * size]
                 entries, epochs = zip(*(mine or chosen[:1]))

@@ -5,8 +5,9 @@ c channels, t frames, h w height and width.
 """
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 from typing import Annotated, Any, ClassVar, Protocol
 
@@ -21,7 +22,7 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
 from zoo.video.clean_frames import noised_frames
-from zoo.video.diffusion import IDDPM, RectifiedFlow, seeded_noise, seeded_uniform
+from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform, shift_at
 
 _VALIDATION = hash_seed("validation")
 _CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
@@ -88,6 +89,19 @@ DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
 @dataclass
 class Objective:
     name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
+    levels: str = option(
+        "logit_normal", "rectified_flow: how noise levels are drawn", choices=("logit_normal", "uniform")
+    )
+    loc: float = option(0.0, "logit_normal: the mean of a level's logit; above 0 more noise")
+    scale: float = option(1.0, "logit_normal: its standard deviation", least=0)
+    shift: float = option(
+        1.0, "rectified_flow: levels u become s u / (1 + (s - 1) u), in samples too (SD3 3, Wan 3 to 5)", least=0
+    )
+    shift_cells: int | None = option(
+        None, "cells of a clip, t h w, that shift is for; others by the root (Open-Sora 1.2: 4096); null: all", least=1
+    )
+    prediction: str = option("noise", "iddpm: what the model predicts", choices=("noise", "velocity"))
+    min_snr: float | None = option(None, "iddpm: weigh errors by min-SNR (published: 5); null: all alike", least=0)
     label_dropout: float = option(
         0.1, "share of samples trained without their class or caption, for guidance", least=0, most=1
     )
@@ -185,6 +199,7 @@ class Task(task.Task):
             raise UserError(
                 f"sample.guidance={self.config.sample.guidance} needs a model that is told the class or a caption"
             )
+        self.refuse_unused()
         first, some = self.config.objective.first_frame, self.config.objective.random_frames
         shares = f"objective.first_frame={first} and objective.random_frames={some}"
         if first + some > 1:
@@ -197,6 +212,15 @@ class Task(task.Task):
         self.tokens = self.tokens_of(self.clip)
         return model
 
+    def refuse_unused(self) -> None:
+        """Raises UserError for an option of the objective that the other one has."""
+        options, known = self.config.objective, Objective()
+        of = {"rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells"), "iddpm": ("prediction", "min_snr")}
+        for name, keys in of.items():
+            other = [key for key in keys if getattr(options, key) != getattr(known, key)]
+            if other and name != options.name:
+                raise UserError(f"objective.{other[0]} is an option of objective.name={name}, not of {options.name}")
+
     def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
         """What the model, which takes `inputs`, has to fit: channels, classes and channels of captions (0: none)."""
         data = self.config.data
@@ -207,7 +231,18 @@ class Task(task.Task):
         return prod(ceil(n / p) for n, p in zip(clip, self.patch))
 
     def objective(self, model: nn.Module) -> nn.Module:
-        return {"rectified_flow": RectifiedFlow, "iddpm": IDDPM}[self.config.objective.name](model)
+        options = self.config.objective
+        if options.name == "iddpm":
+            return IDDPM(model, velocity=options.prediction == "velocity", min_snr=options.min_snr)
+        how = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
+        return RectifiedFlow(model, **how, shift=options.shift, shift_cells=options.shift_cells)
+
+    def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
+        """What draws clips of this size as the objective was trained: `euler` or `ddim`."""
+        options = self.config.objective
+        if options.name == "iddpm":
+            return partial(ddim, velocity=options.prediction == "velocity")
+        return partial(euler, shift=shift_at(options.shift, options.shift_cells, prod(clip)))
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
@@ -243,7 +278,7 @@ class Task(task.Task):
         seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
             "noise": self.part("noise", seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), frames),
-            "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids)),
+            "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids), prod(clip)),
         }
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
@@ -252,7 +287,8 @@ class Task(task.Task):
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        levels, here = objective.validation_levels(self.config.eval.levels), self.here(self.clip[0])
+        levels = objective.validation_levels(self.config.eval.levels, prod(self.clip))
+        here = self.here(self.clip[0])
         chosen = self.judged_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             batch = chosen[start : start + self.config.train.batch]
