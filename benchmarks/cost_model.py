@@ -219,7 +219,7 @@ def show_calibration(found: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------- prediction
 
 PATCHES = 4096  # of a frame, in all that the paper ran
-RUN = ROOT / "configs/paper/table6-720m-intra.yaml"  # what the runs of the paper have in common
+RUN = ROOT / "configs/paper.yaml"  # what the runs of the paper have in common
 TABLE_4 = {  # sp of each method on 128 GPUs for 128, 256, 512 and 1024 frames; None: it ran out of memory or heads
     "720m": {
         "dsp": (2, 4, 8, 16), "ulysses": (2, 4, 8, 16), "megatron_sp": (2, 4, 16, None), "ring": (2, 4, 8, 16),

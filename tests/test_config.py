@@ -140,6 +140,26 @@ def test_files_that_would_not_end(tmp_path):
             cfg.load([str(tmp_path / f"{name}.yaml")])
 
 
+def test_a_file_builds_on_another_and_that_on_a_third(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "one.yaml").write_text("train: {steps: 1, batch: 2, seed: 3}")
+    (tmp_path / "two.yaml").write_text("base: one.yaml\ntrain: {steps: 2, batch: 4}")
+    (tmp_path / "more/three.yaml").write_text("base: ../two.yaml\ntrain: {steps: 3}")
+    found = cfg.load([str(tmp_path / "more/three.yaml"), "eval.every=7"])
+    assert (found.train.steps, found.train.batch, found.train.seed, found.eval.every) == (3, 4, 3, 7)
+    assert found.name == "three"
+    (tmp_path / "one.yaml").write_text("base: more/three.yaml")
+    with pytest.raises(UserError, match=r"base: .*three.yaml -> .*two.yaml -> .*one.yaml -> .*three.yaml: a file that"):
+        cfg.load([str(tmp_path / "more/three.yaml")])
+    (tmp_path / "one.yaml").write_text("train: {stepz: 1}")
+    with pytest.raises(UserError, match=r"one.yaml: unknown key 'train.stepz'"):
+        cfg.load([str(tmp_path / "two.yaml")])
+    for base, message in (("none.yaml", r"none.yaml: no such file"), ("[a, b]", r"two.yaml: base: expected the path")):
+        (tmp_path / "two.yaml").write_text(f"base: {base}")
+        with pytest.raises(UserError, match=message):
+            cfg.load([str(tmp_path / "two.yaml")])
+
+
 def test_missing_file_and_no_file(tmp_path):
     (tmp_path / "demo.yaml").write_text("")
     with pytest.raises(UserError, match=r"dmo\.yaml: no such file: did you mean '.*demo\.yaml'"):
@@ -244,7 +264,7 @@ def test_shipped_configs_are_sound(path):
         (["model.overrides.hidden=50"], "hidden=50"),
         (["model.overrides.in_channels=4"], "the data has 1 channels and the model takes 4"),
         (["model.overrides.num_classes=7"], "the data has 10 classes and the model 7"),
-        (["objective.name=iddpm", "objective.shift=3"], "objective.shift is an option of objective.name=rectified_flow"),
+        (["objective.name=iddpm", "objective.shift=3"], "objective.shift is an option of objective.name="),
         (["objective.min_snr=5"], "objective.min_snr is an option of objective.name=iddpm, not of rectified_flow"),
         (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a model that is told"),
         (["model.overrides.caption_channels=8"], "captions have 26 channels and the model takes 8: set model."),

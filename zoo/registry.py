@@ -1,20 +1,24 @@
 """Which models there are, and how to build one by name.
 
 A model's module holds the class named here, a ``Config`` dataclass that the class takes, and ``SIZES``: the Config
-values of every published size. Modules are imported when they are asked for.
+values of every published size. Modules are imported when they are asked for. A model from outside is named
+``package.module:Class``, or by an entry point of the group ``zoo.models``.
 """
 
 import difflib
 import importlib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 from torch import Tensor, nn
 
 from zoo.contract import check
+from zoo.outside import outside
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
@@ -81,11 +85,18 @@ def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any
 
 
 def _module(name: str) -> tuple[Any, Any]:
-    if name not in MODELS:
-        raise ValueError(f"the zoo has no model {name!r}; {_hint(name, MODELS)}")
-    path, cls = MODELS[name].split(":")
-    module = importlib.import_module(path)
-    return module, getattr(module, cls)
+    """The module of a model, and its class. One from outside, `package.module:Class`, may have no SIZES."""
+    if name in MODELS:
+        path, cls = MODELS[name].split(":")
+        module: Any = importlib.import_module(path)
+        return module, getattr(module, cls)
+    if ":" not in name and not entry_points(group="zoo.models", name=name):
+        raise ValueError(f"the zoo has no model {name!r}; {_hint(name, MODELS)}; your own is package.module:Class")
+    kind = outside(name, "zoo.models")
+    module = sys.modules[getattr(kind, "__module__", __name__)]
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module) and is_dataclass(getattr(module, "Config", None))):
+        raise ValueError(f"{name}: expected a torch.nn.Module, and beside it a dataclass Config that it is made of")
+    return types.SimpleNamespace(Config=module.Config, SIZES=getattr(module, "SIZES", {"default": {}})), kind
 
 
 def _hint(given: Any, valid: Iterable[str]) -> str:

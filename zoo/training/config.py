@@ -1,13 +1,13 @@
-"""The configuration of a run: typed defaults < a YAML file < the command line.
+"""The configuration of a run: typed defaults < a YAML file, after those it builds on < the command line.
 
 `load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error says which of them is
 wrong. Nothing is looser than it seems: an unknown key is an error with a suggestion, a wrong type is an error, nothing
-is read from the environment and no name is ever imported. `data` has the keys of the data set it names, `objective`,
+is read from the environment, and no name is imported but a part of your own that you name (`zoo.outside`): for those
+of `model.name`, `data.name` and `task` code runs. `data` has the keys of the data set it names, `objective`,
 `eval` and `sample` those of its task, and `model.overrides` those of the model it names.
 """
 
 import difflib
-import importlib
 import inspect
 import io
 import math
@@ -16,6 +16,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zoo.data.limits import read_bytes
 from zoo.training import UserError, complete, one_line
+from zoo.training.parts import TASKS, Parts
 from zoo.training.sections import (
     Checkpoint,
     Hardware,
@@ -41,7 +43,7 @@ from zoo.training.sections import (
     Wandb,
     option,
 )
-from zoo.training.task import Data, Infer, Module, Show, Shown, Task
+from zoo.training.task import Data, Infer, Show, Task
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
@@ -56,58 +58,42 @@ MOST_BYTES, MOST_DEPTH, MOST_TEXT = 1 << 20, 16, 4096  # of a file, of its nesti
 PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 MOST_COUNT = {"train.seed": 2**63 - 1, "data": 2**20}  # of a key or a section; else what 32 bits hold
 
-TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
-    "digit_images": "image",
-    "digits": "video",
-    "latent_folder": "latents",
-    "video_folder": "video",
-    "protein_synthetic": "protein",
-    "protein_embedded": "protein",
-    "protein_folder": "protein",
-}
-
-
 @dataclass
 class Config:
     name: str | None = option(None, "name of the run; null for the name of the file")
     runs_dir: str = option("runs", "the run's files go to <runs_dir>/<name>/")
     resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
     dry_run: bool = option(False, "print the plan, memory, bytes and time (hardware.device) a rank; allocates nothing")
+    task: str | None = option(None, "what trains on the data, or your own package.module; null: what suits data.name")
     model: Model = field(default_factory=Model)
     init: Init = field(default_factory=Init)
     lora: Lora = field(default_factory=Lora)
-    data: Any = field(default_factory=lambda: _task("digits").DATA["digits"]())
-    objective: Any = field(default_factory=lambda: _task("digits").Objective())
+    data: Any = field(default_factory=lambda: Parts("digits").options())
+    objective: Any = field(default_factory=lambda: Parts("digits").module.Objective())
     parallel: Parallel = field(default_factory=Parallel)
     hardware: Hardware = field(default_factory=Hardware)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
-    eval: Any = field(default_factory=lambda: _task("digits").Eval())
-    sample: Any = field(default_factory=lambda: _task("digits").Sample())
+    eval: Any = field(default_factory=lambda: Parts("digits").module.Eval())
+    sample: Any = field(default_factory=lambda: Parts("digits").module.Sample())
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)
     wandb: Wandb = field(default_factory=Wandb)
 
 
-def _task(data: str, part: str = "tasks") -> Any:
-    """The module of what trains on a data set, or of what shows it; zoo/training/task.py says what they hold."""
-    module = importlib.import_module(f"zoo.training.{part}.{TASKS[data]}")
-    complete(module, Module if part == "tasks" else Shown, f"zoo/training/{part}/{TASKS[data]}.py")
-    return module
-
-
-def defaults(data: str) -> Config:
+def defaults(data: str, task: str | None = None) -> Config:
     """The configuration of a run on a data set where nothing is configured."""
-    task = _task(data)
-    if data not in task.DATA:
-        raise UserError(f"data.name={data}: DATA of zoo/training/tasks/{TASKS[data]}.py has no options of that name")
-    return Config(data=task.DATA[data](), objective=task.Objective(), eval=task.Eval(), sample=task.Sample())
+    parts = Parts(data, task)
+    module, options = parts.module, parts.options()
+    return Config(
+        data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task
+    )
 
 
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
     """The task of a configuration, for one of the ranks of `mesh`, which share each sample."""
-    data, name, module = config.data, config.data.name, _task(config.data.name)
+    data, name, module = config.data, config.data.name, Parts(config.data.name, config.task).module
     complete(data, getattr(module, "Data", Data), f"{type(data).__name__}, the options of data.name={name},")
     return _made(module.Task, f"the task of data.name={name}", config, mesh, device)
 
@@ -115,18 +101,22 @@ def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.de
 def create_show(task: Task) -> Show:
     """What is shown of a task."""
     name = task.config.data.name
-    return _made(_task(name, "show").Show, f"what is shown of data.name={name}", task)
+    return _made(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
 
 
 def create_infer(task: Task) -> Infer:
     """What infer.py makes with a task's model."""
-    name = task.config.data.name
-    return _made(_task(name, "show").Infer, f"what infer.py makes of data.name={name}", create_show(task))
+    name, show = task.config.data.name, create_show(task)
+    return _made(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
 
 
 def _made(kind: Any, what: str, *args: Any) -> Any:
     """An instance; a UserError names every method that its class leaves out."""
-    if missing := sorted(kind.__abstractmethods__):
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if issubclass(kind, Task) and kind.samples is Task.samples:
+        asked = ("example", "batch", "validation_batches")
+        missing += ["samples"] if any(getattr(kind, name) is getattr(Task, name) for name in asked) else []
+    if missing:
         lines = (f"  {name}: {inspect.getdoc(getattr(kind, name))}" for name in missing)
         raise UserError("\n".join([f"{what}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
     return kind(*args)
@@ -145,12 +135,11 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if len(files) != 1:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
-    layers = {files[0]: _read(files[0]), "command line": _parse(overrides)}
+    layers = {**_chain(files[0]), "command line": _parse(overrides)}
 
     data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
-    if data not in TASKS:
-        raise UserError(f"data.name={data}: no such data set{_suggest(str(data), TASKS)}")
-    schema = OmegaConf.structured(defaults(data))
+    task = next((c for c in (v.get("task") for v in reversed(layers.values())) if c is not None), None)
+    schema = OmegaConf.structured(known(str(data), None if task is None else str(task)))
     merged = schema
     for source, layer in layers.items():
         _check_keys(schema, layer, source)
@@ -165,6 +154,18 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
         raise UserError(f"name={config.name[:60]!r} must be a plain folder name, without slashes, of at most 200 bytes")
     return config
+
+
+def known(data: str, task: str | None) -> Config:
+    """The defaults for what is named; a UserError for a name that nobody has."""
+    parts, own = Parts(data, task), sorted(set(TASKS.values()))
+    try:
+        sets = (*TASKS, *parts.module.DATA)
+    except UserError as error:
+        raise UserError(f"{error}{_suggest(str(task), own)}") from None
+    if data not in sets and ":" not in data and not entry_points(group="zoo.data", name=data):
+        raise UserError(f"data.name={data}: no such data set{_suggest(data, sets)}; your own is package.module:Class")
+    return defaults(data, task)
 
 
 def _make_absolute(section: Any) -> None:
@@ -183,6 +184,22 @@ def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
         return load(arguments), None
     except UserError as error:
         return Config(), error
+
+
+def _chain(path: str) -> dict[str, DictConfig]:
+    """A file under its path, after those that it builds on: `base: other.yaml`, found from its own folder."""
+    found: dict[str, DictConfig] = {}
+    while True:
+        layer = _read(path)
+        if path in found:
+            raise UserError(f"base: {' -> '.join([*found, path])}: a file that builds on itself")
+        found[path] = layer
+        if "base" not in layer:
+            return dict(reversed(found.items()))
+        base = layer.pop("base")
+        if not isinstance(base, str) or len(found) >= MOST_DEPTH:
+            raise UserError(f"{path}: base: expected the path of one YAML file, at most {MOST_DEPTH} deep")
+        path = base if os.path.isabs(base) else os.path.normpath(os.path.join(os.path.dirname(path), base))
 
 
 def _read(path: str) -> DictConfig:
@@ -394,7 +411,7 @@ def help_text(arguments: Sequence[str]) -> str:
     """Every key with its comment and its value, as YAML; the defaults if no file is named."""
     rest = [a for a in arguments if not wants_help([a])]
     data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
-    config = load(rest, shown=True) if any("=" not in a for a in rest) or data not in TASKS else defaults(data)
+    config = load(rest, shown=True) if any("=" not in a for a in rest) else known(data, None)
     usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
     return f"{usage}\n{to_yaml(config, comments=True)}"
 

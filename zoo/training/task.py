@@ -1,15 +1,19 @@
 """What the trainer does not know about a run: its data and loss, what is shown of it, what a trained model is for.
 
-A kind of data has two modules of its own, of one name, which `zoo.training.config.TASKS` gives for each data set:
+A kind of data has two modules of its own, of one name, which `zoo.training.parts.TASKS` gives for each data set:
 
     tasks/    `Task`, and the sections of the configuration that only it has: `DATA` (data.name -> dataclass),
               `Objective`, and `Eval` and `Sample`, which have `every`, in steps
     show/     `Show`, and `Infer` for infer.py
+
+A task from outside is one module, of which `Task` is all that it must have: `zoo.training.parts`.
 """
+
+
 
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
@@ -24,6 +28,7 @@ from dsp.layout import chunk
 from zoo.data.sampling import batch_indices
 from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
+from zoo.training.sections import option
 
 MOST_LAYERS = 4096  # to build more would take hours
 Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
@@ -37,6 +42,21 @@ class Floor:
     name: str  # for the reader
     loss: float
     of: str = "val_loss"  # the key of what it is to be compared with
+
+
+@dataclass
+class Objective:
+    name: str = option("loss", "the loss")
+
+
+@dataclass
+class Eval:
+    every: int = option(0, "steps between validations; 0 for none", least=0)
+
+
+@dataclass
+class Sample:
+    every: int = option(0, "steps between samples; 0 for none", least=0)
 
 
 class Data(Protocol):
@@ -66,8 +86,10 @@ class Task(ABC):
     """One run's data, model and loss. The ranks of `mesh` share each sample; None: this one has it whole."""
 
     identity: dict[str, Any]  # what a checkpoint has to agree with
-    tokens: int  # of one sample, for the throughput; known once the model is made
-    validation_samples: int  # of all data-parallel groups together
+    tokens: int = 1  # of one sample, for the throughput; known once the model is made
+    validation_samples: int = 0  # of all data-parallel groups together
+    train: Any  # what `open` found to train on, with a length; of a task that has `samples`
+    validation: Any  # and to validate with
     divided: ClassVar[Mapping[str, int]] = {}  # inputs of which a rank makes its own part alone, and the dim
     levels: int = 1  # parts of the validation loss that are also reported one by one
 
@@ -101,9 +123,10 @@ class Task(ABC):
     def open(self) -> None:
         """Find the data: on rank 0, so that all ranks agree on what there is."""
 
-    @abstractmethod
     def model(self) -> nn.Module:
         """The model on the default device. A UserError if its inputs are not what the data has."""
+        made: nn.Module = self.create()
+        return made
 
     @abstractmethod
     def objective(self, model: nn.Module) -> nn.Module:
@@ -113,9 +136,21 @@ class Task(ABC):
         """The model as `Show` and `Infer` call it; what it returns there is whole on every rank."""
         return model
 
-    @abstractmethod
+    def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
+        """The objective's arguments for samples (epoch, index) of `train`, or of `validation`.
+
+        A pure function of its arguments and the configuration. A rank makes its own parts alone (`here`, `part`). A
+        task may have `example`, `batch` and `validation_batches` instead.
+        """
+        raise NotImplementedError
+
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Any]:
         """The objective's arguments for one batch of a bucket, on the default device."""
+        if not hasattr(self, "train"):  # before a run, as for dry_run
+            self.open()
+        with torch.device("cpu"):
+            made = self.samples([(0, i % len(self.train)) for i in range(self.config.train.batch)], True)
+        return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in made.items()}
 
     def bucket(self, step: int, groups: int) -> int:
         """Which bucket the batches of a step are of, if what a step computes differs; 0 takes the most."""
@@ -125,12 +160,12 @@ class Task(ABC):
         """Of one batch of a bucket, for the throughput."""
         return self.tokens * self.config.train.batch
 
-    @abstractmethod
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         """The objective's arguments for one micro-batch of data-parallel group `group` of `groups`.
 
         A pure function of its arguments and the configuration. A rank makes its own parts alone.
         """
+        return self.samples(self.drawn(step, micro, group, groups, len(self.train)), True)
 
     def drawn(self, step: int, micro: int, group: int, groups: int, n: int) -> list[tuple[int, int]]:
         """The (epoch, index) of each sample of one micro-batch of `group`, from `n` training samples."""
@@ -159,41 +194,48 @@ class Task(ABC):
             run_check=False, shape=whole.shape, stride=whole.stride(),
         )  # fmt: skip
 
-    @abstractmethod
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         """Every validation batch of one group as (level, number of samples, arguments): always the same."""
+        mine = range(self.validation_samples)[group::groups]
+        for start in range(0, len(mine), self.config.train.batch):
+            part = mine[start : start + self.config.train.batch]
+            yield 0, len(part), self.samples([(0, i % len(self.validation)) for i in part], False)
 
-    @abstractmethod
     def describe(self) -> str:
         """One sample in words and numbers: '8 frames of 12 x 12'."""
+        return f"one of {len(self.train)}" if hasattr(self, "train") else "one sample"
 
 
-class Show(ABC):
-    """What is shown of a task's model during a run."""
+class Show:
+    """What is shown of a task's model during a run. By default nothing."""
 
     media: str = "png"  # what `write` writes
 
     def __init__(self, task: Any):
         self.task, self.config = task, task.config
 
-    def ready(self) -> None:  # noqa: B027 (most need nothing)
+    def ready(self) -> None:
         """A UserError if samples could not be shown later; called on every rank before the first step."""
+        for name in ("sample", "write") if getattr(self.config.sample, "every", 0) else ():
+            if getattr(type(self), name) is getattr(Show, name):
+                where = f"{type(self).__name__} of {type(self).__module__}"
+                raise UserError(f"sample.every={self.config.sample.every}: {where} has no method {name}; set it to 0")
 
-    @abstractmethod
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:
         """What the model makes, always from the same noise or inputs; called on every rank."""
+        raise NotImplementedError
 
-    @abstractmethod
     def write(self, samples: Any, path: Path) -> Mapping[str, float]:
         """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
+        raise NotImplementedError
 
     def floors(self, objective: Any) -> list[Floor]:
         """Those that the configuration asks for; called on rank 0 at the end of a run."""
         return []
 
 
-class Infer(ABC):
-    """What infer.py makes with a task's model."""
+class Infer:
+    """What infer.py makes with a task's model. By default nothing."""
 
     account: str = ""  # what there is to say of the time that `run` took, once it is done
     made: Any = None  # what `run` made last, on rank 0
@@ -201,15 +243,14 @@ class Infer(ABC):
     def __init__(self, show: Any):
         self.show, self.task, self.config = show, show.task, show.config
 
-    @abstractmethod
     def arguments(self, parser: ArgumentParser) -> None:
         """Add what infer.py can be told about this task."""
 
-    @abstractmethod
     def run(
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
     ) -> list[Path]:
         """Do what `options` ask for, on every rank; rank 0 writes under `options.out`. Returns the files."""
+        raise UserError(f"{type(self.task).__module__} has no Infer, which says what infer.py makes with a model")
 
 
 def share(length: int, rank: int, size: int) -> range:

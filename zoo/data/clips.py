@@ -1,0 +1,48 @@
+"""A data set of clips made of what there is: a torch Dataset, a list, or anything that can be gone through once."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.sampling import Clip, frame_range
+
+
+class Clips:
+    """The clips of `items`, each a tensor [c, t, h, w] in [-1, 1], or with its class: (tensor, int) or a dict of `x`
+    and `label`.
+
+    items: has a length and items by number, as a torch Dataset; anything else is gone through once and kept. All clips
+    have the size of the first. classes: how many there are; None for none. Items are made whole on every rank, and a
+    rank keeps its own frames. Raises ValueError for what is no clip.
+    """
+
+    def __init__(self, items: Iterable[Any], classes: int | None = None) -> None:
+        self.items: Any = items if hasattr(items, "__getitem__") and hasattr(items, "__len__") else list(items)
+        self.num_classes = classes
+        if not len(self):
+            raise ValueError(f"{type(items).__name__} has no clips")
+        x, _ = self.item(0)
+        self.frames, self.shape = x.shape[1], (x.shape[0], x.shape[2], x.shape[3])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def item(self, index: int) -> tuple[Tensor, int | None]:
+        found = self.items[index]
+        if isinstance(found, dict):
+            found = found.get("x"), found.get("label")
+        x, label = found if isinstance(found, tuple) else (found, None)
+        if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+            said = f"a tensor {list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(f"item {index}: expected a clip [c, t, h, w] of floating-point numbers, got {said}")
+        return x, None if label is None else int(label)
+
+    def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
+        x, label = self.item(index)
+        if x.shape[1] != self.frames or (x.shape[0], *x.shape[2:]) != self.shape:
+            wanted = [self.shape[0], self.frames, *self.shape[1:]]
+            raise ValueError(f"item {index} is {list(x.shape)} where the first is {wanted}: clips are of one size")
+        here = frame_range(frames, self.frames)
+        return {"x": x[:, here.start : here.stop].to(torch.float32), "label": label}

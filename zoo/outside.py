@@ -1,0 +1,39 @@
+"""Parts from outside of the zoo: a model, a data set or a task of somebody else, by a name that a user wrote.
+
+Code runs because its user named it, in the configuration file or on the command line; nothing else is imported.
+"""
+
+import importlib
+import os
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+
+def outside(name: str, group: str) -> Any:
+    """What a name stands for: ``package.module:Class``, ``package.module``, or an entry point of the group `group`.
+
+    Modules are looked for among what is installed, and last in the current folder. Raises ValueError where there is
+    none; what a module raises while it is imported is its own.
+    """
+    for entry in entry_points(group=group, name=name):
+        return entry.load()
+    path, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*path.split("."), *attribute.split(".") * bool(attribute))):
+        raise ValueError(f"{name!r} is no name that Python could import; write package.module:Class")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # of something that it needs itself
+        raise ValueError(
+            f"{name}: there is no module {error.name!r}, neither installed nor in the folder {os.getcwd()}"
+        ) from None
+    for part in attribute.split(".") * bool(attribute):
+        if not hasattr(found, part):
+            own = sorted(key for key, value in vars(found).items() if isinstance(value, type))
+            raise ValueError(f"{name}: {path} has no {part!r}; classes in it: {', '.join(own) or 'none'}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,84 @@
+"""What a run is made of by name: the task that trains on a data set, what shows it, and the data set's options.
+
+The trainer's own tasks are modules of zoo.training.tasks and zoo.training.show; somebody else's is one module, which
+the configuration names (`task=package.module`).
+"""
+
+import importlib
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from zoo.outside import outside
+from zoo.training import UserError, complete, task, user_error
+from zoo.training.sections import option
+from zoo.training.task import Module, Shown
+
+TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
+    "digit_images": "image",
+    "digits": "video",
+    "latent_folder": "latents",
+    "video_folder": "video",
+    "protein_synthetic": "protein",
+    "protein_embedded": "protein",
+    "protein_folder": "protein",
+}
+
+
+# what a task from outside need not have
+OPTIONAL = {
+    "DATA": {}, "Objective": task.Objective, "Eval": task.Eval, "Sample": task.Sample, "Show": task.Show,
+    "Infer": task.Infer,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that `data.name` and `task` name (task None: what is known for the data, or clips of video)."""
+
+    data: str
+    task: str | None = None
+
+    @property
+    def own(self) -> str | None:
+        """Which of the trainer's own tasks it is; None for another."""
+        name = self.task or TASKS.get(self.data, "video")
+        return name if name in TASKS.values() else None
+
+    @cached_property
+    def module(self) -> Any:
+        """The module of the task; zoo/training/task.py says what it holds."""
+        if self.own is None:
+            there = user_error(outside, self.task, "zoo.tasks", prefix="task: ")
+            found: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
+            complete(found, Module, f"task={self.task}")
+            return found
+        found = importlib.import_module(f"zoo.training.tasks.{self.own}")
+        complete(found, Module, f"zoo/training/tasks/{self.own}.py")
+        return found
+
+    @cached_property
+    def shown(self) -> Any:
+        """The module of what is shown of it; of somebody else's task what it has of that, and else nothing is shown."""
+        if self.own is not None:
+            found = importlib.import_module(f"zoo.training.show.{self.own}")
+            complete(found, Shown, f"zoo/training/show/{self.own}.py")
+            return found
+        return self.module
+
+    @cached_property
+    def options(self) -> type:
+        """The dataclass of the data's options."""
+        if self.data in self.module.DATA:
+            return self.module.DATA[self.data]
+        if self.data in TASKS:
+            where = f"zoo/training/tasks/{self.own}.py" if self.own else f"task={self.task}"
+            raise UserError(f"data.name={self.data}: DATA of {where} has no options of that name")
+        found = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
+        if not (isinstance(found, type) and is_dataclass(found)):
+            raise UserError(f"data.name={self.data} is no dataclass, of options with a method datasets(seed)")
+        if all(f.name != "name" for f in fields(found)):
+            named = ("name", str, option(self.data, "the data set"))
+            found = make_dataclass(found.__name__, [named], bases=(found,), namespace={"__doc__": found.__doc__})
+        return found
