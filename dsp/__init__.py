@@ -11,6 +11,8 @@ from dsp.plan import Plan, Sizing, choose, plan
 from dsp.rules import GlueError
 from dsp.run import parallelize
 
+__version__ = "0.2.0"
+
 __all__ = [
     "LINKS",
     "GlueError",

@@ -527,14 +527,18 @@ def statement(weight: float) -> Callable[[Any], Any]:
 
 
 # what `other` makes of a tensor x of dim d: some return x itself, a view or a copy of it, by what they see of it
-OTHERWISE = """
+OTHERWISE = (
+    """
 x.contiguous() | x.to(torch.float64) | x.double() | x.type_as(x) | x.clone() | x.reshape(x.shape) | x.expand(x.shape)
 x.expand_as(x) | x.view_as(x) | x.flatten().view(x.shape) | x.ravel().reshape(x.shape) | x.unsqueeze(0).squeeze(0)
 x.transpose(0, d).contiguous().transpose(0, d) | x.mT.reshape(-1).view(x.mT.shape).mT if x.ndim > 1 else x.square()
 x * 1.1 | x[...] | x.flip(d) | x.roll(1, d) | x.cumsum(d) | x.softmax(d) | x - x.mean(d, keepdim=True) | x + x.sum()
 x + x.amax(d, keepdim=True) | torch.stack([x, x.tanh()]).sum(0) | torch.cat([x, x * 2], d).narrow(d, 1, x.shape[d])
 x.narrow(d, 0, 1) + x | x.to(torch.complex128).real | x.detach() + x | x.split(1, d)[0] * x | x.sort(d)[0]
-""".replace("\n", "|").strip("|").split("|")
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
 
 
 def straying(text: str, writer: Writer) -> str:

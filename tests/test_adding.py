@@ -60,7 +60,7 @@ def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
         command = [*start, str(HOME / "train.py"), *arguments]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
         assert not done.returncode, done.stderr
-    one, two = ([v for v, in metrics(folder / "runs" / str(n), "loss").values()] for n in (1, 2))
+    one, two = ([v for (v,) in metrics(folder / "runs" / str(n), "loss").values()] for n in (1, 2))
     assert len(one) == 2
     assert two == pytest.approx(one, rel=1e-5)
     if what == "model":

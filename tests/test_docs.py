@@ -29,7 +29,7 @@ README = HOME / "README.md"
 PAGES = sorted((HOME / "docs").glob("*.md"))
 FRAMEWORKS = HOME / "docs/frameworks.md"  # each block a program of its own: test_frameworks.py runs them
 ALL = [README, *PAGES]
-MAIN_JOB = "pip install -e . -c constraints.txt && dsp-launch --nproc-per-node 2 train.py configs/demo.yaml"
+MAIN_JOB = "pip install -e '.[train]' -c constraints.txt && dsp-launch --nproc-per-node 2 train.py configs/demo.yaml"
 TESTS = "pip install -e '.[test]' -c constraints.txt && pytest"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.S | re.M)
 

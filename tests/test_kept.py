@@ -86,8 +86,11 @@ def chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
 @pytest.mark.parametrize(
     ("n", "keep", "stage"),
     [
-        (2, "module", False), (3, "object", False),
-        slow(2, "object", True), slow(3, "module", True), slow(4, "module", False),
+        (2, "module", False),
+        (3, "object", False),
+        slow(2, "object", True),
+        slow(3, "module", True),
+        slow(4, "module", False),
     ],
 )
 def test_ten_chunks(ranks, n: int, keep: str, stage: bool) -> None:

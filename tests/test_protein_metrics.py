@@ -246,9 +246,7 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("fsdp", [False, slow(True)], ids=["dsp", "dsp and fsdp"])
-@pytest.mark.parametrize(
-    ("model", "n"), [slow("evoformer", 3), ("pairformer", 2)]
-)
+@pytest.mark.parametrize(("model", "n"), [slow("evoformer", 3), ("pairformer", 2)])
 def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0), fsdp)
 

@@ -130,9 +130,7 @@ def checked(mesh: DeviceMesh, case: str) -> None:
     assert report, report.text()
 
 
-@pytest.mark.parametrize(
-    "case", slow_but([*(c for c in CASES if c not in OF_A_KIND), *PROTEINS], "axial-image-colour")
-)
+@pytest.mark.parametrize("case", slow_but([*(c for c in CASES if c not in OF_A_KIND), *PROTEINS], "axial-image-colour"))
 def test_stages_are_what_they_say(ranks, case: str) -> None:
     ranks(checked, 3, case)
 
@@ -144,9 +142,7 @@ def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return shares(lambda: build(case), inputs, lambda model: dsp.parallelize(model, mesh, gather_output=False), floor)
 
 
-@pytest.mark.parametrize(
-    ("case", "n"), [("axial-video", 2), *(slow(case, 4) for case in [*NEW, *PROTEINS])]
-)
+@pytest.mark.parametrize(("case", "n"), [("axial-video", 2), *(slow(case, 4) for case in [*NEW, *PROTEINS])])
 def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
     for largest, total in ranks(held, n, case):
         assert largest <= 1.1 / n

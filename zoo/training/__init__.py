@@ -1,5 +1,6 @@
 """What a training run needs beside a model: its configuration, its tasks, its checkpoints and its records."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,12 +18,31 @@ class UserError(ValueError):
     told = False  # it has been printed, here or by rank 0
 
 
+# packages that not everybody needs, and the extra of this one that brings each
+EXTRAS = {
+    "omegaconf": "train", "wandb": "train", "PIL": "train", "sklearn": "train", "Bio": "protein", "av": "video",
+    "diffusers": "video", "safetensors": "video", "sentencepiece": "video", "tokenizers": "video",
+    "transformers": "video",
+}  # fmt: skip
+
+
+def absent(error: ImportError) -> str:
+    """What an ImportError says, or the command that installs what is not there."""
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(package) if isinstance(error, ModuleNotFoundError) else None
+    return f"{package} is not installed: pip install -e '.[{extra}]'" if extra else str(error)
+
+
+if importlib.util.find_spec("omegaconf") is None:
+    raise ModuleNotFoundError("the trainer needs omegaconf, which is not installed: pip install -e '.[train]'")
+
+
 def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
     """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
     try:
         return build(*args, **kwargs)
     except (ValueError, ImportError) as cause:
-        error = UserError(f"{prefix}{cause}")
+        error = UserError(f"{prefix}{absent(cause) if isinstance(cause, ImportError) else cause}")
         error.alone = alone
         raise error from cause
 

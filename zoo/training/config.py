@@ -58,6 +58,7 @@ MOST_BYTES, MOST_DEPTH, MOST_TEXT = 1 << 20, 16, 4096  # of a file, of its nesti
 PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 MOST_COUNT = {"train.seed": 2**63 - 1, "data": 2**20}  # of a key or a section; else what 32 bits hold
 
+
 @dataclass
 class Config:
     name: str | None = option(None, "name of the run; null for the name of the file")
@@ -86,9 +87,7 @@ def defaults(data: str, task: str | None = None) -> Config:
     """The configuration of a run on a data set where nothing is configured."""
     parts = Parts(data, task)
     module, options = parts.module, parts.options()
-    return Config(
-        data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task
-    )
+    return Config(data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task)
 
 
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:

@@ -54,7 +54,7 @@ class Parts:
             found: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
             complete(found, Module, f"task={self.task}")
             return found
-        found = importlib.import_module(f"zoo.training.tasks.{self.own}")
+        found = user_error(importlib.import_module, f"zoo.training.tasks.{self.own}", prefix=f"task {self.own}: ")
         complete(found, Module, f"zoo/training/tasks/{self.own}.py")
         return found
 

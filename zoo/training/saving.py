@@ -70,9 +70,7 @@ class Saver:
         kept: a copy of the weights as they are.
         """
         self.wait()
-        sound = on_first_rank(
-            lambda: [(at, path) for at, path in checkpoint.found(self.directory) if at < guard.sound]
-        )
+        sound = on_first_rank(lambda: [(at, path) for at, path in checkpoint.found(self.directory) if at < guard.sound])
         guard.forget()
         best = kept() if guard.sound > guard.taken else guard.kept
         if best and best.step > max((at for at, _ in sound), default=0):

@@ -120,6 +120,6 @@ class Profile:
 
 @dataclass
 class Wandb:
-    mode: str = option("offline", "online needs WANDB_API_KEY", choices=("offline", "online", "disabled"))
+    mode: str = option("disabled", "online needs WANDB_API_KEY", choices=("offline", "online", "disabled"))
     project: str = option("dsp", "wandb project")
     entity: str | None = option(None, "wandb team; null for your default")

@@ -9,8 +9,6 @@ A kind of data has two modules of its own, of one name, which `zoo.training.part
 A task from outside is one module, of which `Task` is all that it must have: `zoo.training.parts`.
 """
 
-
-
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence

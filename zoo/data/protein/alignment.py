@@ -80,9 +80,7 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
     try:
         if suffix not in SUFFIXES:
             raise ValueError(f"not an alignment by its name; expected one of {', '.join(SUFFIXES)}")
-        blocks = [
-            _block(block, suffix, max_rows) for block in text.split("\0") if block.strip() or block == text
-        ]
+        blocks = [_block(block, suffix, max_rows) for block in text.split("\0") if block.strip() or block == text]
         same: dict[bytes, list[Block]] = {}  # by query
         for block in blocks or [_block("", suffix, max_rows)]:
             same.setdefault(block.msa[0].tobytes(), []).append(block)
