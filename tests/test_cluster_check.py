@@ -2,20 +2,12 @@
 
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
 
 def script():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module("cluster_check")
-    finally:
-        sys.path.pop(0)
+    return importlib.import_module("dsp.cluster_check")
 
 
 def run_here(mesh, arguments, hosts, fault=False, only_links=False):
@@ -23,12 +15,12 @@ def run_here(mesh, arguments, hosts, fault=False, only_links=False):
     import torch.distributed as dist
 
     check, rank = script(), dist.get_rank()
-    plain = check.socket.gethostname, check.small_model, check.dsp.plan, check.exactness, check.loss_and_bytes
+    plain = check.socket.gethostname, check.small_model, check.plan, check.exactness, check.loss_and_bytes
     check.socket.gethostname = lambda: hosts[rank]
 
     def uneven_numbers(device):
         model = plain[1](device)
-        model.t_embed.register_forward_hook(lambda module, args, out: out + rank)
+        model.layers[0]["space"].out.register_forward_hook(lambda module, args, out: out + rank)
         return model
 
     class Planned:
@@ -36,13 +28,13 @@ def run_here(mesh, arguments, hosts, fault=False, only_links=False):
 
     if fault:
         check.small_model = uneven_numbers
-        check.dsp.plan = lambda *args, **kwargs: Planned
+        check.plan = lambda *args, **kwargs: Planned
     if only_links:
         check.exactness, check.loss_and_bytes = (lambda mesh: check.Finding("ok", "exactness", "")), lambda mesh: []
     try:
         return check.main(["--megabytes", "0.1", "--rounds", "1", *arguments])
     finally:
-        check.socket.gethostname, check.small_model, check.dsp.plan, check.exactness, check.loss_and_bytes = plain
+        check.socket.gethostname, check.small_model, check.plan, check.exactness, check.loss_and_bytes = plain
 
 
 def found(path):

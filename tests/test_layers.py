@@ -12,7 +12,7 @@ LAYERS = """
 text private launch lines world notation planner hardware
 tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
 inside signature stages known slices
-rules plan run check discover embedded
+rules plan run check discover embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem facts loops elimination sweep",

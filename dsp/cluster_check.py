@@ -1,8 +1,8 @@
 """What to run first on a new cluster: is sequence parallelism exact here, how fast are its links, does sp fit a node?
 
-    dsp-launch --nproc-per-node 4 benchmarks/cluster_check.py
-    dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/cluster_check.py
-    ... benchmarks/cluster_check.py --sp 8 --megabytes 1 32 256 --out check.json
+    dsp-launch --nproc-per-node 4 -m dsp.cluster_check
+    dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dsp.cluster_check
+    ... -m dsp.cluster_check --sp 8 --megabytes 1 32 256 --out check.json
 
 The ranks are laid out as train.py does it: each group of `--sp` (a host's ranks, if not given) shares one sample.
 Within two minutes, on GPUs over NCCL or on CPUs over gloo, it looks at
@@ -23,28 +23,29 @@ import math
 import os
 import platform
 import socket
-import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
-from switch import T_DIM, Case, race
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-import dsp
-import zoo
-from zoo.video.diffusion import RectifiedFlow
+from dsp.check import check as checked
+from dsp.count import count_comm
+from dsp.hardware import LINKS, measure
+from dsp.ops import mean, split, switch
+from dsp.plan import plan
+from dsp.run import parallelize
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up
 SLOW = 0.25  # of the raw exchange's speed, on GPUs; on CPUs the copies of a switch may cost more than the exchange
@@ -148,9 +149,46 @@ def same_versions(everybody: Sequence[dict[str, str]]) -> Finding:
     return Finding("ok", "versions", text)
 
 
-def small_model(device: str) -> Any:
-    """A Transformer-2D of two layers, the same on every rank, in which nothing is zero that would hide an error."""
-    model = zoo.create("transformer2d", "test")
+class Block(nn.Module):
+    """Attention along one dim of (b t s c), with the other in the batch, and a perceptron."""
+
+    def __init__(self, dim: int, channels: int, heads: int) -> None:
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.qkv, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.up, self.down = nn.Linear(channels, 2 * channels), nn.Linear(2 * channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.movedim(self.dim, 2)
+        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).transpose(2, -2).unbind(3)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(3)).movedim(2, self.dim)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Small(nn.Module):
+    """A video transformer of two layers, each a block within frames and one across them; its squared error."""
+
+    stages = {
+        "": "x=b t s c, target=b t s c -> b t s c",
+        "layers.*.space": "b t [s c]",
+        "layers.*.time": "b [t] s [c]",
+    }
+
+    def __init__(self, channels: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"space": Block(2, channels, heads), "time": Block(1, channels, heads)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["time"](layer["space"](x))  # type: ignore[index]
+        return (x - target).square()
+
+
+def small_model(device: str) -> nn.Module:
+    """The same on every rank."""
+    model = Small()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, p in sorted(model.named_parameters()):
@@ -158,18 +196,16 @@ def small_model(device: str) -> Any:
     return model.to(device)
 
 
-def clip(device: str, frames: int, height: int, width: int) -> dict[str, torch.Tensor]:
+def clip(device: str, frames: int, patches: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(1)
-    x, noise = (torch.randn(1, 4, frames, height, width, generator=random).to(device) for _ in range(2))
-    return {"x": x, "noise": noise, "timestep": torch.full((1,), 0.6, device=device)}
+    x, target = (torch.randn(1, frames, patches, 16, generator=random).to(device) for _ in range(2))
+    return {"x": x, "target": target}
 
 
 def exactness(mesh: DeviceMesh) -> Finding:
     """dsp.check on frames and patches that the ranks do not divide; every group does the same work."""
     n, device = mesh.size(), mesh.device_type
-    inputs = clip(device, 2 * n - 1, 4, 2 * (n + 1))  # (2n - 1) frames of 2 (n + 1) patches
-    kwargs = {"x": inputs["x"], "timestep": torch.full((1,), 600, device=device)}  # whole: it has no gradient
-    report = dsp.check(small_model(device), kwargs=kwargs, mesh=mesh)
+    report = checked(small_model(device), kwargs=clip(device, 2 * n - 1, 2 * n + 1), mesh=mesh)
     if not report:
         return Finding("FAILED", "exactness", " | ".join(line.strip() for line in report.text().splitlines()))
     grad = max(report.gradients.values())
@@ -180,17 +216,13 @@ def exactness(mesh: DeviceMesh) -> Finding:
 def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
     """A training step on sizes that the ranks do divide: its loss, and what it sent against what was planned."""
     n, device = mesh.size(), mesh.device_type
-    inputs = {name: x.double() for name, x in clip(device, 2 * n, 4, 2 * n).items()}
-
-    def mean(objective: Any) -> torch.Tensor:
-        return dsp.mean(*objective(**inputs))
-
-    alone = mean(RectifiedFlow(small_model(device).double())).item()
-    objective = RectifiedFlow(small_model(device).double())
-    planned = dsp.plan(objective, kwargs=inputs, size=n, gather_output=False).bytes
-    dsp.parallelize(objective, mesh, gather_output=False)
-    with dsp.count_comm() as comm:
-        loss = mean(objective)
+    inputs = {name: x.double() for name, x in clip(device, 2 * n, 4 * n).items()}
+    model = small_model(device).double()
+    alone = mean(model(**inputs)).item()
+    planned = plan(model, kwargs=inputs, size=n, gather_output=False).bytes
+    parallelize(model, mesh, gather_output=False)
+    with count_comm() as comm:
+        loss = mean(model(**inputs))
         loss.backward()
     off = abs(loss.item() - alone) / abs(alone)
     sent = {"forward": comm.forward.bytes["switch"], "backward": comm.backward.bytes["switch"]}
@@ -208,16 +240,45 @@ def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
 
 def links(mesh: DeviceMesh, megabytes: Sequence[float], rounds: int) -> dict[str, Any]:
     """What this rank's group is capable of: alpha, and GB/s a rank of a raw all-to-all and of a switch, by size."""
-    n, group, sizes = mesh.size(), mesh.get_group(), []
+    n, device, group, sizes = mesh.size(), mesh.device_type, mesh.get_group(), []
     for size in megabytes:
-        case = Case(mesh, (1, 4 * n, max(1, round(size * 64 / n)) * n, 1024))  # 4 KiB a token
-        held = case.parts[T_DIM].numel() * 4
-        times = race({"raw": case.raw(), "switch": case.switch(1, 2)}, group, mesh.device_type, rounds)
-        took = {name: statistics.median(wall.tolist()) / 1e3 for name, (wall, _) in times.items()}
+        tokens = max(1, round(size * 64 / n)) * n
+        x = split(torch.randn(1, 4 * n, tokens, 1024, device=device), mesh, 1)  # 4 KiB a token
+        part = x.to_local()
+        received, held = torch.empty_like(part), part.numel() * part.element_size()
+
+        def raw(part: Tensor = part, received: Tensor = received) -> None:
+            dist.all_to_all_single(received, part, group=group)
+
+        def switched(x: DTensor = x) -> None:
+            switch(x, 2)
+
+        took = medians({"raw": raw, "switch": switched}, group, device, rounds)
         sent = held * (n - 1) / n
         sizes.append({"MiB": held / 2**20, **{name: sent / seconds / 1e9 for name, seconds in took.items()}})
-    link = dsp.hardware.measure(mesh, nbytes=int(max(megabytes) * 2**20), rounds=rounds)
+    link = measure(mesh, nbytes=int(max(megabytes) * 2**20), rounds=rounds)
     return {"ranks": n, "alpha": link.alpha, "bandwidth": link.bandwidth, "sizes": sizes}
+
+
+@torch.no_grad()
+def medians(
+    operations: Mapping[str, Callable[[], None]], group: dist.ProcessGroup, device: str, rounds: int
+) -> dict[str, float]:
+    """Seconds of each operation, by the slowest rank, in turn; two rounds to warm up."""
+    times = torch.zeros(len(operations), rounds, dtype=torch.float64)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for trial in range(-2, rounds):
+        for i, operation in enumerate(operations.values()):
+            dist.barrier(group)
+            wait()
+            start = time.perf_counter()
+            operation()
+            wait()
+            if trial >= 0:
+                times[i, trial] = time.perf_counter() - start
+    times = times.to(device)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group)
+    return dict(zip(operations, times.median(1).values.tolist()))
 
 
 def slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -229,7 +290,7 @@ def judge_link(name: str, link: dict[str, Any], device: str) -> Finding:
     """Of the largest size: how fast, whether a switch keeps up, and which known link this is like."""
     largest = link["sizes"][-1]
     raw, switch = largest["raw"], largest["switch"]
-    alike = min(dsp.LINKS.values(), key=lambda known: abs(math.log(known.bandwidth / link["bandwidth"]))).name
+    alike = min(LINKS.values(), key=lambda known: abs(math.log(known.bandwidth / link["bandwidth"]))).name
     text = f"{name}: raw {raw:.3g} GB/s a rank, switch {switch:.3g} ({switch / raw:.0%}), "
     text += f"latency {link['alpha'] * 1e6:.0f} µs, like {alike} of dsp.LINKS"
     return Finding("warning" if device == "cuda" and switch < SLOW * raw else "ok", "links", text)
