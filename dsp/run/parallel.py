@@ -101,7 +101,7 @@ def parallelize(
             part.place()
         return model
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module or a pipeline of them, not {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
         agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile})
