@@ -11,7 +11,7 @@ from typing import Any
 
 
 def outside(name: str, group: str) -> Any:
-    """What a name stands for: ``package.module:Class``, ``package.module``, or an entry point of the group `group`.
+    """The object that a name stands for: ``package.module:Class``, ``package.module``, or an entry point of `group`.
 
     Modules are looked for among what is installed, and last in the current folder. Raises ValueError where there is
     none; what a module raises while it is imported is its own.

@@ -1,6 +1,6 @@
-"""Layouts named backwards: what an operation makes larger had better be switched before it is.
+"""Layouts named backwards: a tensor that an operation makes larger is switched before that operation.
 
-A dim that nobody named becomes a layout where an operation needs it: the channels of a scan, where the loop over time
+A dim without a name becomes a layout at the operation that needs it: the channels of a scan, where the loop over time
 begins. By then the tensor may be many times what it was made of: ``a = exp(dt[..., None] * A)`` has the channels of
 `dt` and as many states. So operations that take a dim from their operands as it is offer it, too, back to where the
 tensors are smallest.
@@ -26,7 +26,7 @@ DEPTH = 64  # operations from what is named to where it is smallest
 
 
 class Backwards:
-    """The operations of a record that take a dim as it is, and where each value is smallest before it."""
+    """The operations of a record that keep a dim as it is, and the least bytes at which each value can be switched."""
 
     def __init__(self, record: Values, taken: Mapping[int, Operation]) -> None:
         self.record, self.taken = record, taken
@@ -34,7 +34,7 @@ class Backwards:
         self.known: dict[tuple[int, Cut], float] = {}
 
     def name(self) -> None:
-        """Offer every dim that was named late where the tensors that have it are smaller."""
+        """Offer each dim that was named late to the earlier operations whose tensors are smaller."""
         record = self.record
         for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
             have = {c.gives[0] for c in record.ops[at].choices}
@@ -43,8 +43,7 @@ class Backwards:
                     self.offer(at, key, cut)
 
     def least(self, v: int, cut: Cut, depth: int = 0) -> float:
-        """Bytes to switch for a value to lie so: its own, or those of what it is made of; a gather sends N times as
-        many."""
+        """Bytes to switch so that a value lies so: its own, or those of its operands. A gather counts N times."""
         if (v, cut) not in self.known:
             self.known[v, cut] = own = self.size(v)
             if v in self.makers and depth < DEPTH and (ways := self.operands(self.makers[v], cut)) is not None:
@@ -54,7 +53,7 @@ class Backwards:
         return self.known[v, cut]
 
     def size(self, v: int) -> int:
-        """Bytes, of float64 half as many: models cast to float32 to have more digits, and in a test of theirs fewer."""
+        """Bytes of a value; float64 counts as float32: a cast down within a test in float64 saves nothing real."""
         value = self.record.values[v]
         return value.nbytes // value.itemsize * min(value.itemsize, 4)
 
@@ -62,7 +61,7 @@ class Backwards:
         return 0 if self.record.whole[v] else self.size(v)
 
     def made(self, sym: Sym, cut: Cut) -> Cut:
-        """Where a cut of a tensor lies in its value as that was made."""
+        """The cut of a value, as it was made, that a view of it shows as `cut`."""
         record = self.record
         key = next((k for k, c in sym.cuts.items() if c == cut), None)
         if key is not None:
@@ -70,7 +69,7 @@ class Backwards:
         return record.spare_cut(sym.value, next(d for d, c in sym.spare.items() if c == cut))
 
     def operands(self, at: int, cut: Cut) -> list[tuple[Sym, Cut | None]] | None:
-        """How the operands of an operation lie if its result is to lie so, and it takes the dim as it is; else None."""
+        """Operands and their cuts for a result that is cut so; None if the operation does not keep that dim."""
         op, found = self.taken[at], list[tuple[Sym, Cut | None]]()
         out, places = op.outputs[0], dict[int, Cut]()
         for i, t in enumerate(op.tracked):
@@ -90,7 +89,7 @@ class Backwards:
         return None if outcome.numbers is not None or outcome.sizes else found
 
     def offer(self, at: int, key: str, cut: Cut) -> None:
-        """A choice more of an operation: with its result in a layout that was named since."""
+        """Add a choice to an operation: its result in a layout that was named since."""
         record, op = self.record, self.taken[at]
         needs: dict[int, str | None] = {}
         for sym, own in self.operands(at, cut) or ():

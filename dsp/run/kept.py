@@ -20,7 +20,7 @@ DEEP = 8  # steps of a path
 
 
 def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
-    """The way to each of these tensors, of those that attributes, lists and dicts lead to."""
+    """Paths from `roots` to these tensors, through attributes, lists and dicts; not every tensor has one."""
     left = {id(t) for t in wanted}
     waiting, found, seen = deque[tuple[Path, Any]]([((), roots)]), list[Path](), set[int]()
     while waiting and left:
@@ -35,7 +35,7 @@ def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
 
 
 def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
-    """What an object holds, and the step that leads there."""
+    """Steps that lead on from an object, each with the value that it leads to."""
     if isinstance(it, nn.Module):
         own = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
         return [(("attr", k), v) for k, v in (own | it._modules).items()]
@@ -49,7 +49,7 @@ def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
 
 
 def lying(path: Path, *roots: Any) -> Any:
-    """How the tensor lies that is there now; None for none, or one that is not sharded."""
+    """Layout of the tensor at the end of a path; None if there is none, or it is not sharded."""
     it: Any = roots
     try:
         for kind, name in path:

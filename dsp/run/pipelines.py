@@ -19,12 +19,12 @@ from dsp.private import pytree
 
 log = logging.getLogger("dsp")
 
-TAKES = {"decode": "z", "encode": "x"}  # what a method's tensor is called
+TAKES = {"decode": "z", "encode": "x"}  # name of a method's tensor
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module to be parallelized, its stages, and what then puts it into its place."""
+    """A module to be parallelized, its stages, and a function that then puts it into its place."""
 
     module: nn.Module
     stages: Mapping[str, str]
@@ -77,7 +77,7 @@ class Method(nn.Module):
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
         self.owner, self.name = owner, name
-        self.made: list[Any] = []  # what the last call returned, without its tensors
+        self.made: list[Any] = []  # structure of the last call's result, and the types of its leaves
 
     def forward(self, x: Tensor, more: tuple[Any, dict[str, Any]]) -> list[Any]:
         args, kwargs = more
@@ -92,7 +92,7 @@ class Method(nn.Module):
 
 
 class Called:
-    """The method, as it is called."""
+    """The method that a pipeline calls: takes and returns what the method of the class does."""
 
     def __init__(self, method: Method) -> None:
         self.method = method

@@ -1,4 +1,4 @@
-"""A data set of clips made of what there is: a torch Dataset, a list, or anything that can be gone through once."""
+"""A data set of clips from a torch Dataset, a list, or any iterable."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -27,7 +27,7 @@ EXTRAS = {
 
 
 def absent(error: ImportError) -> str:
-    """What an ImportError says, or the command that installs what is not there."""
+    """The command that installs a missing package; of any other ImportError its own text."""
     package = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(package) if isinstance(error, ModuleNotFoundError) else None
     return f"{package} is not installed: pip install -e '.[{extra}]'" if extra else str(error)

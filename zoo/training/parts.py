@@ -1,4 +1,4 @@
-"""What a run is made of by name: the task that trains on a data set, what shows it, and the data set's options.
+"""Parts of a run by name: the task that trains on a data set, the module that shows it, and the data set's options.
 
 The trainer's own tasks are modules of zoo.training.tasks and zoo.training.show; somebody else's is one module, which
 the configuration names (`task=package.module`).
@@ -26,7 +26,7 @@ TASKS = {  # data.name -> the module of the task that trains on it, in zoo.train
 }
 
 
-# what a task from outside need not have
+# members that a task from outside may leave out
 OPTIONAL = {
     "DATA": {}, "Objective": task.Objective, "Eval": task.Eval, "Sample": task.Sample, "Show": task.Show,
     "Infer": task.Infer,
@@ -42,7 +42,7 @@ class Parts:
 
     @property
     def own(self) -> str | None:
-        """Which of the trainer's own tasks it is; None for another."""
+        """Name of the trainer's own task; None for a task from outside."""
         name = self.task or TASKS.get(self.data, "video")
         return name if name in TASKS.values() else None
 
@@ -60,7 +60,7 @@ class Parts:
 
     @cached_property
     def shown(self) -> Any:
-        """The module of what is shown of it; of somebody else's task what it has of that, and else nothing is shown."""
+        """The module with `Show` and `Infer`; of a task from outside the task's own module."""
         if self.own is not None:
             found = importlib.import_module(f"zoo.training.show.{self.own}")
             complete(found, Shown, f"zoo/training/show/{self.own}.py")
