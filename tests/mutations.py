@@ -34,6 +34,27 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "zeros of a sharded tensor's type count as sharded",
+        "dsp/run/glue.py",
+        "read = args if what.kind is None else without_kind(args, what.kind)",
+        "read = args",
+        "test_plan_word",
+    ),
+    Fault(
+        "a tensor is switched after it has grown",
+        "dsp/plan/backwards.py",
+        "if key not in have and self.least(v, cut) < self.size(v):",
+        "if False:",
+        "test_loops",
+    ),
+    Fault(
+        "noise levels are sampled without the shift they are trained with",
+        "zoo/training/tasks/video.py",
+        "return partial(euler, shift=shift_at(options.shift, options.shift_cells, prod(clip)))",
+        "return euler",
+        "test_config",
+    ),
+    Fault(
         "a copy of a stretch is used after its source was written",
         "dsp/run/forward.py",
         "self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]",

@@ -276,6 +276,22 @@ def test_a_model_that_does_not_fit(arguments, message):
         cfg.create_task(cfg.load([demo, *arguments])).model()
 
 
+def test_samples_are_drawn_at_the_levels_of_training():
+    demo = next(str(path) for path in CONFIGS if path.stem == "demo")
+    task = cfg.create_task(
+        cfg.load([demo, "objective.shift=3", "objective.shift_cells=100", "objective.levels=uniform"])
+    )
+    levels = []
+    task.sampler((8, 5, 10))(
+        lambda x, timestep: levels.append(timestep[0].item() / 1000) or x, torch.zeros(1, 1, 1, 1, 1), 4
+    )
+    trained = task.objective(torch.nn.Identity()).sample_timestep(torch.tensor([0.75, 0.5, 0.25]), 8 * 5 * 10)
+    assert levels == pytest.approx([1.0, *trained.tolist()])  # a shift of 3 x 2
+    velocity = cfg.create_task(cfg.load([demo, "objective.name=iddpm", "objective.prediction=velocity"]))
+    assert velocity.sampler((1, 1, 1)).keywords == {"velocity": True}
+    assert velocity.objective(torch.nn.Identity()).velocity
+
+
 def test_a_model_that_needs_captions(tmp_path):
     path = tmp_path / "clips.yaml"
     path.write_text(

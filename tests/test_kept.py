@@ -100,19 +100,21 @@ def test_ten_chunks(ranks, n: int, keep: str, stage: bool) -> None:
 class Recurrent(nn.Module):
     """A state that the next call goes on from, with its gradient or without."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool = False) -> None:
         super().__init__()
-        self.mix, self.state = nn.Linear(6, 6), None
+        self.mix, self.state, self.reads = nn.Linear(6, 6), None, reads
         self.stages = {"": "x=b t c", "mix": "b t [c]"}
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reads and x.mean() > 100:  # so that no plan can be made ahead
+            return x
         self.state = self.mix(x) if self.state is None else self.mix(x) + self.state * 0.5
         return self.state.softmax(1 if self.training else 2)
 
 
-def states(mesh: DeviceMesh, detach: bool) -> None:
+def states(mesh: DeviceMesh, detach: bool, reads: bool = False) -> None:
     torch.manual_seed(0)
-    single = Recurrent().double()
+    single = Recurrent(reads).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     xs = [torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     totals = []
@@ -130,10 +132,14 @@ def states(mesh: DeviceMesh, detach: bool) -> None:
         torch.distributed.all_reduce(p.grad, group=mesh.get_group())
         torch.testing.assert_close(p.grad / mesh.size(), q.grad)
 
+    assert all(kind.plan is not None for kind in model.forward.__self__.kinds.values())
 
-@pytest.mark.parametrize(("n", "detach"), [(2, False), (3, True)])
-def test_a_state_that_calls_hand_on(ranks, n: int, detach: bool) -> None:
-    ranks(states, n, detach)
+
+@pytest.mark.parametrize(
+    ("n", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
+)
+def test_a_state_that_calls_hand_on(ranks, n: int, detach: bool, reads: bool) -> None:
+    ranks(states, n, detach, reads)
 
 
 def other_layouts(mesh: DeviceMesh) -> None:
