@@ -141,6 +141,10 @@ def test_a_part_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> 
     kinds = [type(part.module).__name__ for part in parts_of(pipe, None) or ()]
     assert sorted(kinds) == ["Method", "Method", "WanTransformer3DModel"]
     assert "transformer_2 (AutoencoderTiny)" in caplog.text
+    for part in parts_of(pipe, None) or ():
+        part.place()
+    with pytest.raises(ValueError, match="this AutoencoderKLWan is already parallelized"):
+        parts_of(pipe.vae, None)
     with pytest.raises(NotationError, match=r"give stages to each of its parts, .*transformer"):
         parts_of(pipe, WAN)
     with pytest.raises(NotationError, match=r"none of its parts \(transformer\)"):

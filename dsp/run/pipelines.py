@@ -65,6 +65,9 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Part] | None:
 
 
 def methods(owner: nn.Module) -> list[Part]:
+    """The known methods of an autoencoder; none of another module. Raises ValueError if they are parallelized."""
+    if any(isinstance(value, Called) for value in vars(owner).values()):
+        raise ValueError(f"this {type(owner).__name__} is already parallelized; build it anew")
     return [
         Part(method := Method(owner, name), {"": f"x={dims}"}, method.attach)
         for name, dims in (methods_for(owner) or {}).items()
