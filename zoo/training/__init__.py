@@ -26,11 +26,15 @@ EXTRAS = {
 }  # fmt: skip
 
 
+PUBLISHED_AS = {"PIL": "Pillow", "sklearn": "scikit-learn", "Bio": "Biopython", "av": "PyAV"}
+
+
 def absent(error: ImportError) -> str:
     """The command that installs a missing package; of any other ImportError its own text."""
     package = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(package) if isinstance(error, ModuleNotFoundError) else None
-    return f"{package} is not installed: pip install -e '.[{extra}]'" if extra else str(error)
+    name = PUBLISHED_AS.get(package, package)
+    return f"{name} is not installed: pip install -e '.[{extra}]'" if extra else str(error)
 
 
 if importlib.util.find_spec("omegaconf") is None:

@@ -161,7 +161,9 @@ def known(data: str, task: str | None) -> Config:
     try:
         sets = (*TASKS, *parts.module.DATA)
     except UserError as error:
-        raise UserError(f"{error}{_suggest(str(task), own)}") from None
+        if task is None or task in own:
+            raise
+        raise UserError(f"{error}{_suggest(task, own)}") from None
     if data not in sets and ":" not in data and not entry_points(group="zoo.data", name=data):
         raise UserError(f"data.name={data}: no such data set{_suggest(data, sets)}; your own is package.module:Class")
     return defaults(data, task)
