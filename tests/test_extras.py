@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import slow_but
 
 ROOT = Path(__file__).parents[1]
 CASES = {
@@ -17,7 +18,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("absent", CASES)
+@pytest.mark.parametrize("absent", slow_but(CASES, "Bio"))
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str) -> None:
     config, said = CASES[absent]
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{absent!r}] = None")
