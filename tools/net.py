@@ -121,7 +121,8 @@ def main() -> None:
             print(f"{name} is left out: {type(error).__name__}: {error}", flush=True)
             continue
         if given.write:
-            given.file.write_text(json.dumps(found, indent=0, sort_keys=True))
+            lines = (f"{json.dumps(key)}: {json.dumps(found[key], sort_keys=True)}" for key in sorted(found))
+            given.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line each
             continue
         said = [judged(f"{name}, {kind}", known[name].get(kind, "nothing"), now) for kind, now in found[name].items()]
         differ += len(list(filter(None, said)))
