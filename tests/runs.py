@@ -91,6 +91,21 @@ def run_here(mesh, arguments):
     return sent
 
 
+ABORTED = "terminate called without an active exception"
+
+
+def launched(command, **how):
+    """`subprocess.run` of processes with a gloo group, again (twice at most) where torch aborted one at its exit.
+
+    That is rare, comes after all work is done, with a destroyed group, too, and leaves nothing but the line above.
+    """
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, **how)
+        if not (done.returncode and ABORTED in done.stderr):
+            break
+    return done
+
+
 class Heard(logging.Handler):
     """The warnings of the library."""
 

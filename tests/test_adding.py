@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics
+from runs import launched, metrics
 from slow import slow
 from test_docs import blocks
 
@@ -58,14 +57,14 @@ def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
         arguments = [f"{what}.yaml", f"name={n}", "log.every=1", "eval.every=2"]
         start = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n)]
         command = [*start, str(HOME / "train.py"), *arguments]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        done = launched(command, cwd=folder, env=env)
         assert not done.returncode, done.stderr
     one, two = ([v for (v,) in metrics(folder / "runs" / str(n), "loss").values()] for n in (1, 2))
     assert len(one) == 2
     assert two == pytest.approx(one, rel=1e-5)
     if what == "model":
         command = [sys.executable, str(HOME / "infer.py"), "runs/1", "--label", "3", "7"]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        done = launched(command, cwd=folder, env=env)
         assert not done.returncode, done.stderr
         assert ".gif" in done.stdout
 

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import launched
 from slow import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -237,7 +237,7 @@ def test_the_readmes_pipeline_runs_as_a_user_runs_it(tmp_path: Path) -> None:
         (tmp_path / "video.py").write_text(code.replace("(2,)", f"({n},)"))
         command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n), "video.py"]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        done = launched(command, cwd=tmp_path, env=env)
         assert not done.returncode, done.stderr
     one, two = (np.load(tmp_path / f"{n}.npy") for n in (1, 2))
     assert one.shape == (9, 32, 64, 3)

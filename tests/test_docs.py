@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 from mutations import FAULTS
-from runs import Heard
+from runs import Heard, launched
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
@@ -148,7 +147,7 @@ def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code)
     command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "4", "example.py"]
     env = {**os.environ, "PYTHONPATH": str(HOME), "PYTHONHASHSEED": "random"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = launched(command, cwd=tmp_path, env=env)
     assert not done.returncode, done.stderr
     assert done.stdout.count("check over 4 ranks in float64: ok") == 1
     assert "NOT OK" not in done.stdout
@@ -164,7 +163,7 @@ def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, path: Path) -> None:
     assert start or "mesh" not in code
     env = {**os.environ, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *start, str(tmp_path / "page.py")]
-    done = subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, timeout=300)
+    done = launched(command, cwd=HOME, env=env)
     assert not done.returncode, done.stderr
     assert "NOT OK" not in done.stdout
 
