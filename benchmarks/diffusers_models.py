@@ -235,17 +235,9 @@ CASES = {
 }  # fmt: skip
 
 
-def _image(c: int, side: int, **more: Any) -> Callable[[], dict[str, Any]]:
+def _hidden(*shape: int, e: int = 16, **more: Any) -> Callable[[], dict[str, Any]]:
     def inputs() -> dict[str, Any]:
-        found = {"hidden_states": torch.randn(1, c, side, side), "encoder_hidden_states": torch.randn(1, 12, 16)}
-        return found | {"timestep": torch.tensor([3.0])} | {k: make() for k, make in more.items()}
-
-    return inputs
-
-
-def _tokens(s: int, c: int, e: int, **more: Any) -> Callable[[], dict[str, Any]]:
-    def inputs() -> dict[str, Any]:
-        found = {"hidden_states": torch.randn(1, s, c), "encoder_hidden_states": torch.randn(1, 12, e)}
+        found = {"hidden_states": torch.randn(1, *shape), "encoder_hidden_states": torch.randn(1, 12, e)}
         return found | {"timestep": torch.tensor([1.0])} | {k: make() for k, make in more.items()}
 
     return inputs
@@ -268,26 +260,26 @@ MORE = {  # known, too (`dsp/known.json`): held to one process by the tests, and
         _made("Flux2Transformer2DModel", in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
               num_attention_heads=12, joint_attention_dim=32, timestep_guidance_channels=16,
               axes_dims_rope=(4, 4, 4, 4)),
-        _tokens(192, 4, 32, img_ids=lambda: torch.randn(1, 192, 4), txt_ids=lambda: torch.randn(1, 12, 4),
+        _hidden(192, 4, e=32, img_ids=lambda: torch.randn(1, 192, 4), txt_ids=lambda: torch.randn(1, 12, 4),
                 guidance=lambda: torch.tensor([4.0])), TOKENS,
     ),
     "ChromaTransformer2DModel": Case(
         _made("ChromaTransformer2DModel", in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
               num_attention_heads=12, joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_num_channels=8,
               approximator_hidden_dim=16, approximator_layers=1),
-        _tokens(192, 4, 32, img_ids=lambda: torch.randn(192, 3), txt_ids=lambda: torch.randn(12, 3)), TOKENS,
+        _hidden(192, 4, e=32, img_ids=lambda: torch.randn(192, 3), txt_ids=lambda: torch.randn(12, 3)), TOKENS,
     ),
     "QwenImageTransformer2DModel": Case(
         _made("QwenImageTransformer2DModel", in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8,
               num_attention_heads=12, joint_attention_dim=16, axes_dims_rope=(4, 2, 2)),
-        _tokens(144, 16, 16, encoder_hidden_states_mask=_mask(12), img_shapes=lambda: [[(1, 12, 12)]]), TOKENS,
+        _hidden(144, 16, encoder_hidden_states_mask=_mask(12), img_shapes=lambda: [[(1, 12, 12)]]), TOKENS,
     ),
     "LTX2VideoTransformer3DModel": Case(
         _made("LTX2VideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=12,
               attention_head_dim=8, cross_attention_dim=96, audio_in_channels=4, audio_out_channels=4,
               audio_num_attention_heads=12, audio_attention_head_dim=4, audio_cross_attention_dim=48, num_layers=2,
               caption_channels=16),
-        _tokens(432, 4, 16, audio_hidden_states=lambda: torch.randn(1, 24, 4), sigma=lambda: torch.tensor([0.5]),
+        _hidden(432, 4, audio_hidden_states=lambda: torch.randn(1, 24, 4), sigma=lambda: torch.tensor([0.5]),
                 audio_encoder_hidden_states=lambda: torch.randn(1, 12, 16), num_frames=lambda: 12, height=lambda: 6,
                 width=lambda: 6, fps=lambda: 24.0, audio_num_frames=lambda: 24, encoder_attention_mask=_mask(12),
                 audio_encoder_attention_mask=_mask(12)),
@@ -322,25 +314,25 @@ MORE = {  # known, too (`dsp/known.json`): held to one process by the tests, and
         _made("SanaTransformer2DModel", in_channels=4, out_channels=4, num_attention_heads=12, attention_head_dim=8,
               num_layers=2, num_cross_attention_heads=12, cross_attention_head_dim=8, cross_attention_dim=96,
               caption_channels=16, sample_size=24),
-        _image(4, 24), IMAGE,
+        _hidden(4, 24, 24), IMAGE,
     ),
     "Lumina2Transformer2DModel": Case(
         _made("Lumina2Transformer2DModel", sample_size=32, in_channels=4, hidden_size=96, num_layers=2,
               num_refiner_layers=1, num_attention_heads=12, num_kv_heads=6, multiple_of=8, axes_dim_rope=(4, 2, 2),
               axes_lens=(64, 64, 64), cap_feat_dim=16),
-        _image(4, 24, encoder_attention_mask=_mask(12)), IMAGE,
+        _hidden(4, 24, 24, encoder_attention_mask=_mask(12)), IMAGE,
     ),
     "SD3Transformer2DModel": Case(
         _made("SD3Transformer2DModel", sample_size=24, patch_size=2, in_channels=4, num_layers=2,
               attention_head_dim=8, num_attention_heads=12, joint_attention_dim=16, caption_projection_dim=96,
               pooled_projection_dim=8, out_channels=4, pos_embed_max_size=24),
-        _image(4, 24, pooled_projections=lambda: torch.randn(1, 8)), IMAGE,
+        _hidden(4, 24, 24, pooled_projections=lambda: torch.randn(1, 8)), IMAGE,
     ),
     "PixArtTransformer2DModel": Case(
         _made("PixArtTransformer2DModel", num_attention_heads=12, attention_head_dim=8, in_channels=4, out_channels=8,
               num_layers=2, cross_attention_dim=96, sample_size=24, caption_channels=16,
               use_additional_conditions=False),
-        _image(4, 24), IMAGE,
+        _hidden(4, 24, 24), IMAGE,
     ),
     "UNet2DConditionModel": Case(
         _made("UNet2DConditionModel", block_out_channels=(16, 32), cross_attention_dim=16, norm_num_groups=8,

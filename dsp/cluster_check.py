@@ -1,4 +1,4 @@
-"""What to run first on a new cluster: is sequence parallelism exact here, how fast are its links, does sp fit a node?
+"""The first check of a new cluster: is sequence parallelism exact here, how fast are its links, does sp fit a node?
 
     dsp-launch --nproc-per-node 4 -m dsp.cluster_check
     dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dsp.cluster_check
@@ -67,7 +67,7 @@ class Finding:
 
 
 def hosts_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Which ranks each host has, from the host name of every rank."""
+    """Ranks of each host, from the host name of every rank."""
     return {name: [rank for rank, other in enumerate(names) if other == name] for name in dict.fromkeys(names)}
 
 
@@ -187,7 +187,7 @@ class Small(nn.Module):
 
 
 def small_model(device: str) -> nn.Module:
-    """The same on every rank."""
+    """A `Small` with the same weights on every rank."""
     model = Small()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
 
 
 def links(mesh: DeviceMesh, megabytes: Sequence[float], rounds: int) -> dict[str, Any]:
-    """What this rank's group is capable of: alpha, and GB/s a rank of a raw all-to-all and of a switch, by size."""
+    """Measure this rank's group: alpha, and GB/s a rank of a raw all-to-all and of a switch, by size."""
     n, device, group, sizes = mesh.size(), mesh.device_type, mesh.get_group(), []
     for size in megabytes:
         tokens = max(1, round(size * 64 / n)) * n
@@ -287,7 +287,7 @@ def slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge_link(name: str, link: dict[str, Any], device: str) -> Finding:
-    """Of the largest size: how fast, whether a switch keeps up, and which known link this is like."""
+    """Judge a link by its largest size: its speed, that of a switch, and the known link that it is like."""
     largest = link["sizes"][-1]
     raw, switch = largest["raw"], largest["switch"]
     alike = min(LINKS.values(), key=lambda known: abs(math.log(known.bandwidth / link["bandwidth"]))).name

@@ -114,7 +114,7 @@ class Ways:
         return bool(self.refusal or any(c.way for c in self.choices)) and not self.through
 
     @property
-    def taken(self) -> bool:
-        """Whether one rank has in some layout what the operation takes of its one operand, and sends it to all."""
+    def sent_by_one(self) -> bool:
+        """True if in some layout one rank holds what the operation takes of its only operand, and sends it to all."""
         passing = [c.way.passing for c in self.choices if c.way and len(c.needs) == 1 and any(c.needs)]
         return any(p and p.kind == "all_reduce" for p in passing) and all(any(c.needs) for c in self.choices)

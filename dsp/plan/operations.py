@@ -181,7 +181,7 @@ class Operations(Values):
         if found.narrow:  # what if it came along another dim?
             found = self.opened(op)
         sharded = any(any(c.needs) for c in found.choices)
-        if found.taken and op.name in ("getitem", "select") and not self.long(op.tracked):
+        if found.sent_by_one and op.name in ("getitem", "select") and not self.long(op.tracked):
             found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for each step of a loop
         if not found.choices:
             if op.written and op.syms[0] is not None:

@@ -128,9 +128,10 @@ class Glue(TorchFunctionMode):
         index, script = run.glue_index, run.script
         if script is not None and run.strayed is None:
             other = index >= len(script.names) or script.names[index] != what.name
-            read = args if what.kind is None else without_kind(args, what.kind)
-            if other or run.loose or (index in script.spare and dtensors(read, kwargs)):
-                index = self.aligned(script, index, what.name, read, kwargs)
+            if other or run.loose or index in script.spare:
+                read = args if what.kind is None else without_kind(args, what.kind)
+                if other or run.loose or dtensors(read, kwargs):
+                    index = self.aligned(script, index, what.name, read, kwargs)
         if index >= 0:
             run.glue_index = index + 1
         if script is not None and run.strayed is None and index in script.same:

@@ -205,7 +205,7 @@ class Task(ABC):
 
 
 class Show:
-    """What is shown of a task's model during a run. By default nothing."""
+    """Pictures of a task's model during a run. By default there are none."""
 
     media: str = "png"  # what `write` writes
 
@@ -233,7 +233,7 @@ class Show:
 
 
 class Infer:
-    """What infer.py makes with a task's model. By default nothing."""
+    """The work of infer.py with a task's model. By default there is none."""
 
     account: str = ""  # what there is to say of the time that `run` took, once it is done
     made: Any = None  # what `run` made last, on rank 0

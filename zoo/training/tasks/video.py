@@ -238,7 +238,7 @@ class Task(task.Task):
         return RectifiedFlow(model, **how, shift=options.shift, shift_cells=options.shift_cells)
 
     def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
-        """What draws clips of this size as the objective was trained: `euler` or `ddim`."""
+        """The sampler of clips of this size, at the levels of training: `euler` or `ddim`."""
         options = self.config.objective
         if options.name == "iddpm":
             return partial(ddim, velocity=options.prediction == "velocity")
