@@ -144,9 +144,12 @@ def rows(
 ) -> tuple[Tensor, ...]:
     """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
 
-    ``dims`` is the number of dims between b and c of what they modulate. With ``x_mask`` (b t) each is (b t 1 ... c):
-    the frames where it is False take theirs from ``clean`` (b k c).
+    ``dims`` is the number of dims between b and c of what they modulate; (b ... k c), with all of them, is of each
+    place its own. With ``x_mask`` (b t) each is (b t 1 ... c): the frames where it is False take theirs from ``clean``
+    (b k c).
     """
+    if modulation.ndim == 3 + dims:
+        return modulation.unbind(-2)
     modulation = modulation[:, None]
     if x_mask is not None:
         assert clean is not None

@@ -140,6 +140,8 @@ class _Objective(nn.Module):
 class RectifiedFlow(_Objective):
     """Rectified flow on `model(x, timestep, **conditioning)`, which predicts the velocity x - noise.
 
+    A model whose `flow_sign` is -1 predicts noise - x (Wan, Stable Diffusion 3): objective and sampler turn it round.
+
     Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024), or `uniform`; then shifted,
     see `shift_at`. A model that returns 2c channels (learned range) is trained on its first c, as in Open-Sora 1.2.
     """
@@ -182,9 +184,14 @@ class RectifiedFlow(_Objective):
         if x_mask is not None:
             u, conditioning["x_mask"] = u * _per_frame(x_mask), x_mask
         output = self.model((1 - u) * x + u * noise, timestep * 1000, **conditioning)
-        velocity = output.narrow(1, 0, x.shape[1]).float()
+        velocity = flow_sign(self.model) * output.narrow(1, 0, x.shape[1]).float()
         loss = (x - noise - velocity) ** 2
         return loss, _per_element(loss, weight, x_mask)
+
+
+def flow_sign(model: Any) -> int:
+    """1 for a model that predicts the velocity x - noise, -1 for one that predicts noise - x."""
+    return getattr(model, "flow_sign", 1)
 
 
 def shift_at(shift: float, base: int | None, cells: int | None) -> float:
@@ -391,8 +398,9 @@ def euler(
 ) -> Tensor:
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
-    `model(x, timestep, **cond)` predicts x - noise. `guidance` other than 1 calls it a second time with the values of
-    `uncond` put over those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
+    `model(x, timestep, **cond)` predicts x - noise, or the opposite if its `flow_sign` is -1. `guidance` other than 1
+    calls it a second time with the values of `uncond` put over those of `cond`. The levels of the steps are even, then
+    `shifted`, as those of training were.
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
@@ -407,7 +415,7 @@ def euler(
     x = hold(noise, clean)
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
-        x = hold(x + (levels[i] - levels[i + 1]) * predict(x, timestep), clean)
+        x = hold(x + flow_sign(model) * (levels[i] - levels[i + 1]) * predict(x, timestep), clean)
         if on_step is not None:
             on_step(i + 1, steps)
     return x

@@ -1,10 +1,13 @@
-"""Wan 2.1 (Wan team, arXiv 2503.20314), a text-to-video transformer that attends over all places of the video at once.
+"""Wan 2.1 and 2.2 (Wan team, arXiv 2503.20314), video transformers that attend over all places of a video at once.
 
-Published sizes; parameters with 16 latent channels and text of 4096 channels (UMT5-XXL), 512 tokens of it:
+Published sizes; parameters with text of 4096 channels (UMT5-XXL), 512 tokens of it:
 
-    size    blocks  hidden  heads     MLP    parameters
-    1.3B      30     1536     12     8960   1,418,996,800
-    14B       40     5120     40    13824  14,288,491,584
+    size        blocks  hidden  heads     MLP    parameters   published as
+    1.3B          30     1536     12     8960   1,418,996,800  2.1 T2V
+    14B           40     5120     40    13824  14,288,491,584  2.1 T2V; each of the two experts of 2.2 T2V
+    i2v-14B       40     5120     40    13824  16,394,878,784  2.1 I2V: also told CLIP's tokens of the first frame
+    i2v-2.2-14B   40     5120     40    13824  14,288,901,184  each of the two experts of 2.2 I2V
+    ti2v-5B       30     3072     24    14336   4,999,787,712  2.2: a timestep for each frame, 48 latent channels
 
 A block is modulated self-attention over the clip, attention to text behind a LayerNorm with weights, a modulated MLP.
 Queries and keys of both attentions have an RMSNorm over the channels of all heads together; those of self-attention
@@ -14,12 +17,17 @@ the timestep into the modulation of all blocks, to which each adds a table of it
 No dim of the sequence stays apart in self-attention, but its heads do: what comes before it, itself and what follows it
 are three stages. The tokens of a clip are one dim, shared out evenly whatever the number of frames.
 
+A clip goes on from an image in three ways: the image's latent and a mask are further channels of ``x``
+(``condition_channels``, not among those that come out), its CLIP tokens are attended to beside the text
+(``image_channels``), or its frame is given clean, at timestep 0 (``frame_times``).
+
 ``from_reference`` loads diffusers' WanTransformer3DModel. Norms and modulation run in the type of the weights, where
-that one takes float32. Not here: an image as condition (I2V), a timestep for each token (Wan 2.2's 5B).
+that one takes float32. The velocity is noise - x, as published: ``flow_sign`` tells objectives and samplers. Not here:
+a last frame as condition beside the first (2.1 FLF2V).
 
 Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h its heads, n places in
-the video (frame by frame, row by row), c hidden channels, e channels of a head, l text tokens, k the values of a patch
-or what is left of a conditioning vector.
+the video (frame by frame, row by row), c hidden channels, e channels of a head, l tokens of text or of an image, k the
+values of a patch or what is left of a conditioning vector.
 """
 
 import math
@@ -33,7 +41,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention, SoftmaxAttention, turn
+from zoo.attention import CrossAttention, SoftmaxAttention, attend, turn
 from zoo.layers import (
     MLP,
     FinalLinear,
@@ -56,6 +64,24 @@ from zoo.reference import count, load
 SIZES: dict[str, dict[str, Any]] = {
     "1.3B": {"hidden": 1536, "depth": 30, "heads": 12, "mlp": 8960},
     "14B": {"hidden": 5120, "depth": 40, "heads": 40, "mlp": 13824},
+    "i2v-14B": {
+        "hidden": 5120,
+        "depth": 40,
+        "heads": 40,
+        "mlp": 13824,
+        "in_channels": 36,
+        "condition_channels": 20,
+        "image_channels": 1280,
+    },
+    "i2v-2.2-14B": {
+        "hidden": 5120,
+        "depth": 40,
+        "heads": 40,
+        "mlp": 13824,
+        "in_channels": 36,
+        "condition_channels": 20,
+    },
+    "ti2v-5B": {"hidden": 3072, "depth": 30, "heads": 24, "mlp": 14336, "in_channels": 48, "frame_times": True},
     "test": {"hidden": 48, "depth": 2, "heads": 4, "mlp": 64, "in_channels": 4, "caption_channels": 20},
 }
 
@@ -68,7 +94,10 @@ class Config:
     mlp: int = 8960  # channels inside the MLP
     patch: tuple[int, int, int] = (1, 2, 2)
     in_channels: int = 16
+    condition_channels: int = 0  # of in_channels, those that are not denoised: a mask, and the latent of an image
     caption_channels: int = 4096  # of the text encoder (UMT5)
+    image_channels: int = 0  # of the image encoder (CLIP), whose tokens are attended to beside the text; 0 for none
+    frame_times: bool = False  # every frame has a timestep of its own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
@@ -81,7 +110,7 @@ class Config:
 
     @property
     def out_channels(self) -> int:
-        return self.in_channels
+        return self.in_channels - self.condition_channels
 
 
 class Queries(nn.Module):
@@ -101,84 +130,132 @@ class Queries(nn.Module):
         return turn(q, sin, cos, "interleaved"), turn(k, sin, cos, "interleaved"), v
 
 
+class ImageAttention(CrossAttention):
+    """Attention to text and, with the same queries, to an image (b l c) by keys and values of its own."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__(dim, heads, qk_norm=True)
+        self.image_kv = nn.Linear(dim, 2 * dim)
+        self.image_k_norm = nn.RMSNorm(dim, eps=1e-6)
+
+    def forward(self, x: Tensor, context: Tensor, image: Tensor) -> Tensor:  # type: ignore[override]
+        (k, v), (image_k, image_v) = (of(y).chunk(2, dim=-1) for of, y in ((self.kv, context), (self.image_kv, image)))
+        q, k, v, image_k, image_v = (
+            rearrange(y, "b n (h e) -> b n h e", e=self.head_dim)
+            for y in (self.q_norm(self.q(x)), self.k_norm(k), v, self.image_k_norm(image_k), image_v)
+        )
+        return self.out((attend(q, k, v) + attend(q, image_k, image_v)).flatten(2))
+
+
 class Update(nn.Module):
     """What follows self-attention ``y`` (b n h e): its residual on the stream (b n c), attention to text, the MLP."""
 
-    def __init__(self, dim: int, heads: int, mlp: int):
+    def __init__(self, dim: int, heads: int, mlp: int, image: bool = False):
         super().__init__()
         self.out = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.cross = CrossAttention(dim, heads, qk_norm=True)
+        self.cross = ImageAttention(dim, heads) if image else CrossAttention(dim, heads, qk_norm=True)
         self.mlp = MLP(dim, mlp)
 
-    def forward(self, x: Tensor, y: Tensor, modulation: Tensor, context: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, modulation: Tensor, context: Tensor, image: Tensor | None = None) -> Tensor:
         _, _, gate, shift, scale, gate_mlp = rows(modulation, dims=1)
         x = x + gate * self.out(y.flatten(-2))
-        x = x + self.cross(self.norm(x), context)
+        x = x + self.cross(self.norm(x), context, image)
         return x + gate_mlp * self.mlp(modulate(norm(x), shift, scale))
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, mlp: int):
+    def __init__(self, dim: int, heads: int, mlp: int, image: bool = False):
         super().__init__()
         self.modulation = ScaleShiftTable(dim, 6)
         self.queries = Queries(dim, heads)
         self.core = SoftmaxAttention()
-        self.update = Update(dim, heads, mlp)
+        self.update = Update(dim, heads, mlp, image)
 
-    def forward(self, x: Tensor, cond: Tensor, context: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor, rope: Tensor, image: Tensor | None = None) -> Tensor:
         modulation = self.modulation(cond)
-        return self.update(x, self.core(*self.queries(x, modulation, rope)), modulation, context)
+        return self.update(x, self.core(*self.queries(x, modulation, rope)), modulation, context, image)
+
+
+class ImageEmbed(nn.Module):
+    """Tokens of the image encoder (b l image_channels) to (b l c)."""
+
+    def __init__(self, channels: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.mlp = MLP(channels, channels, dim, activation=nn.GELU())
+        self.out_norm = nn.LayerNorm(dim)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.out_norm(self.mlp(self.norm(image.to(self.norm.weight.dtype))))
 
 
 class Wan(nn.Module):
-    """``forward(x, timestep, context, context_mask=None)``
+    """``forward(x, timestep, context, context_mask=None, image=None)``
 
-    x (b i t y x), timestep (b) on the scale 0 to 1000, context (b l caption_channels), context_mask (b l, False for
-    tokens that are zeros: a caption shorter than its row is padded with zeros, which are seen) -> (b o t y x). Any
-    number of frames; frames of any size.
+    x (b i t y x), timestep (b) on the scale 0 to 1000, or (b t) with ``frame_times``, context (b l caption_channels),
+    context_mask (b l, False for tokens that are zeros: a caption shorter than its row is padded with zeros, which are
+    seen), image (b l image_channels) with ``image_channels`` -> (b o t y x). Any number of frames; frames of any size.
     """
+
+    flow_sign = -1  # the velocity is noise - x
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        dim = config.hidden
+        dim, image = config.hidden, config.image_channels > 0
+        each, given = "b n" if config.frame_times else "b", ", image=b [l c]" if image else ""
         self.stages = {
             "": "x=b [i] t y x -> b [o] t y x",
             "embed": "b n [k] -> b n [c]",
-            "blocks.*.queries": "b n [c], modulation=b [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
+            "blocks.*.queries": f"b n [c], modulation={each} [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
             "blocks.*.core": "b [n] h [e], b [n] h [e], b [n] h [e] -> b [n] h [e]",
-            "blocks.*.update": "b n [c], y=b n [h e], modulation=b [k c], context=b [l c]",
-            "final": "b n [c], cond=b [c] -> b n [k]",
+            "blocks.*.update": f"b n [c], y=b n [h e], modulation={each} [k c], context=b [l c]{given}",
+            "final": f"b n [c], cond={each} [c] -> b n [k]",
         }
         self.cores = {"blocks.*.core": "b [n] (g r) [d], b [n] g [d], b [n] g [d] -> b [n] (g r) [d]"}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
         self.caption = MLP(config.caption_channels, dim, dim)
+        self.image = ImageEmbed(config.image_channels, dim) if image else None
         self.embed = nn.Linear(config.in_channels * math.prod(config.patch), dim)
-        self.blocks = nn.ModuleList(Block(dim, config.heads, config.mlp) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(dim, config.heads, config.mlp, image) for _ in range(config.depth))
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
         self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
 
     def forward(
-        self, x: Tensor, timestep: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        image: Tensor | None = None,
     ) -> Tensor:
         expect("context", context, True, f"caption_channels={self.config.caption_channels}")
+        expect("image", image, self.image is not None, f"image_channels={self.config.image_channels}")
         assert context is not None
         if context_mask is not None:
             context = context * context_mask[..., None]
-        t = self.t_embed(timestep)
-        cond, context = self.t_block(F.silu(t)), self.caption(context.to(t.dtype))
 
         (frames, *size), (_, p, q) = x.shape[2:], self.config.patch
         x = F.pad(x, (0, -x.shape[-1] % q, 0, -x.shape[-2] % p))
-        rope = self.positions(frames, x.shape[-2] // p, x.shape[-1] // q, x.device)
+        height, width = x.shape[-2] // p, x.shape[-1] // q
+        if self.config.frame_times:
+            timestep = timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)
+        t = self.t_embed(timestep)
+        cond, context = self.t_block(F.silu(t)), self.caption(context.to(t.dtype))
+        if self.config.frame_times:
+            t, cond = (repeat(y, "b t k -> b (t y x) k", y=height, x=width) for y in (t, cond))
+        if self.image is not None:
+            image = self.image(image)
+
+        rope = self.positions(frames, height, width, x.device)
         x = rearrange(x, "b i t (y p) (x q) -> b (t y x) (i p q)", p=p, q=q)
         x = self.embed(x.to(self.embed.weight.dtype))
         for block in self.blocks:
-            x = block(x, cond, context, rope)
+            x = block(x, cond, context, rope, image)
         x = self.final(x, t).unflatten(1, (frames, -1))
         return unpatchify(x, self.config.patch, (size[0], size[1]))
 
@@ -214,8 +291,8 @@ class Wan(nn.Module):
             if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             if isinstance(module, Queries | CrossAttention):
-                fused = module.qkv if isinstance(module, Queries) else module.kv
-                for weight in fused.weight.split(self.config.hidden):
+                fused = [module.qkv] if isinstance(module, Queries) else [module.kv, getattr(module, "image_kv", None)]
+                for weight in (part for linear in fused if linear for part in linear.weight.split(self.config.hidden)):
                     nn.init.xavier_uniform_(weight)
         init_zero(self.final.linear)
 
@@ -223,14 +300,18 @@ class Wan(nn.Module):
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens."""
-        text = tokens, self.config.caption_channels
-        return video_inputs(batch, self.config.in_channels, frames, height, width, text=text)
+        text, channels = (tokens, self.config.caption_channels), self.config.image_channels
+        inputs = video_inputs(batch, self.config.in_channels, frames, height, width, text=text)
+        if self.config.frame_times:  # the first frame is given
+            inputs["timestep"] = inputs["timestep"][:, None] * (torch.arange(frames) > 0)
+        return inputs | ({"image": torch.randn(batch, tokens, channels)} if channels else {})
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     """Build the model of diffusers' WanTransformer3DModel from its state dict.
 
-    Heads are taken to be 128 channels wide, as in all that was published: ``heads`` overrides it.
+    Heads are taken to be 128 channels wide, and 48 latent channels those of Wan 2.2's 5B, which has a timestep for each
+    frame, as in all that was published: ``heads`` and ``frame_times`` override it.
     """
     if missing := [name for name in (NAMES["embed"] + ".weight", NAMES["caption.up"] + ".weight") if name not in state]:
         raise ValueError(f"not diffusers' Wan: no {', '.join(missing)}")
@@ -242,14 +323,19 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
         "patch": tuple(patch),
         "in_channels": channels,
         "caption_channels": state[NAMES["caption.up"] + ".weight"].shape[1],
+        "frame_times": channels == 48,
     }
+    if (out := state.get(NAMES["final.linear"] + ".bias")) is not None:
+        found["condition_channels"] = channels - len(out) // math.prod(patch)
+    if (image := state.get(NAMES["image.mlp.up"] + ".weight")) is not None:
+        found["image_channels"] = image.shape[1]
     if (up := state.get("blocks.0.ffn.net.0.proj.weight")) is not None:
         found["mlp"] = len(up)
     found |= overrides
     if not found["heads"]:
         raise ValueError(f"no Wan of hidden={hidden} was published: say how many heads it has, heads=")
     model = Wan(Config(**found))
-    load(model, state, diffusers_names)
+    load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
     return model
 
 
@@ -269,6 +355,10 @@ NAMES = {
     "t_block": "condition_embedder.time_proj",
     "caption.up": "condition_embedder.text_embedder.linear_1",
     "caption.down": "condition_embedder.text_embedder.linear_2",
+    "image.norm": "condition_embedder.image_embedder.norm1",
+    "image.mlp.up": "condition_embedder.image_embedder.ff.net.0.proj",
+    "image.mlp.down": "condition_embedder.image_embedder.ff.net.2",
+    "image.out_norm": "condition_embedder.image_embedder.norm2",
     "final.modulation.table": "scale_shift_table",
     "final.linear": "proj_out",
 }
@@ -283,6 +373,8 @@ BLOCK_NAMES = {
     "update.cross.kv": "attn2.to_k attn2.to_v",
     "update.cross.q_norm": "attn2.norm_q",
     "update.cross.k_norm": "attn2.norm_k",
+    "update.cross.image_kv": "attn2.add_k_proj attn2.add_v_proj",
+    "update.cross.image_k_norm": "attn2.norm_added_k",
     "update.cross.out": "attn2.to_out.0",
     "update.mlp.up": "ffn.net.0.proj",
     "update.mlp.down": "ffn.net.2",
