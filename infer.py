@@ -2,6 +2,7 @@
 
     python infer.py runs/demo --label 3 --frames 16
     python infer.py runs/video --prompt "a boat on a lake" --format mp4
+    python infer.py Wan2.1-T2V-1.3B-Diffusers --prompt "a boat on a lake"     # published weights: a pipeline's folder
     dsp-launch --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
     dsp-launch --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from dsp.text import number_of
-from zoo.training import UserError, ranks, user_error
+from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show import dca
 from zoo.training.show.options import checked
@@ -61,7 +62,7 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    usage = "infer.py RUN [options]   (RUN: the directory of a run, or of one of its checkpoints)"
+    usage = "infer.py RUN [options]   (RUN: the directory of a run, of one of its checkpoints, or of a pipeline)"
     try:
         if arguments[:1] == ["--dca"]:
             return direct_coupling_analysis(arguments[1:])
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
             if first_rank():
                 print(f"usage: {usage}\n\n{(__doc__ or '').partition(chr(10))[2].strip(chr(10))}")
             return 0 if "--help" in arguments or "-h" in arguments else 2
+        if pipeline.is_pipeline(Path(arguments[0])):
+            return pipeline.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
         run, directory, step = locate(Path(arguments[0]))
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter

@@ -97,7 +97,8 @@ ABORTED = "terminate called without an active exception"
 def launched(command, **how):
     """`subprocess.run` of processes with a gloo group, again (twice at most) where torch aborted one at its exit.
 
-    That is rare, comes after all work is done, with a destroyed group, too, and leaves nothing but the line above.
+    A thread of gloo then lets go of a tensor of Python's while the interpreter ends: in 5 of 25 scripts of torch alone
+    that end with a collective, in none that destroy their groups (pytorch/pytorch#179291). All work is done by then.
     """
     for _ in range(3):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, **how)

@@ -329,7 +329,7 @@ class Counting:
     def pixel_shape(self, t, h, w):
         return (1 + 2 * (t - 1) if self.causal else t), 2 * h, 2 * w
 
-    def decode(self, latent):
+    def decode(self, latent, tile=None):
         self.asked.append(latent.shape[1])
         frames, height, width = self.pixel_shape(*latent.shape[1:])
         x = latent.repeat_interleave(2, 2).repeat_interleave(2, 3)

@@ -7,6 +7,9 @@ model(**model.example_inputs(frames=16, height=32, width=32))
 
 run = zoo.load("runs/demo")  # a trained one, on one process or on all ranks of a torchrun
 clips = run.sample(label=[3, 7], frames=16)
+
+pipe = zoo.pipeline("Wan2.1-T2V-1.3B-Diffusers")  # published weights, in a folder as diffusers saves it
+clips = pipe.sample("a boat on a lake")
 """
 
 from typing import Any
@@ -25,4 +28,17 @@ def load(path: Any, *, averaged: bool = True) -> Any:
     return Run(path, averaged=averaged)
 
 
-__all__ = ["create", "from_reference", "list_models", "load", "sizes"]
+def pipeline(folder: Any, *, dtype: str | None = None, scheduler: str | None = None, shift: float | None = None) -> Any:
+    """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
+
+    Wan, Latte, and STDiT by its own weights in `transformer/`, beside `vae/`, `text_encoder/`, `tokenizer/` and
+    `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: that for which the family was published.
+    scheduler: the class of another of diffusers' schedulers; shift: of its noise levels. ValueError: a part is missing,
+    damaged or not known.
+    """
+    from zoo.training.pipeline import Pipeline
+
+    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift)
+
+
+__all__ = ["create", "from_reference", "list_models", "load", "pipeline", "sizes"]

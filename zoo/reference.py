@@ -18,6 +18,8 @@ Names = Callable[[str], str | list[str]]
 def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: Iterable[str] = ()) -> None:
     """Copy a state dict into a model, in place; every name and every shape must match, else nothing is copied.
 
+    A model on the meta device takes the tensors themselves, with their type.
+
     ``names`` turns the name of one of our parameters or buffers into theirs, or into a list of theirs to be stacked
     along dim 0 (fused projections). A tensor may come in another shape with as many elements and rows, a first dim of 1
     not counted: a convolution that is a linear layer here, a table. ``ignore`` names tensors of theirs that have no use
@@ -41,7 +43,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
                 problems.append(f"of another shape: {' + '.join(sources)} is {shapes}")
     if problems:
         raise ValueError(f"these weights are of another model; {'; '.join(problems)}")
-    model.load_state_dict(values)
+    model.load_state_dict(values, assign=any(value.is_meta for value in ours.values()))
 
 
 def count(state: Mapping[str, Tensor], pattern: str) -> int:

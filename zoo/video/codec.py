@@ -271,13 +271,20 @@ class TextEncoder:
         return found
 
     @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> list[Tensor]:
+    def encode(self, captions: Sequence[str], *, padded: bool = False) -> list[Tensor]:
         """The embedding [l, e] of every caption, its own tokens alone: float32, on the CPU. That of "" is [1, e].
 
-        Each is encoded by itself, so that it does not depend, not even in its last bit, on those beside it.
+        Each is encoded by itself, so that it does not depend, not even in its last bit, on those beside it. `padded`:
+        [length, e], with what the encoder makes of the padding that follows; the caption does not see it.
         """
-        numbers = [torch.tensor([self.tokens(caption)], device=self.module.device) for caption in captions]
-        return [self.module(input_ids=ids).last_hidden_state[0].float().cpu() for ids in numbers]
+        rows = [self.tokens(caption) for caption in captions]
+        return [self._embed(row, self.length if padded else len(row)).float().cpu() for row in rows]
+
+    def _embed(self, row: list[int], length: int) -> Tensor:
+        ids = torch.full((1, length), self.module.config.pad_token_id or 0, device=self.module.device)
+        ids[0, : len(row)] = torch.tensor(row)
+        seen = {} if length == len(row) else {"attention_mask": (torch.arange(length) < len(row))[None].to(ids)}
+        return self.module(input_ids=ids, **seen).last_hidden_state[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- tiles

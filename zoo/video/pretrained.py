@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CodecError", "configuration", "from_pretrained", "library", "sha256", "tokenizer", "weights"]
+__all__ = [
+    "CodecError",
+    "configuration",
+    "from_pretrained",
+    "image_processor",
+    "library",
+    "sha256",
+    "tokenizer",
+    "weights",
+]
 
 
 class CodecError(ValueError):
@@ -84,6 +93,12 @@ def from_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
     if absent := sorted(map(str, report["missing_keys"])):
         raise CodecError(f"{folder}: {len(absent)} weights of {kind.__name__} are not in its files, as {absent[0]}")
     return module
+
+
+def image_processor(transformers: Any) -> Any:
+    """The class of CLIP's image processor that needs no torchvision."""
+    has = hasattr(transformers, "CLIPImageProcessorPil")  # the other one says so where torchvision is missing
+    return transformers.CLIPImageProcessorPil if has else transformers.CLIPImageProcessor
 
 
 def library(name: str) -> Any:

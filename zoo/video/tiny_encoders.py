@@ -1,16 +1,19 @@
 """Tiny encoders with random weights, to try the whole way from clips to samples on a laptop, and for the tests.
 
-    python -m zoo.video.tiny_encoders DIR [--fit CLIPS]
+    python -m zoo.video.tiny_encoders DIR [--fit CLIPS] [--pipeline wan]
 
 writes `vae/`, `text_encoder/` and `tokenizer/`, each as diffusers and transformers would. They know nothing: the text
 encoder tells captions apart and no more, and a random autoencoder decodes to noise. `--fit CLIPS` trains the
-autoencoder on the frames of your videos, about two minutes on two cores, until they are recognisable. For pictures
-worth looking at take pretrained ones.
+autoencoder on the frames of your videos, about two minutes on two cores, until they are recognisable. `--pipeline` adds
+a transformer and a scheduler, which makes DIR the folder of a pipeline for infer.py. For pictures worth looking at take
+pretrained ones.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from zoo.data.sampling import generator
 from zoo.data.video_folder import VideoError, VideoFolder
-from zoo.video.pretrained import CodecError, library
+from zoo.video.pretrained import CodecError, image_processor, library
 
-__all__ = ["AUTOENCODERS", "fit", "save_autoencoder", "save_text_encoder"]
+__all__ = ["AUTOENCODERS", "PIPELINES", "fit", "save_autoencoder", "save_pipeline", "save_text_encoder"]
 
 # The smallest of each class; the video ones with the factors of those that are published
 AUTOENCODERS: dict[str, dict[str, Any]] = {
@@ -70,6 +73,71 @@ AUTOENCODERS: dict[str, dict[str, Any]] = {
         "latent_channels": 4,
     },
 }
+
+
+WAN: dict[str, Any] = {
+    "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 64,
+    "ffn_dim": 96, "num_layers": 2,
+}  # fmt: skip
+LATTE: dict[str, Any] = {
+    "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 8, "num_layers": 1,
+    "cross_attention_dim": 64, "attention_bias": True, "sample_size": 16, "patch_size": 2, "caption_channels": 64,
+    "video_length": 5, "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
+    "norm_elementwise_affine": False, "norm_eps": 1e-6,
+}  # fmt: skip
+UNIPC: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+# class of a pipeline, its transformers, autoencoder, scheduler, and what model_index.json says besides
+PIPELINES: dict[str, tuple[str, list[dict[str, Any]], str, tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "wan": ("WanPipeline", [WAN], "AutoencoderKLWan", ("UniPCMultistepScheduler", UNIPC), {}),
+    "wan-2.2": (
+        "WanPipeline", [WAN, WAN], "AutoencoderKLWan", ("UniPCMultistepScheduler", UNIPC), {"boundary_ratio": 0.875},
+    ),
+    "wan-i2v": (
+        "WanImageToVideoPipeline", [WAN | {"in_channels": 12, "image_dim": 32, "added_kv_proj_dim": 72}],
+        "AutoencoderKLWan", ("UniPCMultistepScheduler", UNIPC), {},
+    ),
+    "wan-2.2-i2v": (
+        "WanImageToVideoPipeline", [WAN | {"in_channels": 12}] * 2, "AutoencoderKLWan",
+        ("UniPCMultistepScheduler", UNIPC), {"boundary_ratio": 0.9},
+    ),
+    "wan-ti2v": (
+        "WanImageToVideoPipeline", [WAN], "AutoencoderKLWan", ("FlowMatchEulerDiscreteScheduler", {"shift": 5.0}),
+        {"expand_timesteps": True},
+    ),
+    "latte": ("LattePipeline", [LATTE], "AutoencoderKL", ("DDIMScheduler", {"clip_sample": False}), {}),
+}  # fmt: skip
+
+
+def save_pipeline(folder: Path, name: str, *, seed: int = 0) -> None:
+    """Write a random pipeline to `folder`, as diffusers would: transformer, autoencoder, text encoder, scheduler."""
+    diffusers, transformers = library("diffusers"), library("transformers")
+    transformers.utils.logging.disable_progress_bar()  # for files of some kilobytes
+    kind, models, autoencoder, (scheduler, settings), more = PIPELINES[name]
+    family = "LatteTransformer3DModel" if kind.startswith("Latte") else "WanTransformer3DModel"
+    index: dict[str, Any] = {"_class_name": kind, "_diffusers_version": diffusers.__version__, **more}
+    for i, config in enumerate(models):
+        part = "transformer" if i == 0 else f"transformer_{i + 1}"
+        _random(partial(getattr(diffusers, family), **config), seed + i).save_pretrained(folder / part)
+        index[part] = ["diffusers", family]
+    save_autoencoder(folder / "vae", autoencoder, seed=seed)
+    text = "T5" if kind.startswith("Latte") else "UMT5"
+    save_text_encoder(folder, seed=seed, kind=text)
+    getattr(diffusers, scheduler)(**settings).save_pretrained(folder / "scheduler")
+    index |= {
+        "vae": ["diffusers", autoencoder], "text_encoder": ["transformers", f"{text}EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"], "scheduler": ["diffusers", scheduler],
+    }  # fmt: skip
+    if any(config.get("image_dim") for config in models):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+        vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
+        _random(lambda: transformers.CLIPVisionModel(vision), seed).save_pretrained(folder / "image_encoder")
+        side = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+        image_processor(transformers)(**side).save_pretrained(folder / "image_processor")
+        index |= {
+            "image_encoder": ["transformers", "CLIPVisionModel"],
+            "image_processor": ["transformers", "CLIPImageProcessor"],
+        }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
 
 
 def save_autoencoder(folder: Path, name: str = "AutoencoderKL", *, seed: int = 0) -> None:
@@ -154,16 +222,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("dir", type=Path, help="the folder to write")
     parser.add_argument("--fit", type=Path, metavar="CLIPS", help="train the autoencoder on the videos of this folder")
     parser.add_argument("--steps", type=int, default=600, help="of that training (default 600)")
+    parser.add_argument("--pipeline", choices=list(PIPELINES), help="a whole pipeline of random weights")
     options = parser.parse_args(arguments)
     try:
-        save_autoencoder(options.dir / "vae")
-        save_text_encoder(options.dir)
+        if options.pipeline:
+            save_pipeline(options.dir, options.pipeline)
+        else:
+            save_autoencoder(options.dir / "vae")
+            save_text_encoder(options.dir)
         if options.fit:
             fit(options.dir / "vae", options.fit, steps=options.steps)
     except (CodecError, VideoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.dir}/vae, {options.dir}/text_encoder and {options.dir}/tokenizer: tiny, not pretrained")
+    parts = [*(["transformer", "scheduler"] if options.pipeline else []), "vae", "text_encoder", "tokenizer"]
+    print(f"wrote {', '.join(f'{options.dir}/{part}' for part in parts)}: tiny, not pretrained")
     return 0
 
 

@@ -26,14 +26,14 @@ that one takes float32. The velocity is noise - x, as published: ``flow_sign`` t
 a last frame as condition beside the first (2.1 FLF2V).
 
 Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h its heads, n places in
-the video (frame by frame, row by row), c hidden channels, e channels of a head, l tokens of text or of an image, k the
-values of a patch or what is left of a conditioning vector.
+the video (frame by frame, row by row), c hidden channels, e channels of a head, l tokens of text, j tokens of an image,
+k the values of a patch or what is left of a conditioning vector.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class Queries(nn.Module):
 
 
 class ImageAttention(CrossAttention):
-    """Attention to text and, with the same queries, to an image (b l c) by keys and values of its own."""
+    """Attention to text and, with the same queries, to an image (b j c) by keys and values of its own."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads, qk_norm=True)
@@ -178,7 +178,7 @@ class Block(nn.Module):
 
 
 class ImageEmbed(nn.Module):
-    """Tokens of the image encoder (b l image_channels) to (b l c)."""
+    """Tokens of the image encoder (b j image_channels) to (b j c)."""
 
     def __init__(self, channels: int, dim: int):
         super().__init__()
@@ -195,7 +195,7 @@ class Wan(nn.Module):
 
     x (b i t y x), timestep (b) on the scale 0 to 1000, or (b t) with ``frame_times``, context (b l caption_channels),
     context_mask (b l, False for tokens that are zeros: a caption shorter than its row is padded with zeros, which are
-    seen), image (b l image_channels) with ``image_channels`` -> (b o t y x). Any number of frames; frames of any size.
+    seen), image (b j image_channels) with ``image_channels`` -> (b o t y x). Any number of frames; frames of any size.
     """
 
     flow_sign = -1  # the velocity is noise - x
@@ -204,7 +204,7 @@ class Wan(nn.Module):
         super().__init__()
         self.config = config
         dim, image = config.hidden, config.image_channels > 0
-        each, given = "b n" if config.frame_times else "b", ", image=b [l c]" if image else ""
+        each, given = "b n" if config.frame_times else "b", ", image=b [j c]" if image else ""
         self.stages = {
             "": "x=b [i] t y x -> b [o] t y x",
             "embed": "b n [k] -> b n [c]",
@@ -304,7 +304,7 @@ class Wan(nn.Module):
         inputs = video_inputs(batch, self.config.in_channels, frames, height, width, text=text)
         if self.config.frame_times:  # the first frame is given
             inputs["timestep"] = inputs["timestep"][:, None] * (torch.arange(frames) > 0)
-        return inputs | ({"image": torch.randn(batch, tokens, channels)} if channels else {})
+        return inputs | ({"image": torch.randn(batch, tokens + 2, channels)} if channels else {})
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
@@ -337,6 +337,41 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     model = Wan(Config(**found))
     load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
     return model
+
+
+def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], frame_times: bool | None = None) -> Wan:
+    """Build the model of a WanTransformer3DModel of this config, and load its weights.
+
+    frame_times: what its pipeline says as ``expand_timesteps``; None: by the number of latent channels.
+    """
+    found = diffusers_config(config)
+    model = Wan(found if frame_times is None else replace(found, frame_times=frame_times))
+    load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
+    return model
+
+
+def diffusers_config(config: Mapping[str, Any]) -> Config:
+    """The Config of a WanTransformer3DModel's config; ValueError if that one differs in more than sizes."""
+    fixed = {
+        "freq_dim": 256, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6,
+        "pos_embed_seq_len": None,
+    }  # fmt: skip
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key}={config[key]!r} in the diffusers config: Wan has {value!r}")
+    channels = config["in_channels"]
+    return Config(
+        hidden=config["num_attention_heads"] * config["attention_head_dim"],
+        depth=config["num_layers"],
+        heads=config["num_attention_heads"],
+        mlp=config["ffn_dim"],
+        patch=tuple(config["patch_size"]),
+        in_channels=channels,
+        condition_channels=channels - (config["out_channels"] or channels),
+        caption_channels=config["text_dim"],
+        image_channels=config.get("image_dim") or 0,
+        frame_times=channels == 48,
+    )
 
 
 def diffusers_names(name: str) -> list[str]:

@@ -45,34 +45,36 @@ class Pixels:
     def encode(self, frames: Tensor) -> Tensor:
         return frames if len(frames) == self.channels else frames.mean(0, keepdim=True)
 
-    def decode(self, latent: Tensor) -> Tensor:
+    def decode(self, latent: Tensor, *, tile: int | None = None) -> Tensor:
         return latent
 
 
-def decode(latents: Tensor, codec: Any, group: dist.ProcessGroup | None = None) -> Tensor | None:
+def decode(
+    latents: Tensor, codec: Any, group: dist.ProcessGroup | None = None, *, tile: int | None = TILE
+) -> Tensor | None:
     """The pixels (n c t y x), uint8, of latents (n c t h w) that every rank has: on rank 0, and None elsewhere.
 
     The ranks share the work: single frames if the codec takes them one by one, else whole clips, of which only pixels
-    travel, to rank 0 alone. Where a clip is larger than what a rank decodes at once, they decode it together, in tiles
-    as large as they can hold.
+    travel, to rank 0 alone. Where a clip is larger than what a rank decodes at once, `tile` pixels a side, they decode
+    it together, in tiles as large as they can hold. tile=None: they decode whole clips together, without seams.
     """
     n, _, t, h, w = latents.shape
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     frames, height, width = codec.pixel_shape(t, h, w)
     if codec.causal:
         whole = torch.empty(n, 3, frames, height, width, dtype=torch.uint8) if rank == 0 else None
-        if size > 1 and max(height, width) > TILE:
+        if size > 1 and (tile is None or max(height, width) > tile):
             shared = together(codec, group)
             for i in range(n):
-                pixels = to_pixels(shared.decode(latents[i], tile=int(TILE * size**0.5)))
+                pixels = to_pixels(shared.decode(latents[i], tile=tile and int(tile * size**0.5)))
                 if whole is not None:
                     whole[i] = pixels
             return whole
-        parts = [to_pixels(codec.decode(latents[i])) for i in share(n, rank, size)]
+        parts = [to_pixels(codec.decode(latents[i], tile=tile)) for i in share(n, rank, size)]
         return _to_first(parts, whole, n, rank, size, group)
     here = share(n * t, rank, size)
     row = latents.transpose(0, 1).flatten(1, 2)[:, here.start : here.stop]
-    parts = list(to_pixels(codec.decode(row)).transpose(0, 1)) if len(here) else []
+    parts = list(to_pixels(codec.decode(row, tile=tile)).transpose(0, 1)) if len(here) else []
     channels = 3 if not isinstance(codec, Pixels) else codec.channels
     whole = torch.empty(n * t, channels, height, width, dtype=torch.uint8) if rank == 0 else None
     whole = _to_first(parts, whole, n * t, rank, size, group)

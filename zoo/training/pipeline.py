@@ -1,0 +1,226 @@
+"""Published weights in Python, on one process or all ranks of a torchrun: what `infer.py FOLDER` does.
+
+    import zoo
+    pipe = zoo.pipeline("Wan2.1-T2V-1.3B-Diffusers")
+    clips = pipe.sample(prompt=["a boat on a lake"], frames=81, height=480, width=832)
+
+All ranks share each clip (sp = all of them), and the result does not depend on how many there are.
+"""
+
+import weakref
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import dsp
+from zoo.data.video_folder import read_frames
+from zoo.pictures import need_av
+from zoo.training import UserError, ranks, user_error
+from zoo.training.ranks import on_first_rank
+from zoo.training.show.clips import decode
+from zoo.training.show.options import checked
+from zoo.training.show.video import FORMATS, Stopwatch, write
+from zoo.training.together import together
+from zoo.training.use import progress
+from zoo.video import published
+from zoo.video.codec import Autoencoder, TextEncoder
+from zoo.video.published import Prompt, Published
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Whether a folder is that of a pipeline rather than of a run."""
+    return (folder / "transformer").is_dir() and not (folder / "config.yaml").is_file()
+
+
+class Pipeline:
+    """A published video model that is ready to be sampled. `close` ends the process group, if this began one.
+
+    published: the transformers and their sampler; files: those that `sample` wrote last, where `out` was given.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        scheduler: str | None = None,
+        shift: float | None = None,
+    ):
+        if dtype not in (None, *DTYPES):
+            raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+        stack = ExitStack()
+        self.close = weakref.finalize(self, stack.close)
+        self.folder, self.files, self.account = Path(folder), list[Path](), ""
+        with ExitStack() as opened:
+            self.device = opened.enter_context(ranks.process_group())
+            kind = DTYPES[dtype] if dtype else None
+            self.published: Published = user_error(
+                published.read, self.folder, dtype=kind, sampler=scheduler, shift=shift
+            )
+            self.codec: Any = user_error(Autoencoder.load, self.folder)
+            if self.codec.channels != self.published.channels:
+                raise UserError(
+                    f"{self.folder}: its transformer draws {self.published.channels} latent channels, and its vae has "
+                    f"{self.codec.channels}"
+                )
+            mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
+            for model in self.published.models:
+                dsp.parallelize(model.to(self.device), mesh["sp"])
+            stack.push(opened.pop_all())
+        self.text: Any = None  # read on rank 0, when it is first asked for
+
+    def sample(self, prompt: str | Sequence[str], **options: Any) -> Tensor | None:
+        """A clip for each prompt, (n c t y x) uint8, on rank 0, None elsewhere; options are those of `infer.py FOLDER`.
+
+        Such as ``frames=81, height=480, width=832, steps=50, guidance=5.0, negative_prompt="", seed=0``;
+        ``first_frame`` is a file, or a tensor [3, y, x] in [-1, 1]. With ``out``, a folder, files are written as well
+        and named in `files`. A UserError names a wrong option.
+        """
+        parser = ArgumentParser()
+        arguments(parser, type(self.published), None)
+        known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", "prompt")}
+        if unknown := sorted(options.keys() - known.keys()):
+            raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        chosen = Namespace(**known | options, prompt=prompts)
+        chosen.out = None if chosen.out is None else Path(chosen.out)
+        return self.run(chosen, progress())
+
+    def run(self, options: Namespace, on_step: Callable[[int, int], None]) -> Tensor | None:
+        """Do what the options say; the time that it took goes to `account`."""
+        options, watch = checked(options, self.published.size), Stopwatch()
+        pixels, formats = (options.frames, options.height, options.width), options.format.split(",")
+        self._refuse(options, formats)
+        cells = user_error(self.codec.latent_shape, *pixels)
+        with watch("text"):
+            prompt = on_first_rank(lambda: user_error(self._captions, options))
+        prompt.told |= (sizes := self.published.sizes(len(options.prompt), pixels, options.fps))
+        if prompt.none is not None:
+            prompt.none |= sizes
+        if options.first_frame is not None:
+            with watch("encoding"):
+                image = options.first_frame
+                if not isinstance(image, Tensor):
+                    image = on_first_rank(lambda: user_error(read_frames, image, *pixels[1:], most=1)[:, 0])
+                self.codec.module.to(self.device)
+                shared = together(self.codec) if self.codec.causal else self.codec
+                tokens = on_first_rank(lambda: user_error(self.published.image_tokens, image))
+                user_error(self.published.begin, prompt, image, tokens, pixels, shared)
+        with watch("sampling"):
+            latents = self._draw(prompt, cells, options, on_step)
+        with watch("decoding"):
+            self.codec.module.to(self.device)
+            clips = decode(latents, self.codec, tile=options.tile)
+            self.codec.module.to("cpu")
+        if options.out is not None:
+            with watch("writing"):
+                self.files = on_first_rank(lambda: user_error(write, options, formats, clips, options.fps))
+        watch.notes["sampling"] = f" ({watch.spent['sampling'] / options.steps / len(latents):.3g} s a step and clip)"
+        self.account = f"{watch}; {len(latents)} x {prod(cells[1:]):,} latent cells"
+        return clips
+
+    def _refuse(self, options: Namespace, formats: Sequence[str]) -> None:
+        """Raises UserError for options that the folder's models cannot follow."""
+        for name in ("frames", "height", "width", "steps", "batch"):
+            if getattr(options, name) < 1:
+                raise UserError(f"--{name} {getattr(options, name)}: must be at least 1")
+        if not options.fps > 0:
+            raise UserError(f"--fps {options.fps}: must be above 0")
+        if unknown := sorted(set(formats) - {"gif", "mp4"}):
+            raise UserError(f"--format {options.format}: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+        if "mp4" in formats and options.out is not None:
+            user_error(need_av)
+        source, kind = self.published, type(self.published).__name__
+        takes = source.images and (source.needs_image or getattr(source.models[0].config, "frame_times", False))
+        if options.first_frame is not None and not takes:
+            raise UserError(f"--first-frame: this {kind} draws from text alone")
+        if options.first_frame is None and source.needs_image:
+            raise UserError(f"this {kind} goes on from an image: --first-frame names one")
+        if options.guidance_2 is not None and len(source.models) == 1:
+            raise UserError("--guidance-2: there is one transformer in this folder")
+        if options.batched and source.scheduler is None:
+            raise UserError("--batched: the sampler of this family takes its predictions one after the other")
+
+    def _captions(self, options: Namespace) -> Prompt:
+        if self.text is None:
+            self.text = TextEncoder.load(self.folder, dtype=self._dtype(), length=self.published.length)
+        negative = options.negative_prompt if options.guidance != 1 else None
+        self.text.module.to(self.device)
+        try:
+            return self.published.captions(self.text, options.prompt, negative)
+        finally:
+            self.text.module.to("cpu")  # the transformer needs the memory
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.published.models[0].parameters()).dtype
+
+    def _draw(
+        self, prompt: Prompt, cells: Sequence[int], options: Namespace, on_step: Callable[[int, int], None]
+    ) -> Tensor:
+        """Latents (n c t h w) on the CPU, float32, a batch at a time, each clip by noise of its own seed."""
+        made, n = [], len(options.prompt)
+        batches = range(0, n, options.batch)
+        second = options.guidance if options.guidance_2 is None else options.guidance_2
+        for done, start in enumerate(batches):
+            clips = range(start, min(start + options.batch, n))
+            random = [torch.Generator().manual_seed(options.seed + i) for i in clips]
+            noise = torch.cat([torch.randn((1, *cells), generator=one) for one in random]).to(self.device)
+
+            def count(step: int, steps: int, done: int = done) -> None:
+                on_step(done * steps + step, len(batches) * steps)
+
+            latents = self.published.sample(
+                prompt.rows(clips, self.device), noise, options.steps, (options.guidance, second),
+                batched=options.batched, random=random, on_step=count,
+            )  # fmt: skip
+            made.append(latents.cpu())
+        return torch.cat(made)
+
+
+def arguments(parser: ArgumentParser, family: type[Published], out: Path | None) -> None:
+    """What `infer.py FOLDER` can be told, and `Pipeline.sample` by the same names."""
+    add = parser.add_argument
+    add("--prompt", nargs="+", metavar="CAPTION", required=True, help="one clip of each caption")
+    add("--negative-prompt", metavar="CAPTION", default="", help="what guidance leads away from")
+    add("--first-frame", type=Path, help="an image that every clip begins with")
+    for name, size in zip(("frames", "height", "width"), family.size):
+        add(f"--{name}", type=int, default=size, help="of a clip, in pixels (%(default)s)")
+    add("--fps", type=float, default=family.fps, help="frames a second (%(default)s)")
+    add("--steps", type=int, default=family.steps, help="sampling steps (%(default)s)")
+    add("--guidance", type=float, default=family.guidance, help="classifier-free guidance; 1 for none (%(default)s)")
+    add("--guidance-2", type=float, help="guidance of the second transformer (the same)")
+    add("--batched", action="store_true", help="both predictions of guidance by one call: faster, more memory")
+    add("--batch", type=int, default=1, help="clips at once (%(default)s)")
+    add("--seed", type=int, default=0, help="of the first clip; each further one has the next number (%(default)s)")
+    add("--tile", type=int, help="decode squares of so many pixels, which takes less memory (whole frames)")
+    add("--out", type=Path, default=out, help="folder for the results (%(default)s)")
+    add("--format", default="gif", help="gif (all clips in one), mp4 (a file a clip) or gif,mp4 (%(default)s)")
+
+
+def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
+    """`infer.py FOLDER [options]`: rank 0 writes to `samples/` in the current folder, unless told otherwise."""
+    family, _ = user_error(published.family_of, folder)
+    arguments(parser, family, Path("samples") / folder.resolve().name)
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the transformers (what they are published for)")
+    parser.add_argument("--scheduler", help="another class of diffusers' schedulers, with the folder's settings")
+    parser.add_argument("--shift", type=float, help="of the scheduler's noise levels (the folder's)")
+    options = parser.parse_args(given)
+    pipe = Pipeline(folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift)
+    try:
+        pipe.run(options, progress())
+        ranks.say(f"took {pipe.account}")
+        for path in pipe.files:
+            ranks.say(f"wrote {path}")
+        return 0
+    finally:
+        pipe.close()

@@ -1,0 +1,414 @@
+"""Published video models, to be sampled as their source samples: a folder as diffusers saves a pipeline.
+
+Read are `model_index.json`, `transformer/` (and `transformer_2/`), `scheduler/`, and where an image is given
+`image_encoder/` and `image_processor/`; zoo/video/codec.py reads `vae/`, `text_encoder/` and `tokenizer/`. Transformers
+are models of the zoo, schedulers those of diffusers: scheduler_config.json is what counts. Nothing is downloaded, and
+no code run that a file names.
+
+    family   transformer/config.json     sampled as
+    Wan      WanTransformer3DModel       WanPipeline, WanImageToVideoPipeline: 2.1, the experts of 2.2, 2.2's 5B
+    Latte    LatteTransformer3DModel     LattePipeline, each clip by itself
+    STDiT    Open-Sora's own weights     Open-Sora: rectified flow, levels shifted by size (1.2), IDDPM (1.0 and 1.1)
+
+Letters: n clips, c latent channels, t frames, h w height and width in latent cells, l tokens, e channels of text.
+"""
+
+import html
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.reference import read_safetensors
+from zoo.video import latte, stdit, wan
+from zoo.video.codec import Autoencoder, TextEncoder
+from zoo.video.diffusion import OnStep, ddim, euler, flow_sign, shift_at
+from zoo.video.pretrained import CodecError, configuration, from_pretrained, image_processor, library
+
+__all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
+
+Rows = dict[str, Tensor]  # arguments of a forward, a row a clip
+
+
+@dataclass
+class Prompt:
+    """What the model is told of n clips: the arguments of its forward, and those that guidance leads away from."""
+
+    told: Rows
+    none: Rows | None = None
+    start: Tensor | None = None  # (c t h w): the latent of an image, then of frames that are not given
+
+    def rows(self, clips: range, device: torch.device) -> "Prompt":
+        """Those of some of the clips, on a device."""
+        told, none = (
+            given and {name: value[clips.start : clips.stop].to(device) for name, value in given.items()}
+            for given in (self.told, self.none)
+        )
+        return Prompt(told or {}, none, None if self.start is None else self.start.to(device))
+
+
+@dataclass
+class Published:
+    """The transformers of a folder, and how they are sampled.
+
+    The numbers are what the source's pipeline takes where nobody says otherwise; sizes are in pixels.
+    """
+
+    folder: Path
+    models: list[nn.Module]  # the second is for lower noise levels
+    scheduler: Any = None  # None: the source's own sampler
+    boundary: float = 0.0  # the noise level below which the second model takes over
+    null: Tensor | None = None  # (l e) that stands for no caption, where the weights have one
+
+    length = 512  # tokens of a caption at most
+    size = (81, 480, 832)
+    steps, guidance, fps = 50, 5.0, 16.0
+    dtype = torch.bfloat16
+    images = False  # whether clips may go on from an image; see `needs_image`
+
+    @property
+    def channels(self) -> int:
+        """Latent channels that are drawn."""
+        config: Any = self.models[0].config
+        return config.in_channels - getattr(config, "condition_channels", 0)
+
+    @property
+    def needs_image(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------------------------------------------ conditions
+
+    def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
+        """What is told of captions; `negative` is what guidance leads away from, None where there is no guidance."""
+        raise NotImplementedError
+
+    def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
+        """What the model is told of the size of n clips of so many frames, rows and columns."""
+        return {}
+
+    def image_tokens(self, image: Tensor) -> Tensor | None:
+        """What the models are told of an image [3, h, w] beside its latent, (1 j e); None: nothing."""
+        return None
+
+    def begin(
+        self, prompt: Prompt, image: Tensor, tokens: Tensor | None, pixels: tuple[int, int, int], codec: Autoencoder
+    ) -> None:
+        """Add to a prompt that its clips go on from an image [3, h, w] in [-1, 1], of these `image_tokens`."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------------------------- sampling
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompt: Prompt,
+        noise: Tensor,
+        steps: int,
+        guidance: tuple[float, float],
+        *,
+        batched: bool = False,
+        random: Sequence[torch.Generator] = (),
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """Latents (n c t h w), float32, drawn from normal noise of that shape in so many steps of the scheduler.
+
+        guidance: of the first and the second model. batched: the two predictions of guidance by one call of 2 n clips,
+        rather than one after the other. random: a generator a clip, for schedulers that add noise at their steps.
+        """
+        scheduler = self.scheduler
+        scheduler.set_timesteps(steps, device=noise.device)
+        takes = inspect.signature(scheduler.step).parameters
+        extra = {"generator": list(random)} if "generator" in takes and random else {}
+        last = self.boundary * scheduler.config.num_train_timesteps
+        learned = getattr(scheduler.config, "variance_type", None) in ("learned", "learned_range")
+        flow = "FlowMatch" in type(scheduler).__name__ or scheduler.config.get("prediction_type") == "flow_prediction"
+        x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
+        timesteps = scheduler.timesteps
+        for i, t in enumerate(timesteps):
+            low = len(self.models) > 1 and bool(t < last)
+            model = self.models[low]
+            y = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+            y = _guided(model, *self.shown(y, t, prompt), prompt, guidance[low], batched).float()
+            y = y if learned else y[:, : x.shape[1]]
+            y = -flow_sign(model) * y if flow else y  # schedulers of flows take noise - x
+            x = scheduler.step(y, t, x, return_dict=False, **extra)[0]
+            if on_step is not None:
+                on_step(i + 1, len(timesteps))
+        return x
+
+    def shown(self, x: Tensor, t: Tensor, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """What the model is shown of latents at a timestep: itself, and the timestep of each clip."""
+        return x, t.expand(len(x))
+
+
+class Wan(Published):
+    images = True
+
+    @property
+    def needs_image(self) -> bool:
+        config: Any = self.models[0].config
+        return config.condition_channels > 0
+
+    def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
+        """Padded with zeros, which are seen."""
+        cleaned = [_cleaned(caption) for caption in captions]
+        rows = encoder.encode(cleaned if negative is None else [*cleaned, _cleaned(negative)])
+        context = torch.stack([nn.functional.pad(row, (0, 0, 0, self.length - len(row))) for row in rows])
+        n = len(captions)
+        none = None if negative is None else {"context": context[n:].expand(n, -1, -1)}
+        return Prompt({"context": context[:n]}, none)
+
+    def begin(
+        self, prompt: Prompt, image: Tensor, tokens: Tensor | None, pixels: tuple[int, int, int], codec: Autoencoder
+    ) -> None:
+        config: Any = self.models[0].config
+        if config.frame_times:
+            prompt.start = codec.encode(image[:, None])
+            return
+        latent = codec.encode(torch.cat([image[:, None], image.new_zeros(3, pixels[0] - 1, *pixels[1:])], dim=1))
+        given = torch.zeros(config.condition_channels - len(latent), *latent.shape[1:])
+        given[:, 0] = 1
+        prompt.start = torch.cat([given, latent])
+        for rows in (prompt.told, prompt.none):
+            if rows is not None and tokens is not None:
+                rows["image"] = tokens.expand(len(rows["context"]), -1, -1)
+
+    def image_tokens(self, image: Tensor) -> Tensor | None:
+        """Those of the last layer but one of the folder's CLIP."""
+        config: Any = self.models[0].config
+        if not config.image_channels:
+            return None
+        from PIL import Image
+
+        folder, _ = configuration(self.folder / "image_encoder", "image_encoder")
+        settings = self.folder / "image_processor" / "preprocessor_config.json"
+        if not settings.is_file():
+            raise CodecError(f"{settings} is not there: it says how an image is prepared for the image encoder")
+        transformers = library("transformers")
+        encoder = from_pretrained(transformers.CLIPVisionModel, folder).eval()
+        processor = image_processor(transformers).from_pretrained(str(settings.parent), local_files_only=True)
+        picture = Image.fromarray(((image + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+        given = processor(images=picture, return_tensors="pt")
+        with torch.no_grad():
+            return encoder(**given, output_hidden_states=True).hidden_states[-2]
+
+    def shown(self, x: Tensor, t: Tensor, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        config: Any = self.models[0].config
+        if config.condition_channels and prompt.start is not None:
+            return torch.cat([x, prompt.start.expand(len(x), -1, -1, -1, -1)], dim=1), t.expand(len(x))
+        if prompt.start is not None:
+            times = t * (torch.arange(x.shape[2], device=x.device) > 0)
+            return self.held(x, prompt), times.expand(len(x), -1)
+        return x, t.expand(len(x))
+
+    def held(self, x: Tensor, prompt: Prompt) -> Tensor:
+        """Latents with the frame that is given, where a model takes it so."""
+        config: Any = self.models[0].config
+        if prompt.start is None or not config.frame_times:
+            return x
+        return torch.cat([prompt.start.expand(len(x), -1, -1, -1, -1), x[:, :, 1:]], dim=2)
+
+    def sample(self, prompt: Prompt, *args: Any, **options: Any) -> Tensor:
+        return self.held(super().sample(prompt, *args, **options), prompt)
+
+
+class Latte(Published):
+    length = 120
+    size = (16, 512, 512)
+    guidance, fps = 7.5, 8.0
+
+    def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
+        """Its own tokens of each; the negative one is padded and cut to as many, as by LattePipeline clip by clip."""
+        own = encoder.encode([caption.lower().strip() for caption in captions])
+        told = _stacked(own)
+        if negative is None:
+            return Prompt(told)
+        (padded,) = encoder.encode([negative.lower().strip()], padded=True)
+        return Prompt(told, told | {"context": padded[: told["context"].shape[1]].expand_as(told["context"])})
+
+
+class STDiT(Published):
+    steps, guidance, fps = 30, 7.0, 24.0
+    size = (51, 480, 848)
+
+    @property
+    def version(self) -> str:
+        config: Any = self.models[0].config
+        return config.version
+
+    def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
+        """Its own tokens of each; those of no caption are the weights' own, as many."""
+        rows = encoder.encode([caption.strip() for caption in captions])
+        if negative is None:
+            return Prompt(_stacked(rows))
+        if negative:
+            everything, n = _stacked([*rows, *encoder.encode([negative])]), len(rows)
+            none = {name: value[n:].expand_as(value[:n]) for name, value in everything.items()}
+            return Prompt({name: value[:n] for name, value in everything.items()}, none)
+        if self.null is None:
+            raise CodecError(f"{self.folder}: no y_embedder.y_embedding in it: guidance needs a negative prompt")
+        told = _stacked(rows)
+        null = self.null[: told["context"].shape[1]].float()
+        return Prompt(told, told | {"context": null.expand_as(told["context"])})
+
+    def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
+        frames, height, width = pixels
+        known = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": fps}
+        return {name: torch.full((n,), float(known[name])) for name in stdit.TOLD[self.version]}
+
+    def sample(
+        self,
+        prompt: Prompt,
+        noise: Tensor,
+        steps: int,
+        guidance: tuple[float, float],
+        *,
+        batched: bool = False,
+        random: Sequence[torch.Generator] = (),
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        if self.scheduler is not None:
+            options: dict[str, Any] = {"batched": batched, "random": random, "on_step": on_step}
+            return super().sample(prompt, noise, steps, guidance, **options)
+        given: dict[str, Any] = {"uncond": prompt.none, "on_step": on_step, **prompt.told}
+        given["guidance"] = 1.0 if prompt.none is None else guidance[0]
+        if self.version == "v3":
+            return euler(self.models[0], noise, steps, shift=shift_at(1.0, 64 * 64, prod(noise.shape[2:])), **given)
+        return ddim(self.models[0], noise, steps, **given)
+
+
+def _guided(
+    model: Callable[..., Tensor], x: Tensor, timestep: Tensor, prompt: Prompt, guidance: float, batched: bool
+) -> Tensor:
+    x = x.to(next(model.parameters()).dtype)  # type: ignore[attr-defined]
+    if prompt.none is None:
+        return model(x, timestep, **prompt.told)
+    if batched:
+        both = {name: torch.cat([prompt.none[name], value]) for name, value in prompt.told.items()}
+        free, told = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **both).float().chunk(2)
+    else:
+        told, free = (model(x, timestep, **given).float() for given in (prompt.told, prompt.none))
+    return free + guidance * (told - free)
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+def read(
+    folder: Path, *, dtype: torch.dtype | None = None, sampler: str | None = None, shift: float | None = None
+) -> Published:
+    """The transformers of a folder on the CPU, in a type (None: that in which the family is published to run).
+
+    sampler: the class of another of diffusers' schedulers, made from the folder's settings; shift: of its noise levels.
+    A CodecError names what is not there, is damaged, or is of a family that is not known.
+    """
+    folder = Path(folder)
+    family, name = family_of(folder)
+    index = _json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
+    dtype = dtype or family.dtype
+    parts = [part for part in ("transformer", "transformer_2") if (folder / part).is_dir()]
+    built = [_transformer(folder / part, name, dtype, index) for part in parts]
+    boundary = float(index.get("boundary_ratio") or 0.0)
+    if len(built) > 1 and not 0 < boundary < 1:
+        raise CodecError(f"{folder} has two transformers, and no boundary_ratio in model_index.json says when which")
+    own = family is STDiT and not sampler and not (folder / "scheduler").is_dir()
+    chosen = None if own else scheduler(folder, sampler, shift)
+    return family(folder, [model for model, _ in built], chosen, boundary, built[0][1])
+
+
+def family_of(folder: Path) -> tuple[type[Published], str]:
+    """The family of a folder's transformer, and the class in its source; CodecError: none, or one not known."""
+    file = folder / "transformer" / "config.json"
+    if not file.parent.is_dir():
+        raise CodecError(f"{folder} is not the folder of a pipeline: there is no transformer/ in it")
+    config = _json(file) if file.is_file() else {}
+    name = str(config.get("_class_name") or config.get("model_type") or "STDiT")
+    family = next((found for key, found in FAMILIES.items() if name.startswith(key)), None)
+    if family is None:
+        raise CodecError(f"{file}: a {name}; known here: {', '.join(FAMILIES)}. dsp.parallelize takes other pipelines")
+    return family, name
+
+
+FAMILIES: dict[str, type[Published]] = {
+    "WanTransformer3DModel": Wan,
+    "LatteTransformer3DModel": Latte,
+    "STDiT": STDiT,
+}
+
+
+def _transformer(
+    folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any]
+) -> tuple[nn.Module, Tensor | None]:
+    """The model, and what its weights have for no caption."""
+    try:
+        state = read_safetensors(folder)
+    except Exception as error:  # of safetensors there are several
+        raise CodecError(f"{folder}: not readable as safetensors: {error}") from None
+    state = {name: value.to(dtype) for name, value in state.items()}
+    try:
+        with torch.device("meta"):
+            if name.startswith("Latte"):
+                model: nn.Module = latte.Latte.from_diffusers(state, folder / "config.json")
+            elif name.startswith("Wan"):
+                model = wan.from_diffusers(state, _json(folder / "config.json"), index.get("expand_timesteps"))
+            else:
+                model = stdit.from_reference(state)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"config.json: {error!r}" if isinstance(error, KeyError | TypeError) else error
+        raise CodecError(f"{folder}: {what}") from error
+    return model.eval().requires_grad_(False), state.get("y_embedder.y_embedding")
+
+
+def scheduler(folder: Path, name: str | None = None, shift: float | None = None) -> Any:
+    """diffusers' scheduler of a folder's scheduler_config.json; `name` of another class, with those settings."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    settings = _json(file) if file.is_file() else {}
+    wanted = name or settings.get("_class_name")
+    diffusers = library("diffusers")
+    kind = getattr(diffusers, str(wanted), None)
+    if wanted is None:
+        raise CodecError(f"{file} is not there: it says how the model is sampled; a scheduler can be named")
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise CodecError(f"{wanted} is no scheduler of diffusers")
+    own = inspect.signature(kind).parameters
+    changes = {key: shift for key in ("shift", "flow_shift") if shift is not None and key in own}
+    if shift is not None and not changes:
+        raise CodecError(f"{wanted} has no shift of noise levels")
+    if shift is not None and "use_flow_sigmas" in own and not settings.get("use_flow_sigmas"):
+        raise CodecError(f"{wanted}: its settings are not those of a flow, whose levels can be shifted")
+    made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+    if made.config.get("use_dynamic_shifting"):
+        raise CodecError(f"{file}: use_dynamic_shifting is not supported")
+    return made
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("not a table of settings")
+    except (OSError, ValueError) as error:
+        raise CodecError(f"{file}: damaged: {error}") from None
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def _cleaned(caption: str) -> str:
+    """A caption as WanPipeline cleans it: entities of HTML resolved, runs of white space single."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
+
+def _stacked(rows: Sequence[Tensor]) -> Rows:
+    """Embeddings [l, e] of captions as the arguments of a forward that masks the shorter ones."""
+    longest = max(map(len, rows))
+    context = torch.stack([nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])
+    return {"context": context, "context_mask": torch.arange(longest) < torch.tensor([[len(row)] for row in rows])}
