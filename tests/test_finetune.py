@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from latent_folders import latent_folder
-from runs import ROOT, metrics
+from runs import ROOT, metrics, run_here
 from test_docs import blocks
 from test_encode import gif
+from torch.distributed.checkpoint import FileSystemReader
 
 import zoo
 from zoo.data.latent_folder import LatentFolder, video_of
@@ -203,3 +204,28 @@ def test_adapters_are_all_that_is_trained(run, capsys):
     assert metrics(tuned, "loss", "grad_norm") == losses
     run(*options, "train.steps=4", "resume=true", "lora.rank=3", expect=2)
     assert "lora.rank: 2 in the checkpoint, 3 here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_checkpoints_of_adapters_hold_them_alone(run, whole_world, capsys):
+    """On two ranks in bf16, with averages; resumed and exported by one, in float32, from the base they belong to."""
+    pytest.importorskip("peft")
+    bases = [run(f"name=base{seed}", *SHORT, f"train.seed={seed}") for seed in (0, 1)]
+    assert all(export.main([str(base)]) == 0 for base in bases)
+    lora = ["lora.rank=2", "lora.targets=['*.qkv']", "train.ema=0.5", "train.precision=bf16"]
+    options = ["name=tuned", *SHORT, f"init.weights={bases[0] / 'export'}", *lora]
+    whole_world(run_here, 2, run.arguments(*options, "train.steps=2"))
+    (checkpoint,) = (run.directory / "runs/tuned/checkpoints").glob("step-*")
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    assert {key.partition(".")[0] for key in stored} == {"model", "average", "optimizer"}
+    assert all(".lora_" in key for key in stored)
+    assert sum(entry.size.numel() for key, entry in stored.items() if key.startswith("model.")) == 1536
+    tuned = run.directory / "runs/tuned"
+    before, after = (export.weights_of(d).state_dict() for d in (bases[0], tuned))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.endswith("qkv.weight") for name in changed)
+    run(*options, "train.steps=4", "resume=true")
+    capsys.readouterr()
+    run(*options, "train.steps=5", "resume=true", f"init.weights={bases[1] / 'export'}", expect=2)
+    assert "lora.base: " in capsys.readouterr().err

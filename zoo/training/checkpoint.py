@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -39,10 +40,12 @@ from zoo.training.optim import MovingAverage
 from zoo.training.ranks import on_first_rank
 from zoo.training.verify import FORMAT, Damaged, Reader, digest, verify
 
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
 
 @dataclass
 class Contents:
-    """What a checkpoint is of.
+    """What a checkpoint is of: parameters that are trained, the rest of them being those of the base of an adapter.
 
     `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
     parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
@@ -56,7 +59,7 @@ class Contents:
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is stored, as a nested dict of tensors; and the optimizer's settings, which are not."""
-        tensors: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        tensors: dict[str, Any] = {"model": get_model_state_dict(self.model, options=TRAINED)}
         if self.average:
             tensors["average"] = self.average.values
         if self.optimizer is None:
@@ -202,7 +205,8 @@ def size_of(tensors: Mapping[str, Any]) -> int:
 
 def expected_size(model: nn.Module, average: MovingAverage | None = None) -> int:
     """Bytes of a checkpoint of `model` with AdamW's two moments."""
-    return sum((4 if average else 3) * p.numel() * p.element_size() for p in model.parameters())
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum((4 if average else 3) * p.numel() * p.element_size() for p in trained)
 
 
 def check_space(directory: Path, needed: int) -> None:
@@ -261,7 +265,7 @@ def load(
 
 def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, contents: Contents) -> None:
     entries: Mapping[str, Any] = metadata.state_dict_metadata
-    tensors: Mapping[str, Any] = get_model_state_dict(contents.model)
+    tensors: Mapping[str, Any] = get_model_state_dict(contents.model, options=TRAINED)
     stored = {key[6:]: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     theirs_flat, ours_flat = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(contents.identity))))
@@ -295,7 +299,8 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
     if average and not _has_average(metadata):
         del tensors["average"]
     if swap:
-        tensors["average"] = {name: tensors["model"].pop(name) for name, _ in model.named_parameters()}
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        tensors["average"] = {name: tensors["model"].pop(name) for name in trained}
     if contents.optimizer is not None:  # a parameter that never had a gradient has no moments to load
         known = metadata.state_dict_metadata
         tensors["optimizer"] = {
@@ -309,7 +314,7 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
     _copy_rows(stored, tensors, contents.orders)
-    set_model_state_dict(model, tensors["model"] | (tensors["average"] if swap else {}))
+    set_model_state_dict(model, tensors["model"] | (tensors["average"] if swap else {}), options=TRAINED)
     if average and not _has_average(metadata):
         average.restart()
     if contents.optimizer is not None:

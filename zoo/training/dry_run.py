@@ -83,7 +83,9 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    weights = 16 * sum(p.numel() for p in model.parameters()) * replicate // dist.get_world_size()
+    trained = sum(p.numel() for p in trainable(model))
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    weights = (16 * trained + compute_dtype(config).itemsize * frozen) * replicate // dist.get_world_size()
     if (weights + plan.peak) * ranks > there:  # roughly; it takes time to say it exactly
         need = Memory(config, task, model).total(sp) * ranks
         if need > there:
@@ -114,19 +116,22 @@ class Memory:
 
     def table(self, sp: int, way: str | None = None, shard: int | None = None) -> Rows:
         """Row by row, the total last; the way and dp_shard are those of the configuration, if not said."""
-        train, count, trained = self.config.train, self.parameters, self.trained
+        train, trained, frozen = self.config.train, self.trained, self.parameters - self.trained
         shards = (shard or self.config.parallel.dp_shard) * sp
         over = f"in fp32 over {number_of(shards, 'rank')}"
         activations = self.kept[way or train.checkpoint_activations].bytes
         rows = [
-            ("parameters", count * 4 // shards, f"{amount(count)} {over}"),
+            ("parameters", trained * 4 // shards, f"{amount(trained)} {over}"),
             ("gradients", trained * 4 // shards, over),
             ("AdamW moments", trained * 8 // shards, f"two {over}"),
             ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
             ("activations", -(-activations // sp), "kept for backward, this rank's share"),
         ]
         if train.ema > 0:
-            rows.insert(3, ("averaged weights", count * 4 // shards, over))
+            rows.insert(3, ("averaged weights", trained * 4 // shards, over))
+        if frozen:
+            kind = f"{amount(frozen)} in {train.precision} over {number_of(shards, 'rank')}"
+            rows.insert(1, ("frozen parameters", frozen * self.width // shards, kind))
         if train.accumulation > 1:
             rows.insert(2, ("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
         return [*rows, ("total", sum(held for _, held, _ in rows), "")]

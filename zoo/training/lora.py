@@ -1,10 +1,16 @@
 """Low-rank adapters (LoRA; Hu et al., 2021) on the linear layers of a model, by the package peft."""
 
+import hashlib
+import json
 import re
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zoo.training import UserError
 from zoo.training.sections import Lora
@@ -35,6 +41,34 @@ def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
     names = "|".join(re.escape(name) for name in chosen)
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), model)
     return model
+
+
+def freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the weights that are not trained in the type that they are computed in: nothing is added to them."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
+
+
+@torch.no_grad()
+def base_of(model: nn.Module) -> str:
+    """What tells one base of adapters from another: sums over the bits of its weights, in bfloat16. Collective.
+
+    It is the same for weights that are whole on a rank and for those that ranks share.
+    """
+    sums, shards = {}, 1
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            local = p.to_local() if isinstance(p, DTensor) else p
+            sums[plain_name(name)] = local.bfloat16().view(torch.int16).sum(dtype=torch.int64)
+            if isinstance(p, DTensor):
+                shards = prod(p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_shard())
+    found = torch.stack(list(sums.values())).cpu()
+    if shards > 1:
+        dist.all_reduce(found)  # every shard as often as there are copies of it
+        found //= dist.get_world_size() // shards
+    listed = sorted(zip(sums, found.tolist()))
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 
 def plain_name(name: str) -> str:

@@ -17,6 +17,7 @@ import dsp
 from dsp.stages import find_modules
 from zoo.contract import check
 from zoo.training import UserError, initial, one_line, user_error
+from zoo.training.lora import base_of, freeze
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Task
 
@@ -33,6 +34,8 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
     try:
         with torch.device("meta"), sizes_that_exist():
             model = task.model()
+            if config.lora.rank:
+                freeze(model, compute_dtype(config))
             objective = task.objective(model)
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
@@ -115,7 +118,8 @@ def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
     on_first_rank(lambda: made.append(initial.source(task)))
     source = made[0] if made else None
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = source.state_dict() if source else {}
+    kinds = {name: value.dtype for name, value in model.state_dict().items()}
+    state = {name: value.to(kinds[name]) for name, value in source.state_dict().items()} if source else {}
     for name, order in dsp.embedded.rank_order(model).items() if source else ():
         state[name] = state[name][order]
     set_model_state_dict(model, state, options=everywhere)
@@ -123,3 +127,5 @@ def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
         if source:
             buffer.copy_(source.get_buffer(name))
         dist.broadcast(buffer, src=0)
+    if task.config.lora.rank:
+        task.identity["lora"]["base"] = base_of(model)

@@ -33,7 +33,8 @@ def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
     betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
     found: list[torch.optim.Optimizer] = []
     if groups:
-        found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay))
+        fused = all(p.is_cuda for group in groups for p in group["params"])  # one kernel a group
+        found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay, fused=fused))
     if matrices:
         found.append(torch.optim.Muon(matrices, options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     return found
@@ -76,8 +77,8 @@ def averaged(average: "MovingAverage | None") -> AbstractContextManager[None]:
 class MovingAverage:
     """A moving average of the weights, to sample and validate with (Polyak averaging).
 
-    Follows every parameter of an FSDP2 model: average <- decay average + (1 - decay) weight, after each step. A rank
-    keeps the average of its own shards alone, so there is nothing to communicate.
+    Follows every trained parameter of an FSDP2 model: average <- decay average + (1 - decay) weight, after each step. A
+    rank keeps the average of its own shards alone, so there is nothing to communicate.
     """
 
     def __init__(self, model: Any, decay: float):
@@ -86,12 +87,15 @@ class MovingAverage:
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
-        self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.values = {name: p.detach().clone() for name, p in self._trained().items()}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def update(self) -> None:
         average = [_local(value) for value in self.values.values()]
-        torch._foreach_lerp_(average, [_local(p) for p in self.model.parameters()], 1 - self.decay)
+        torch._foreach_lerp_(average, [_local(p) for p in self._trained().values()], 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -107,7 +111,7 @@ class MovingAverage:
         for module in self.model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()  # FSDP keeps what it last gathered, which is about to be out of date
-        for name, p in self.model.named_parameters():
+        for name, p in self._trained().items():
             weight, average = _local(p), _local(self.values[name])
             kept = weight.clone()
             weight.copy_(average)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
+from zoo.training.model import initialize
 from zoo.training.task import Infer, Task
 from zoo.training.tracking import duration
 
@@ -47,7 +48,10 @@ def restored(task: Task, directory: Path, step: int | None, device: torch.device
     """The task's model with the weights of a checkpoint, whole on every rank, and in nobody's hands yet."""
     with torch.device("meta"):
         model = task.model()
-    model.to_empty(device=device)
+    if task.config.lora.rank:  # the checkpoint has what was added to the weights that the run began with
+        initialize(model, task, device)
+    else:
+        model.to_empty(device=device)
     wanted = checkpoint.Contents(model, identity=task.identity)
     state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.say)
     if state is None:
