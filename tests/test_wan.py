@@ -7,7 +7,7 @@ from zoo_oracles import agree, copy_weights, diffusers, randomise
 
 import zoo
 from zoo.video.diffusion import RectifiedFlow, euler
-from zoo.video.wan import diffusers_names
+from zoo.video.wan import diffusers_names, from_diffusers, to_diffusers
 
 
 def oracle(**overrides):
@@ -147,3 +147,14 @@ def test_the_velocity_is_that_of_the_published_weights():
     for t in scheduler.timesteps:
         x = scheduler.step(Perfect()(x, t), t, x).prev_sample
     torch.testing.assert_close(x, target)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"in_channels": 9, "condition_channels": 5, "image_channels": 6}])
+def test_diffusers_takes_a_model_back(overrides):
+    torch.manual_seed(0)
+    model = zoo.create("wan", "test", **overrides)
+    randomise(model)
+    theirs = to_diffusers(model)
+    again = from_diffusers(theirs.state_dict(), theirs.config)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))

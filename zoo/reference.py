@@ -46,6 +46,16 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
     model.load_state_dict(values, assign=any(value.is_meta for value in ours.values()))
 
 
+@torch.no_grad()
+def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
+    """Copy a model's weights into one that has them under other names, in place: the reverse of ``load``."""
+    state = theirs.state_dict()
+    for name, value in model.state_dict().items():
+        sources = [found] if isinstance(found := names(name), str) else found
+        state |= {n: part.reshape(state[n].shape) for n, part in zip(sources, value.chunk(len(sources)))}
+    theirs.load_state_dict(state)
+
+
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """How many layers a state dict has: ``count(state, "blocks.{}.")`` counts the numbers that stand in the braces."""
     before, after = pattern.split("{}")

@@ -67,7 +67,7 @@ from zoo.layers import (
     unpatchify,
     video_inputs,
 )
-from zoo.reference import count, load, read_safetensors
+from zoo.reference import count, give, load, read_safetensors
 
 log = logging.getLogger(__name__)
 
@@ -425,11 +425,7 @@ def to_diffusers(model: Latte, frames: int = 16) -> Any:
         sample_size=c.sample_size, patch_size=c.patch[1], caption_channels=c.caption_channels, video_length=frames,
         activation_fn="gelu-approximate", norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
     )  # fmt: skip
-    state = theirs.state_dict()
-    for name, value in model.state_dict().items():
-        names = diffusers_names(name)
-        state |= {n: part.reshape(state[n].shape) for n, part in zip(names, value.chunk(len(names)))}
-    theirs.load_state_dict(state)
+    give(model, theirs, diffusers_names)
     return theirs
 
 

@@ -59,7 +59,7 @@ from zoo.layers import (
     unpatchify,
     video_inputs,
 )
-from zoo.reference import count, load
+from zoo.reference import count, give, load
 
 SIZES: dict[str, dict[str, Any]] = {
     "1.3B": {"hidden": 1536, "depth": 30, "heads": 12, "mlp": 8960},
@@ -372,6 +372,21 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
         image_channels=config.get("image_dim") or 0,
         frame_times=channels == 48,
     )
+
+
+def to_diffusers(model: Wan, frames: int = 0) -> Any:
+    """diffusers' `WanTransformer3DModel` with the model's weights; it takes clips of any number of frames."""
+    from diffusers import WanTransformer3DModel
+
+    c = model.config
+    image = {"image_dim": c.image_channels, "added_kv_proj_dim": c.hidden} if c.image_channels else {}
+    theirs: Any = WanTransformer3DModel(
+        patch_size=c.patch, num_attention_heads=c.heads, attention_head_dim=c.hidden // c.heads,
+        in_channels=c.in_channels, out_channels=c.out_channels, text_dim=c.caption_channels, ffn_dim=c.mlp,
+        num_layers=c.depth, **image,
+    )  # fmt: skip
+    give(model, theirs, diffusers_names)
+    return theirs
 
 
 def diffusers_names(name: str) -> list[str]:
