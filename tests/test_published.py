@@ -108,20 +108,23 @@ def test_clips_are_those_of_diffusers(folders: dict[str, Path], name: str, guida
     assert (clips.float() - pixels * 255).abs().max() <= 1
 
 
-def on_ranks(mesh: DeviceMesh, folder: Path, one: Tensor) -> None:
-    pipe = zoo.pipeline(folder, dtype="fp32")
-    clips = pipe.sample(**asked(folder, steps=3, guidance=4.0, batch=2, batched=True))
+def on_ranks(mesh: DeviceMesh, folder: Path, one: Tensor, branches: bool) -> None:
+    pipe = zoo.pipeline(folder, dtype="fp32", branches=branches)
+    clips = pipe.sample(**asked(folder, steps=3, guidance=4.0, batch=2, batched=not branches))
     assert (clips is None) == (mesh.get_rank() > 0)
     if clips is not None:
         assert (clips.int() - one.int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize(("name", "n"), [("wan-i2v", 3), ("wan-2.2", 2), ("latte", 2), slow("wan-ti2v", 3)])
-def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name: str, n: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "n", "branches"),
+    [("wan-i2v", 3, False), ("wan-2.2", 4, True), ("latte", 2, False), slow("wan-ti2v", 3, False)],
+)
+def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name: str, n: int, branches: bool) -> None:
     pipe = zoo.pipeline(folders[name], dtype="fp32")
     one = pipe.sample(**asked(folders[name], steps=3, guidance=4.0))
     pipe.close()
-    whole_world(on_ranks, n, folders[name], one)
+    whole_world(on_ranks, n, folders[name], one, branches)
 
 
 # ---------------------------------------------------------------------------------------------------------------- STDiT

@@ -28,17 +28,24 @@ def load(path: Any, *, averaged: bool = True) -> Any:
     return Run(path, averaged=averaged)
 
 
-def pipeline(folder: Any, *, dtype: str | None = None, scheduler: str | None = None, shift: float | None = None) -> Any:
+def pipeline(
+    folder: Any,
+    *,
+    dtype: str | None = None,
+    scheduler: str | None = None,
+    shift: float | None = None,
+    branches: bool = False,
+) -> Any:
     """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
 
     Wan, Latte, and STDiT by its own weights in `transformer/`, beside `vae/`, `text_encoder/`, `tokenizer/` and
     `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: that for which the family was published.
-    scheduler: the class of another of diffusers' schedulers; shift: of its noise levels. ValueError: a part is missing,
-    damaged or not known.
+    scheduler: the class of another of diffusers' schedulers; shift: of its noise levels. branches: half of the ranks
+    make each of the two predictions of guidance. ValueError: a part is missing, damaged or not known.
     """
     from zoo.training.pipeline import Pipeline
 
-    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift)
+    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches)
 
 
 __all__ = ["create", "from_reference", "list_models", "load", "pipeline", "sizes"]

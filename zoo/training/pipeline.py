@@ -55,6 +55,7 @@ class Pipeline:
         dtype: str | None = None,
         scheduler: str | None = None,
         shift: float | None = None,
+        branches: bool = False,
     ):
         if dtype not in (None, *DTYPES):
             raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -73,7 +74,13 @@ class Pipeline:
                     f"{self.folder}: its transformer draws {self.published.channels} latent channels, and its vae has "
                     f"{self.codec.channels}"
                 )
-            mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
+            world, over = dist.get_world_size(), 2 if branches else 1
+            if world % over:
+                raise UserError(f"branches: guidance by halves of the ranks needs an even number of them, not {world}")
+            if branches and self.published.scheduler is None:
+                raise UserError("branches: the sampler of this family takes its predictions one after the other")
+            mesh = init_device_mesh(self.device.type, (over, world // over), mesh_dim_names=("guidance", "sp"))
+            self.halves = mesh["guidance"] if branches else None
             for model in self.published.models:
                 dsp.parallelize(model.to(self.device), mesh["sp"])
             stack.push(opened.pop_all())
@@ -148,6 +155,8 @@ class Pipeline:
             raise UserError(f"this {kind} goes on from an image: --first-frame names one")
         if options.guidance_2 is not None and len(source.models) == 1:
             raise UserError("--guidance-2: there is one transformer in this folder")
+        if self.halves is not None and (options.batched or options.guidance == 1):
+            raise UserError("--branches: halves of the ranks need guidance, and --batched leaves them nothing to share")
         if options.batched and source.scheduler is None:
             raise UserError("--batched: the sampler of this family takes its predictions one after the other")
 
@@ -160,6 +169,19 @@ class Pipeline:
             return self.published.captions(self.text, options.prompt, negative)
         finally:
             self.text.module.to("cpu")  # the transformer needs the memory
+
+    def _branch(self) -> published.Branch | None:
+        """The prediction of this rank's half, and what gathers both."""
+        if self.halves is None:
+            return None
+        group = self.halves.get_group()
+
+        def join(own: Tensor) -> Sequence[Tensor]:
+            both = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(both, own.contiguous(), group=group)
+            return both
+
+        return self.halves.get_local_rank(), join
 
     def _dtype(self) -> torch.dtype:
         return next(self.published.models[0].parameters()).dtype
@@ -181,7 +203,7 @@ class Pipeline:
 
             latents = self.published.sample(
                 prompt.rows(clips, self.device), noise, options.steps, (options.guidance, second),
-                batched=options.batched, random=random, on_step=count,
+                batched=options.batched, branch=self._branch(), random=random, on_step=count,
             )  # fmt: skip
             made.append(latents.cpu())
         return torch.cat(made)
@@ -214,8 +236,11 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the transformers (what they are published for)")
     parser.add_argument("--scheduler", help="another class of diffusers' schedulers, with the folder's settings")
     parser.add_argument("--shift", type=float, help="of the scheduler's noise levels (the folder's)")
+    parser.add_argument("--branches", action="store_true", help="guidance's two predictions by half of the ranks each")
     options = parser.parse_args(given)
-    pipe = Pipeline(folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift)
+    pipe = Pipeline(
+        folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches
+    )
     try:
         pipe.run(options, progress())
         ranks.say(f"took {pipe.account}")

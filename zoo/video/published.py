@@ -35,6 +35,8 @@ from zoo.video.pretrained import CodecError, configuration, from_pretrained, ima
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
 Rows = dict[str, Tensor]  # arguments of a forward, a row a clip
+# which prediction of guidance is this process's, 0 with the caption, and what brings both together, in this order
+Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
 
 
 @dataclass
@@ -114,13 +116,15 @@ class Published:
         guidance: tuple[float, float],
         *,
         batched: bool = False,
+        branch: Branch | None = None,
         random: Sequence[torch.Generator] = (),
         on_step: OnStep | None = None,
     ) -> Tensor:
         """Latents (n c t h w), float32, drawn from normal noise of that shape in so many steps of the scheduler.
 
         guidance: of the first and the second model. batched: the two predictions of guidance by one call of 2 n clips,
-        rather than one after the other. random: a generator a clip, for schedulers that add noise at their steps.
+        rather than one after the other; branch: by processes of their own. random: a generator a clip, for schedulers
+        that add noise at their steps.
         """
         scheduler = self.scheduler
         scheduler.set_timesteps(steps, device=noise.device)
@@ -135,7 +139,7 @@ class Published:
             low = len(self.models) > 1 and bool(t < last)
             model = self.models[low]
             y = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
-            y = _guided(model, *self.shown(y, t, prompt), prompt, guidance[low], batched).float()
+            y = _guided(model, *self.shown(y, t, prompt), prompt, guidance[low], batched, branch).float()
             y = y if learned else y[:, : x.shape[1]]
             y = -flow_sign(model) * y if flow else y  # schedulers of flows take noise - x
             x = scheduler.step(y, t, x, return_dict=False, **extra)[0]
@@ -270,13 +274,11 @@ class STDiT(Published):
         steps: int,
         guidance: tuple[float, float],
         *,
-        batched: bool = False,
-        random: Sequence[torch.Generator] = (),
         on_step: OnStep | None = None,
+        **options: Any,
     ) -> Tensor:
         if self.scheduler is not None:
-            options: dict[str, Any] = {"batched": batched, "random": random, "on_step": on_step}
-            return super().sample(prompt, noise, steps, guidance, **options)
+            return super().sample(prompt, noise, steps, guidance, on_step=on_step, **options)
         given: dict[str, Any] = {"uncond": prompt.none, "on_step": on_step, **prompt.told}
         given["guidance"] = 1.0 if prompt.none is None else guidance[0]
         if self.version == "v3":
@@ -285,12 +287,21 @@ class STDiT(Published):
 
 
 def _guided(
-    model: Callable[..., Tensor], x: Tensor, timestep: Tensor, prompt: Prompt, guidance: float, batched: bool
+    model: Callable[..., Tensor],
+    x: Tensor,
+    timestep: Tensor,
+    prompt: Prompt,
+    guidance: float,
+    batched: bool,
+    branch: Branch | None,
 ) -> Tensor:
     x = x.to(next(model.parameters()).dtype)  # type: ignore[attr-defined]
     if prompt.none is None:
         return model(x, timestep, **prompt.told)
-    if batched:
+    if branch is not None:
+        mine, join = branch
+        told, free = join(model(x, timestep, **(prompt.told, prompt.none)[mine]).float())
+    elif batched:
         both = {name: torch.cat([prompt.none[name], value]) for name, value in prompt.told.items()}
         free, told = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **both).float().chunk(2)
     else:
