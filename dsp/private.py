@@ -49,6 +49,17 @@ COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are fro
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
 
+def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | None, torch.dtype | None]:
+    """What `fully_shard` casts of a module: its parameters, by the ids of their shards, what it takes and returns."""
+    state = module._get_fsdp_state()
+    policy = state._mp_policy
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was one
+    groups = [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+    to = policy.param_dtype
+    parameters = {id(p.sharded_param): to for group in groups for p in group.fsdp_params} if to else {}
+    return parameters, to if policy.cast_forward_inputs else None, policy.output_dtype
+
+
 def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
     """`torch.distributed`'s, under way, to be waited for: by the group itself, in two thirds of the host time."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # renamed in torch 2.13

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import toys
+from runs import Heard
 from slow import slow
 from test_parallel import averaged, beside, same, scalar, unsharded
 from torch import Tensor, nn
@@ -154,10 +155,11 @@ def mixed(mesh: DeviceMesh) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     kwargs = {k: v.float() for k, v in toys.inputs("Grid", 1, 7, 5).items()}
-    with dsp.count_comm() as comm:
+    with dsp.count_comm() as comm, Heard() as heard:
         out = model(**kwargs)
         loss = dsp.mean(out.float() if not isinstance(out, DTensor) else out)
         loss.backward()
+    assert not heard.texts, heard.texts  # it sends what its plan says: that is made in bf16, too
     assert out.dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     single = toys.make("Grid").float()
@@ -172,6 +174,31 @@ def mixed(mesh: DeviceMesh) -> None:
 
 def test_mixed_precision_moves_half_the_bytes(ranks) -> None:
     ranks(mixed, 2)
+
+
+def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
+    """Casts of what stages are given and return, of layers between them, and one there that changes a type."""
+    torch.manual_seed(0)
+    model = Layered()
+    dsp.parallelize(model, mesh, gather_output=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    wide = dataclasses.replace(policy, output_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer.space, mesh=mesh, mp_policy=wide if casts == "of outputs" else policy)
+        fully_shard(layer.time, mesh=mesh, mp_policy=wide if casts == "unknown" else policy)
+        if casts in ("of a layer", "unknown"):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    with Heard() as heard:
+        for _ in range(2):
+            x = torch.randn(1, 7, 6, toys.C, generator=torch.Generator().manual_seed(1))
+            dsp.mean(model(x).float()).backward()
+    assert bool(heard.texts) == (casts == "unknown" and mesh.get_local_rank() == 0), heard.texts
+
+
+@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
+def test_mixed_precision_between_stages_is_planned(ranks, casts: str) -> None:
+    ranks(mixed_around_glue, 2, casts)
 
 
 def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:

@@ -18,8 +18,8 @@ ROOMS = {
     "planner": "problem facts loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
-    "plan": """script events places skeleton watch operation names values operations backwards recorder twins tracer
-        tracing reads residual picture table solve program traffic cost advice make choose""",
+    "plan": """script events places skeleton precision watch operation names values operations backwards recorder twins
+        tracer tracing reads residual picture table solve program traffic cost advice make choose""",
     "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph
         pipelines parallel""",
     "check": "report compare modes independence check",

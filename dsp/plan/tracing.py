@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
+from dsp.plan.precision import Casts, Precision
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
@@ -61,7 +62,7 @@ class How:
     gather_output: whether its outputs are gathered; dtype: the floating-point type to trace with, by default that of
     the model; given: parameters that arrive already sharded, and their cut; recompute: every stage counts as one that
     keeps only its inputs for backward; twins: stages that are alike run once (`dsp.plan.twins`); real: on copies that
-    have their data.
+    have their data; mixed: in the types of `fully_shard`'s mixed precision.
     """
 
     gather_output: bool
@@ -70,6 +71,7 @@ class How:
     recompute: bool = False
     twins: bool = True
     real: bool = False
+    mixed: bool = True
 
     def kind(self, t: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -97,6 +99,8 @@ def trace(
                 with Rehearsal(model, stages, How(**how)) as rehearsal:
                     found = rehearsal.run(root, args, kwargs, n, (longest, bool(again)))
             break
+        except Casts:
+            return trace(model, stages, root, args, kwargs, n, **{**how, "mixed": False})
         except Longer as longer:  # what is long beside that is known only now
             longest = longer.nbytes // SHORT
         except Exception as error:
@@ -120,6 +124,7 @@ class Rehearsal:
         self.groups = alike([stage.module for stage in stages]) if twins else []
         first = {id(other): group[0] for group in self.groups for other in group[1:]}
         self.staged = {id(m) for stage in stages for m in stage.module.modules()}
+        self.precision = Precision(model if how.mixed and how.dtype is None else nn.Module(), self.staged)
         skeleton = Skeleton(lambda t: self.fakes.setdefault(id(t), self.fake(t)), first, self.staged)
         self.clone, self.memo = skeleton.of(model), skeleton.memo
 
@@ -130,8 +135,11 @@ class Rehearsal:
         if isinstance(self.mode, Fakes):
             self.mode.over = True
 
+    def kind(self, t: Tensor) -> torch.dtype:
+        return self.precision.parameters.get(id(t)) or self.how.kind(t)
+
     def fake(self, t: Tensor) -> Tensor:
-        kind = self.how.kind(t)
+        kind = self.kind(t)
         if not self.how.real:
             return fake_tensor(self.mode, t, kind)
         new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
@@ -142,7 +150,7 @@ class Rehearsal:
     def resident(self) -> int:
         """Bytes of parameters and buffers."""
         held = {id(t): t for t in itertools.chain(self.model.parameters(), self.model.buffers())}
-        return sum(t.numel() * self.how.kind(t).itemsize for t in held.values())
+        return sum(t.numel() * self.kind(t).itemsize for t in held.values())
 
     def hooks(self, tracer: Tracer) -> list[Any]:
         """What tells the tracer of stages, of what communicates inside of them, and of the modules between."""
@@ -164,7 +172,7 @@ class Rehearsal:
         for module in self.clone.modules():
             if id(module) not in staged and (path := copies.get(id(module))):
                 watch(module, partial(tracer.enter_module, clean(path)), lambda out: tracer.leave_module())
-        return handles
+        return handles + self.precision.hooks(self.memo)
 
     def marks(self) -> list[Any]:
         """What shows whether stages wrote to themselves."""
