@@ -118,7 +118,7 @@ def on_ranks(mesh: DeviceMesh, folder: Path, one: Tensor, branches: bool) -> Non
 
 @pytest.mark.parametrize(
     ("name", "n", "branches"),
-    [("wan-i2v", 3, False), ("wan-2.2", 4, True), ("latte", 2, False), slow("wan-ti2v", 3, False)],
+    [slow("wan-i2v", 3, False), slow("wan-2.2", 4, True), ("latte", 2, False), slow("wan-ti2v", 3, False)],
 )
 def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name: str, n: int, branches: bool) -> None:
     pipe = zoo.pipeline(folders[name], dtype="fp32")
@@ -264,22 +264,22 @@ def test_the_readmes_pipeline_draws_the_clip_of_one_process(folders: dict[str, P
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (code,) = [block for block in re.findall(r"```text\n(.*?)```", readme, re.S) if "DiffusionPipeline" in block]
     for old, new in (
-        ('"Wan-AI/Wan2.1-T2V-1.3B-Diffusers", torch_dtype=torch.bfloat16', f"{str(folders['wan'])!r}"),
+        ('"Wan-AI/Wan2.1-T2V-1.3B-Diffusers", torch_dtype=torch.bfloat16', repr(str(folders["wan"]))),
         ("num_frames=81, height=480, width=832", "num_frames=5, height=32, width=48, num_inference_steps=2"),
-        ("torch.distributed.destroy_process_group()", "torch.save(torch.as_tensor(video), f'{len(mesh.mesh)}.pt')\n"),
+        ("torch.distributed.destroy_process_group()", "torch.save(torch.as_tensor(video), 'two.pt')\n"),
     ):
         assert old in code
         code = code.replace(old, new)
-    end = "torch.distributed.destroy_process_group()\n"
-    (tmp_path / "two.py").write_text(code + end)
-    alone = code.replace("(2,)", "(1,)").replace("dsp.parallelize(pipe, mesh)", "pass")
-    (tmp_path / "one.py").write_text(alone + end)
-    for ranks, script in ((1, "one.py"), (2, "two.py")):
-        done = launched([sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(ranks), script], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    (tmp_path / "two.py").write_text(code + "torch.distributed.destroy_process_group()\n")
+    done = launched([sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2", "two.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folders["wan"], local_files_only=True)
+        draw, size = torch.Generator().manual_seed(0), {"num_frames": 5, "height": 32, "width": 48}
+        one = pipe("a boat in a storm", **size, num_inference_steps=2, generator=draw).frames[0]
     assert one.shape == (5, 32, 48, 3)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.load(tmp_path / "two.pt"), torch.as_tensor(one), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
