@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from latent_folders import latent_folder
-from runs import ROOT, metrics, run_here
+from runs import ROOT, TINY, Runs, metrics, run_here
 from test_docs import blocks
 from test_encode import gif
 from torch.distributed.checkpoint import FileSystemReader
@@ -229,3 +230,20 @@ def test_checkpoints_of_adapters_hold_them_alone(run, whole_world, capsys):
     capsys.readouterr()
     run(*options, "train.steps=5", "resume=true", f"init.weights={bases[1] / 'export'}", expect=2)
     assert "lora.base: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_wan_to_diffusers_and_back(trainer, tmp_path):
+    """A trained Wan is what diffusers reads, and a run that begins with that folder has the same weights."""
+    diffusers = pytest.importorskip("diffusers")
+    wan = "{name: wan, size: test, overrides: {in_channels: 1, caption_channels: 26}}"
+    runs = Runs(trainer, tmp_path, re.sub(r"model: .*", f"model: {wan}", TINY))
+    first = runs("name=first", *SHORT, "sample.guidance=1")
+    assert export.main([str(first), "--layout", "diffusers"]) == 0
+    theirs = diffusers.WanTransformer3DModel.from_pretrained(first / "export")
+    second = runs("name=second", *SHORT, "sample.guidance=1", f"init.weights={first / 'export'}", "optim.lr=0")
+    weights = export.weights_of(second)
+    assert same(weights.state_dict(), export.weights_of(first).state_dict())
+    x, t, text = torch.randn(1, 1, 3, 4, 4), torch.tensor([300.0]), torch.randn(1, 5, 26)
+    with torch.no_grad():
+        torch.testing.assert_close(weights(x, t, context=text), theirs(x, t, text).sample, rtol=1e-4, atol=1e-5)
