@@ -50,7 +50,7 @@ OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for th
 
 
 def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | None, torch.dtype | None]:
-    """What `fully_shard` casts of a module: its parameters, by the ids of their shards, what it takes and returns."""
+    """Types that `fully_shard` casts to: a module's parameters, by the ids of their shards, its inputs, its outputs."""
     state = module._get_fsdp_state()
     policy = state._mp_policy
     groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was one

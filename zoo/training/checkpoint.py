@@ -45,7 +45,7 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 @dataclass
 class Contents:
-    """What a checkpoint is of: parameters that are trained, the rest of them being those of the base of an adapter.
+    """Contents of a checkpoint: trained parameters; those that are frozen belong to the base of an adapter.
 
     `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
     parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.

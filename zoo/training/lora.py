@@ -52,7 +52,7 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def base_of(model: nn.Module) -> str:
-    """What tells one base of adapters from another: sums over the bits of its weights, in bfloat16. Collective.
+    """Fingerprint of the weights below adapters: sums over their bits, in bfloat16. Collective.
 
     It is the same for weights that are whole on a rank and for those that ranks share.
     """

@@ -38,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Whether a folder is that of a pipeline rather than of a run."""
+    """True for the folder of a pipeline, False for that of a run."""
     return (folder / "transformer").is_dir() and not (folder / "config.yaml").is_file()
 
 
@@ -118,11 +118,13 @@ class Pipeline:
             with watch("encoding"):
                 image = options.first_frame
                 if not isinstance(image, Tensor):
-                    image = on_first_rank(lambda: user_error(read_frames, image, *pixels[1:], most=1)[:, 0])
+                    file = Path(image)
+                    image = on_first_rank(lambda: user_error(read_frames, file, *pixels[1:], most=1)[:, 0])
                 self.codec.module.to(self.device)
                 shared = together(self.codec) if self.codec.causal else self.codec
                 tokens = on_first_rank(lambda: user_error(self.published.image_tokens, image))
                 user_error(self.published.begin, prompt, image, tokens, pixels, shared)
+                self.codec.module.to("cpu")  # the transformer needs the memory
         with watch("sampling"):
             latents = self._draw(prompt, cells, options, on_step)
         with watch("decoding"):
@@ -168,7 +170,7 @@ class Pipeline:
         try:
             return self.published.captions(self.text, options.prompt, negative)
         finally:
-            self.text.module.to("cpu")  # the transformer needs the memory
+            self.text.module.to("cpu")
 
     def _branch(self) -> published.Branch | None:
         """The prediction of this rank's half, and what gathers both."""
@@ -210,7 +212,7 @@ class Pipeline:
 
 
 def arguments(parser: ArgumentParser, family: type[Published], out: Path | None) -> None:
-    """What `infer.py FOLDER` can be told, and `Pipeline.sample` by the same names."""
+    """Add the options of `infer.py FOLDER`, which are those of `Pipeline.sample`."""
     add = parser.add_argument
     add("--prompt", nargs="+", metavar="CAPTION", required=True, help="one clip of each caption")
     add("--negative-prompt", metavar="CAPTION", default="", help="what guidance leads away from")

@@ -35,20 +35,20 @@ from zoo.video.pretrained import CodecError, configuration, from_pretrained, ima
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
 Rows = dict[str, Tensor]  # arguments of a forward, a row a clip
-# which prediction of guidance is this process's, 0 with the caption, and what brings both together, in this order
+# the prediction that this process makes, 0 with the caption and 1 without, and a function that gathers both
 Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
 
 
 @dataclass
 class Prompt:
-    """What the model is told of n clips: the arguments of its forward, and those that guidance leads away from."""
+    """Conditioning of n clips, as arguments of the model's forward: with the captions, and without for guidance."""
 
     told: Rows
-    none: Rows | None = None
+    none: Rows | None = None  # None: no guidance
     start: Tensor | None = None  # (c t h w): the latent of an image, then of frames that are not given
 
     def rows(self, clips: range, device: torch.device) -> "Prompt":
-        """Those of some of the clips, on a device."""
+        """The rows of some of the clips, on a device."""
         told, none = (
             given and {name: value[clips.start : clips.stop].to(device) for name, value in given.items()}
             for given in (self.told, self.none)
@@ -58,22 +58,22 @@ class Prompt:
 
 @dataclass
 class Published:
-    """The transformers of a folder, and how they are sampled.
+    """The transformers of a folder, and how its source samples them.
 
-    The numbers are what the source's pipeline takes where nobody says otherwise; sizes are in pixels.
+    The numbers are the defaults of the source's pipeline; `size` is frames, rows and columns of pixels.
     """
 
     folder: Path
     models: list[nn.Module]  # the second is for lower noise levels
     scheduler: Any = None  # None: the source's own sampler
     boundary: float = 0.0  # the noise level below which the second model takes over
-    null: Tensor | None = None  # (l e) that stands for no caption, where the weights have one
+    null: Tensor | None = None  # (l e): the embedding of no caption, where the weights have one
 
     length = 512  # tokens of a caption at most
     size = (81, 480, 832)
     steps, guidance, fps = 50, 5.0, 16.0
     dtype = torch.bfloat16
-    images = False  # whether clips may go on from an image; see `needs_image`
+    images = False  # True: clips may begin with an image
 
     @property
     def channels(self) -> int:
@@ -83,26 +83,27 @@ class Published:
 
     @property
     def needs_image(self) -> bool:
+        """True where every clip has to begin with an image."""
         return False
 
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
-        """What is told of captions; `negative` is what guidance leads away from, None where there is no guidance."""
+        """Embed captions, and the one that guidance leads away from; negative=None: no guidance."""
         raise NotImplementedError
 
     def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
-        """What the model is told of the size of n clips of so many frames, rows and columns."""
+        """Sizes that the model takes as arguments, of n clips of so many frames, rows and columns."""
         return {}
 
     def image_tokens(self, image: Tensor) -> Tensor | None:
-        """What the models are told of an image [3, h, w] beside its latent, (1 j e); None: nothing."""
+        """Embed an image [3, h, w] in [-1, 1]: (1 j e); None for a model that takes its latent alone."""
         return None
 
     def begin(
         self, prompt: Prompt, image: Tensor, tokens: Tensor | None, pixels: tuple[int, int, int], codec: Autoencoder
     ) -> None:
-        """Add to a prompt that its clips go on from an image [3, h, w] in [-1, 1], of these `image_tokens`."""
+        """Make the clips of a prompt begin with an image [3, h, w] in [-1, 1], of these `image_tokens`."""
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------------------------- sampling
@@ -148,7 +149,7 @@ class Published:
         return x
 
     def shown(self, x: Tensor, t: Tensor, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """What the model is shown of latents at a timestep: itself, and the timestep of each clip."""
+        """The model's arguments x and timestep for latents at a timestep."""
         return x, t.expand(len(x))
 
 
