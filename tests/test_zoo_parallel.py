@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "axial-image-colour": ("axial_image", {"channels": 3, "num_classes": 5}),
     "wan": ("wan", {}),
     "wan-image": ("wan", {"in_channels": 9, "condition_channels": 5, "image_channels": 6}),
+    "hunyuan": ("hunyuan", {}),
+    "hunyuan-alone": ("hunyuan", {"pooled_channels": 0, "guidance": False}),
     "wan-frame-times": ("wan", {"frame_times": True}),
 }
 PROTEINS: dict[str, tuple[str, dict[str, Any]]] = {  # beside one process in test_evoformer_parallel.py

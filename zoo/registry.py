@@ -24,6 +24,7 @@ MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
     "axial_image": "zoo.image.axial:AxialImage",
     "axial_video": "zoo.video.axial:AxialVideo",
+    "hunyuan": "zoo.video.hunyuan:HunyuanVideo",
     "latte": "zoo.video.latte:Latte",
     "stdit": "zoo.video.stdit:STDiT",
     "st_mamba": "zoo.video.mamba:STMamba",
