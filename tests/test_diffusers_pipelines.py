@@ -103,9 +103,8 @@ def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "whole", "n"), [("ltx", False, 3), ("ltx", True, 2)])
+@pytest.mark.parametrize(("name", "whole", "n"), [("wan", True, 2), ("ltx", False, 3)])
 def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
-    """Wan's is the README's example: tests/test_published.py."""
     ranks(video, n, name, whole)
 
 

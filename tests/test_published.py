@@ -259,30 +259,6 @@ def test_folders_that_are_damaged_are_said(folders: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_readmes_pipeline_draws_the_clip_of_one_process(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Word for word but for the folder, the size, the type, and what is drawn, which is saved."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"```text\n(.*?)```", readme, re.S) if "DiffusionPipeline" in block]
-    for old, new in (
-        ('"Wan-AI/Wan2.1-T2V-1.3B-Diffusers", torch_dtype=torch.bfloat16', repr(str(folders["wan"]))),
-        ("num_frames=81, height=480, width=832", "num_frames=5, height=32, width=48, num_inference_steps=2"),
-        ("torch.distributed.destroy_process_group()", "torch.save(torch.as_tensor(video), 'two.pt')\n"),
-    ):
-        assert old in code
-        code = code.replace(old, new)
-    (tmp_path / "two.py").write_text(code + "torch.distributed.destroy_process_group()\n")
-    done = launched([sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2", "two.py"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folders["wan"], local_files_only=True)
-        draw, size = torch.Generator().manual_seed(0), {"num_frames": 5, "height": 32, "width": 48}
-        one = pipe("a boat in a storm", **size, num_inference_steps=2, generator=draw).frames[0]
-    assert one.shape == (5, 32, 48, 3)
-    torch.testing.assert_close(torch.load(tmp_path / "two.pt"), torch.as_tensor(one), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_the_pages_example_prints_what_it_shows(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs/video.md").read_text()
     ((code, shown),) = re.findall(r"```py\n(.*?)```\n\n```text\n(.*?)```", page, re.S)
