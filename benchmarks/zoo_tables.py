@@ -59,6 +59,7 @@ ENTRIES = [
     Entry("ST-Mamba B/2, st", "st_mamba", "B/2", sublayers=24),
     Entry("ST-Mamba B/2, sst", "st_mamba", "B/2", sublayers=24, options={"order": "sst", "mixer": "mamba2"}),
     Entry("ST-RWKV-6 B/2", "st_rwkv", "B/2", sublayers=24 * 2),
+    Entry("HunyuanVideo 13B", "hunyuan", "13B", sublayers=20 * 2 + 40),
     Entry("Wan 2.1 1.3B", "wan", "1.3B", sublayers=30 * 3),
     Entry("Wan 2.1 14B", "wan", "14B", sublayers=40 * 3),
 ]
