@@ -128,7 +128,7 @@ class JointAttention(nn.Module):
 
 
 class Update(nn.Module):
-    """What follows attention ``y`` (b n h e) in a stream of its own: its residual on (b n c), the modulated MLP."""
+    """The residual of attention ``y`` (b n h e) on a stream of its own (b n c), and the modulated MLP."""
 
     def __init__(self, dim: int):
         super().__init__()
