@@ -1,6 +1,6 @@
 """What is used of torch that it may change without notice: each under one name, with what it stands for here.
 
-`tests/test_private.py` has a case of each name and says which one broke; no other file of dsp reaches behind torch's
+`test_private.py` has a case of each name and says which one broke; no other file of dsp reaches behind torch's
 public names, but for `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
 """
 

@@ -22,13 +22,13 @@ from torch import nn
 import dsp
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 Made = tuple[nn.Module, dict[str, Any], Any]  # a model, its inputs and its stages (None: its own)
 
 
 def zoo_models() -> Iterator[tuple[str, Callable[[], Made]]]:
-    import test_zoo_parallel as cases
+    from tests.support import cases
 
     def made(case: str) -> Made:
         model = cases.build(case)
@@ -47,14 +47,14 @@ def diffusers_models() -> Iterator[tuple[str, Callable[[], Made]]]:
 
 
 def toys() -> Iterator[tuple[str, Callable[[], Made]]]:
-    import toys as cases
+    from tests.support import toys as cases
 
     for name in cases.TOYS:
         yield f"toy/{name}", lambda name=name: (cases.make(name), cases.inputs(name, 2, 7, 6), None)  # type: ignore[misc]
 
 
 def programs(count: int) -> Iterator[tuple[str, Callable[[], Made]]]:
-    import random_programs as cases
+    from tools.fuzz import programs as cases
 
     def made(seed: int) -> Made:
         with cases.float64():

@@ -238,7 +238,7 @@ def pytest(file: str) -> Row:
 
 
 def tests(machine: Machine, _: Any) -> Cases:
-    return {"pytest": partial(pytest, "tests/test_cuda_kernels.py")}
+    return {"pytest": partial(pytest, "tests/dsp/test_cuda_kernels.py")}
 
 
 PARTS = [
@@ -246,5 +246,5 @@ PARTS = [
     Part("compiled", "Stages compiled by inductor, and recomputed", compiled, 110),
     Part("attention", "Kernels of attention", attention, 60),
     Part("random", "Random numbers and activation checkpointing", random, 60),
-    Part("tests", "tests/test_cuda_kernels.py", tests, 110, ("pytest",)),
+    Part("tests", "tests/dsp/test_cuda_kernels.py", tests, 110, ("pytest",)),
 ]

@@ -1,6 +1,6 @@
 """The slice test where there are no numbers: by the rules of glue, on tensors that have a shape alone.
 
-The rules say of an operation with one operand sharded what each rank computes of its part, and `tests/test_prover.py`
+The rules say of an operation with one operand sharded what each rank computes of its part, and `test_prover.py`
 holds them to slices of the whole. So a submodule is independent along a dim if on a slice it makes the same operations
 of the same numbers, and each of them gives its part by its rule alone: nothing narrowed, no rows, no sums of others.
 Whatever has no rule, or counts in lengths of its own, is computed over: that costs a layout, and is never wrong.

@@ -1,4 +1,4 @@
-"""The numbers of tests/test_axial_image.py, from the authors' code (github.com/google-research/google-research):
+"""The numbers of tests/zoo/test_axial_image.py, from the authors' code (github.com/google-research/google-research):
 
     pip install tensorflow-cpu==2.21.0
     python tests/golden/axial.py DIR     # with DIR/axial/nn.py and DIR/axial/transformers.py
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden.rule import digest, draw, weight
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.golden.rule import digest, draw, weight
 
 CASES = {"grey": 1, "colour": 3}  # channels
 BATCH, HEIGHT, WIDTH, LEVELS, DIM, HEADS, EXTERIOR, OUTER, INNER = 2, 5, 7, 256, 12, 3, 2, 4, 2

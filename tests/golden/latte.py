@@ -1,4 +1,4 @@
-"""The numbers of tests/test_golden_latte.py, from the authors' code (github.com/Vchitect/Latte):
+"""The numbers of tests/zoo/test_golden_latte.py, from the authors' code (github.com/Vchitect/Latte):
 
     git clone https://github.com/Vchitect/Latte && git -C Latte checkout b27c24a17487e3c33ae4e92364521303d0f14845
     python tests/golden/latte.py Latte
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden.rule import digest, draw, weight
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.golden.rule import digest, draw, weight
 
 CASES = {"none": 1, "class": 2}  # and what the authors' ``extras`` is then
 GRADIENTS = [  # of these parameters, and of the input

@@ -1,0 +1,167 @@
+"""docs/adding.md, word for word: its blocks become files of a folder of their own, its configurations train."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from tests.support.pages import blocks
+from tests.support.paths import ROOT
+from tests.support.runs import launched, metrics
+from tests.support.slow import slow
+from zoo.data.clips import Clips
+from zoo.data.sampling import VideoDataset
+from zoo.outside import outside
+from zoo.training import UserError, complete
+from zoo.training import config as cfg
+
+PAGE = ROOT / "docs/adding.md"
+MODEL, _, DATA, TASK = (block.text for block in blocks(PAGE) if block.language == "python")
+CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in blocks(PAGE) if b.language == "yaml"), strict=True))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the files of the page, which is the current one; they are forgotten afterwards."""
+    for name, text in (("convtime", MODEL), ("squares", DATA), ("nextframes", TASK)):
+        (tmp_path / f"{name}.py").write_text(text)
+    for name, text in CONFIGS.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("convtime", "squares", "nextframes"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("what", ["data", slow("model"), slow("task")])
+def test_it_trains(trainer, folder, what):
+    more = ["eval.every=2", "eval.clips=2", "log.every=1"]
+    assert trainer.main([f"{what}.yaml", f"runs_dir={folder}", *more]) == 0
+    directory = folder / what
+    assert list(metrics(directory, "loss")) == [1, 2]
+    assert list(metrics(directory, "val_loss")) == [2]
+    assert (directory / "samples" / "step-00000002.gif").is_file() == (what != "task")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["task"])
+def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
+    """The same losses as on one; from a folder that is not the checkout."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for n in (1, 2):
+        arguments = [f"{what}.yaml", f"name={n}", "log.every=1", "eval.every=2"]
+        start = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n)]
+        command = [*start, str(ROOT / "train.py"), *arguments]
+        done = launched(command, cwd=folder, env=env)
+        assert not done.returncode, done.stderr
+    one, two = ([v for (v,) in metrics(folder / "runs" / str(n), "loss").values()] for n in (1, 2))
+    assert len(one) == 2
+    assert two == pytest.approx(one, rel=1e-5)
+    if what == "model":
+        command = [sys.executable, str(ROOT / "infer.py"), "runs/1", "--label", "3", "7"]
+        done = launched(command, cwd=folder, env=env)
+        assert not done.returncode, done.stderr
+        assert ".gif" in done.stdout
+
+
+def error_of(*arguments):
+    with pytest.raises(UserError) as error:
+        cfg.create_show(cfg.create_task(cfg.load(arguments))).ready()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("field", ["channels", "fps", "height", "datasets"])
+def test_options_of_a_data_set_that_lack_something_say_what(folder, field):
+    lines = [line for line in DATA.split("\n") if not line.strip().startswith(f"{field}:")]
+    text = "\n".join(lines).replace("def datasets", "def others" if field == "datasets" else "def datasets")
+    (folder / "squares.py").write_text(text)
+    said = error_of("data.yaml")
+    assert "Squares, the options of data.name=squares:Squares, lacks" in said
+    assert [line.split(":")[0].strip() for line in said.split("\n")[1:]] == [field]
+
+
+@pytest.mark.parametrize("name", ["open", "objective", "samples"])
+def test_a_task_that_lacks_something_says_what(folder, name):
+    (folder / "nextframes.py").write_text(TASK.replace(f"def {name}(self", "def other(self"))
+    said = error_of("task.yaml")
+    assert "Task of nextframes, lacks:" in said
+    lines = said.split("\n")[1:]
+    assert [line.split(":")[0].strip() for line in lines if line.startswith("  ") and ":" in line] == [name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.yaml", "model.name=nowhere:Model"], "there is no module 'nowhere', neither installed nor in"),
+        (["model.yaml", "model.name=convtime:Conv"], "convtime has no 'Conv'; classes in it: Block, Config, ConvTime"),
+        (["model.yaml", "model.name=convtime:Config"], "expected a torch.nn.Module, and beside it a dataclass Config"),
+        (["model.yaml", "model.name=conv-time:X"], "'conv-time:X' is no name that Python could import"),
+        (["data.yaml", "data.name=squares:Moving"], "data.name=squares:Moving is no dataclass, of options"),
+        (["data.yaml", "data.name=squares"], "data.name=squares: no such data set"),
+        (["task.yaml", "task=vidio"], "there is no module 'vidio'"),
+        (["task.yaml", "task=vidio"], "did you mean 'video'?"),
+        (["task.yaml", "sample.every=1"], "sample.every=1: Show of zoo.training.task has no method sample; set"),
+        (["data.yaml", "data.name=digits", "task=nextframes"], "DATA of task=nextframes has no options of that name"),
+    ],
+)
+def test_a_part_that_is_not_there(folder, arguments, message):
+    def made():
+        config = cfg.load(arguments)
+        task = cfg.create_task(config)
+        cfg.create_show(task).ready()
+        with torch.device("meta"):
+            task.model()
+
+    with pytest.raises(UserError) as error:
+        made()
+    assert message in str(error.value)
+
+
+def test_names_that_an_installed_package_gives(folder):
+    own = folder / "own-1.0.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (own / "entry_points.txt").write_text(
+        "[zoo.models]\nconv = convtime:ConvTime\n[zoo.data]\nsq = squares:Squares\n[zoo.tasks]\nnext = nextframes\n"
+    )
+    sys.path.insert(0, str(folder))
+    config = cfg.load(["task.yaml", "task=next", "data.name=sq"])
+    assert type(cfg.create_task(config)).__module__ == "nextframes"
+    assert type(cfg.create_task(cfg.load(["model.yaml", "model.name=conv"])).create()).__name__ == "ConvTime"
+
+
+def test_what_a_module_of_the_users_raises_is_its_own(folder):
+    (folder / "convtime.py").write_text("import not_installed_anywhere")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        outside("convtime:ConvTime", "zoo.models")
+
+
+@pytest.mark.parametrize("name", ["frames", "shape", "num_classes", "clip", "__len__"])
+def test_a_data_set_that_lacks_something_says_what(name):
+    made = Clips([torch.zeros(1, 3, 4, 4)])
+    if name in ("clip", "__len__"):
+        kind = type("Clips", (), {k: v for k, v in vars(Clips).items() if k not in (name, "__dict__", "__weakref__")})
+        made.__class__ = kind
+    else:
+        delattr(made, name)
+    with pytest.raises(UserError) as error:
+        complete(made, VideoDataset, "Clips")
+    assert [line.split(":")[0].strip() for line in str(error.value).split("\n")[1:]] == [name]
+
+
+def test_clips_of_what_there_is():
+    x = torch.arange(2 * 5 * 2 * 2.0).view(2, 5, 2, 2)
+    for items in ([x], iter([x]), [(x, 3)], [{"x": x, "label": torch.tensor(3)}]):
+        found = Clips(items, classes=4).clip(0, 0, range(1, 3))
+        assert torch.equal(found["x"], x[:, 1:3])
+        assert found["label"] in (None, 3)
+    with pytest.raises(ValueError, match=r"item 0: expected a clip .* got a list"):
+        Clips([[1]])
+    with pytest.raises(ValueError, match=r"item 1 is \[2, 4, 2, 2\] where the first is \[2, 5, 2, 2\]"):
+        Clips([x, x[:, :4]]).clip(1, 0)
+    with pytest.raises(ValueError, match="list has no clips"):
+        Clips([])

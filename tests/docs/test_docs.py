@@ -1,0 +1,255 @@
+"""The documentation is run: its python blocks, what they print, its commands, links, pictures and file names.
+
+A ``text`` block that follows a ``python`` block is what that block prints. After a change on purpose,
+``UPDATE_DOCS=1 pytest tests/docs/test_docs.py`` writes the blocks anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from tests.support.pages import FENCE, FRAMEWORKS, Block, blocks
+from tests.support.paths import ROOT, TESTS
+from tests.support.runs import Heard, launched
+from tools.mutations import FAULTS
+
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+ALL = [README, *PAGES]
+MAIN_JOB = "pip install -e '.[train]' -c constraints.txt && dsp-launch --nproc-per-node 2 train.py configs/demo.yaml"
+SUITE = "pip install -e '.[test]' -c constraints.txt && pytest"
+
+
+def python(path: Path) -> list[Block]:
+    return [block for block in blocks(path) if block.language == "python"]
+
+
+def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> list[str]:
+    """What each piece of code prints, run one after the other in one namespace; errors name the line of the page."""
+    printed = []
+    space = {"__name__": "__main__", **names}
+    for text, line in code:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), Heard() as heard:
+            exec(compile("\n" * (line - 1) + text, path, "exec"), space)
+        assert not heard.texts or "warns" in text, f"{path}:{line}: {heard.texts}"
+        printed.append(out.getvalue())
+    return printed
+
+
+def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
+    """What is found ahead of a run is the same on every rank: here the first tells it the others."""
+
+    def told(alone: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = [alone(*args, **kwargs) if mesh.get_local_rank() == 0 else None]
+            dist.broadcast_object_list(found, group=mesh.get_group(), group_src=0)
+            return found[0]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # the tests go on
+        for module, name in ((dsp, "plan"), (dsp, "choose"), (dsp, "discover"), (dsp.embedded, "plan")):
+            patch.setattr(module, name, told(getattr(module, name)))
+        return execute(path, code, {"mesh": mesh})
+
+
+def shown(printed: str) -> str:
+    """As the pages show it: long messages wrapped, tables as they are."""
+    lines: list[str] = []
+    for line in printed.strip().splitlines():
+        table = "─" in printed
+        lines += [line] if table else textwrap.wrap(line, 118, subsequent_indent="    ") or [""]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def rough(text: str) -> str:
+    """Without numbers that are nothing but rounding, which tensor has the largest of them, and lines of the page."""
+    text = re.sub(r"(?<=\.md):\d+", ":~", text)
+    return re.sub(r"\d\.\de-\d\d( \(.*\))?|0\.0e\+00( \(.*\))?", "~", text)
+
+
+def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
+    """Every text block right after a python block is what it printed; and nothing is printed unseen."""
+    source, every = path.read_text(), blocks(path)
+    fixed = source
+    for block, out in reversed(list(zip(ran, printed))):
+        after = every[every.index(block) + 1 :][:1]
+        follows = after and after[0].language == "text" and not source[block.end : after[0].start].strip()
+        if not follows:
+            assert not out, f"{path.name}:{block.line} prints, and no text block follows:\n{out}"
+            continue
+        expected = after[0].text
+        if rough(expected) != rough(shown(out)):
+            start = source.index("\n", after[0].start) + 1
+            fixed = fixed[:start] + shown(out) + fixed[start + len(expected) :]
+            if not os.environ.get("UPDATE_DOCS"):
+                pytest.fail(f"{path.name}:{after[0].line} shows\n{expected}\nbut the code prints\n{shown(out)}", False)
+    if fixed != source:
+        path.write_text(fixed)
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page != FRAMEWORKS], ids=lambda path: path.name)
+def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
+    code = python(path)
+    n = 3 if any("mesh" in block.text for block in code) else 1
+    printed = ranks(on_rank, n, str(path.relative_to(ROOT)), [(block.text, block.line) for block in code])
+    compare(path, code, printed[0])
+
+
+def test_the_readme_runs(ranks) -> None:
+    """Blocks that speak of a mesh on four ranks, all others (the plan of a large model) in this one process."""
+    code = python(README)
+    assert any("dsp.check" in block.text for block in code)
+    assert any("4M tokens" in block.text or "frames=1024" in block.text for block in code)
+    printed = []
+    for block in code:
+        piece = [(block.text, block.line)]
+        if "mesh" in block.text:
+            printed += ranks(on_rank, 4, "README.md", piece)[0]
+        else:
+            printed += execute("README.md", piece, {})
+    compare(README, code, printed)
+
+
+def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Its blocks that make a mesh, word for word, in new processes: with nothing that the page lacks; printed once."""
+    (code,) = [block.text for block in python(README) if "init_device_mesh" in block.text]
+    (tmp_path / "example.py").write_text(code)
+    command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "4", "example.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"}
+    done = launched(command, cwd=tmp_path, env=env)
+    assert not done.returncode, done.stderr
+    assert done.stdout.count("check over 4 ranks in float64: ok") == 1
+    assert "NOT OK" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [page for page in PAGES if page != FRAMEWORKS and python(page)], ids=lambda p: p.name)
+def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, path: Path) -> None:
+    """Its blocks as one script, in new processes: with nothing that the page lacks, such as a seed."""
+    code = "".join(block.text for block in python(path))
+    (tmp_path / "page.py").write_text(code)
+    start = ["-m", "dsp.launch", "--nproc-per-node", "3"] if "init_device_mesh(" in code else []
+    assert start or "mesh" not in code
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, str(tmp_path / "page.py")]
+    done = launched(command, cwd=ROOT, env=env)
+    assert not done.returncode, done.stderr
+    assert "NOT OK" not in done.stdout
+
+
+def test_the_commands_are_there_and_name_what_exists() -> None:
+    bash = [
+        (line.strip(), path.read_text())
+        for path in ALL
+        for block in blocks(path)
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    ]
+    assert {MAIN_JOB, SUITE} <= {line for line, _ in bash}
+    for line, page in bash:
+        for name in re.findall(r"[\w./-]+\.(?:py|yaml|txt)\b", line.split("#")[0]):
+            there = (ROOT / name).exists() or f"Save this as `{name}`" in page
+            assert there, f"{line!r} names {name}, which does not exist"
+
+
+def anchors(path: Path) -> set[str]:
+    prose = FENCE.sub("", path.read_text())
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+def test_links_and_pictures(path: Path) -> None:
+    prose = FENCE.sub("", path.read_text())
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"(?:src|href|srcset)=\"([^\"]+)\"", prose)
+    assert targets
+    for target in targets:
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (path.parent / name).resolve() if name else path
+        assert found.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{path.name} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+def test_file_names_in_prose_exist(path: Path) -> None:
+    prose = FENCE.sub("", path.read_text())
+    for name in re.findall(r"`((?:dsp|zoo|tests|tools|configs|benchmarks|docs)/[\w./*-]*|\w+\.py)`", prose):
+        assert list(ROOT.glob(name.rstrip("/"))), f"{path.name} speaks of {name}"
+
+
+def test_every_contract_has_a_test_in_the_short_suite() -> None:
+    """The tables of CONTRIBUTING.md: what they name is there, and not kept for `-m slow`."""
+    table = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "::" in line]
+    assert table
+    for line in table:
+        for name, test in re.findall(r"`(test_\w+)::(test_\w+)`", line):
+            [file] = TESTS.rglob(f"{name}.py")
+            assert re.search(rf"\n(?<!slow\n)def {test}\(", file.read_text()), f"{name}::{test}"
+
+
+def test_the_faults_stand_in_the_code() -> None:
+    """Each of tools/mutations.py once: whoever writes the line anew says anew what would be wrong with it.
+
+    And the tests that it names are there.
+    """
+    for fault in FAULTS:
+        assert (ROOT / fault.file).read_text().count(fault.text) == 1, f"{fault.file}, {fault.name}: {fault.text}"
+        for file, _, test in (name.partition("::") for name in fault.tests.split()):
+            path = ROOT / f"tests/{file}.py"
+            assert path.exists(), f"{fault.name}: {path}"
+            assert f"def {test.partition('[')[0]}" in path.read_text(), f"{fault.name}: {file} {test}"
+
+
+def test_the_tree_is_the_tree() -> None:
+    tree = next(block.text for block in blocks(README) if "train.py" in block.text and block.language == "text")
+    at: list[str] = []
+    for line in tree.splitlines():
+        if not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        at = at[:depth]
+        for name in re.split(r",? +", line.strip().split("   ")[0]):
+            assert (ROOT / "/".join([*at, name])).exists(), f"the tree shows {name}: {line.strip()}"
+        if (folder := line.strip().split()[0]).endswith("/"):
+            at.append(folder.rstrip("/"))
+
+
+def test_the_picture_of_the_switch_is_drawn_by_its_script(script) -> None:
+    assert (ROOT / "docs/images/switch.svg").read_text() == script("plot_switch").picture()
+
+
+def test_the_sample_is_small_and_moves() -> None:
+    from PIL import Image
+
+    path = ROOT / "docs/images/samples.gif"
+    assert path.stat().st_size < 300_000
+    with Image.open(path) as gif:
+        assert gif.n_frames > 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_zoo_are_those_of_its_script(script) -> None:
+    """All stages, and of the planned tables what takes seconds; benchmarks/zoo_tables.py --write makes them anew."""
+    script = script("zoo_tables")
+    page = (ROOT / "docs/zoo.md").read_text().splitlines()
+    quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
+    for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):
+        assert line in page

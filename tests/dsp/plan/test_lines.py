@@ -1,0 +1,107 @@
+"""Rows of a plan and errors name the line of the user's code that they come from."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from dsp.rules import GlueError
+from tests.support import toys
+
+HERE = __file__.rpartition("/")[2]
+
+
+class Turned(nn.Module):
+    """Glue that gathers, by a function of another library."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.time(self.space(x))
+        x = rearrange(x, "b t s c -> b (t s) c").softmax(1)  # the gather
+        return rearrange(x, "b (t s) c -> b t s c", s=4)
+
+
+class Refused(nn.Module):
+    stages = {"": "x=b t s c", "space": "b t [s c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = toys.Along(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.space(x)
+        return torch.autograd.grad(x.sum(), x)[0]  # the refusal
+
+
+class Exact(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:  # the check
+            raise TypeError("an exact tensor is wanted")
+        return x
+
+
+def written(line: str) -> str:
+    """The text of a line of this file that an error or a row names."""
+    name, _, number = line.rpartition(":")
+    assert name == HERE
+    return linecache.getline(__file__, int(number))
+
+
+def test_rows_name_lines_where_asked() -> None:
+    plan = dsp.plan(Turned(), torch.randn(1, 6, 4, toys.C), size=2, gather_output=False)
+    assert [written(r.line).split("#")[0].strip() for r in plan.stages if r.pattern] == [
+        "x = self.time(self.space(x))"
+    ] * 2
+    assert any("the gather" in written(r.line) for r in plan.stages if not r.pattern)
+    assert HERE not in plan.text()
+    head, _, *rows = plan.text(lines=True).split("\n")
+    assert head.endswith("line")
+    assert all(HERE in row for row in rows[: len(plan.stages)])
+
+
+def test_a_refusal_in_a_plan_names_its_line() -> None:
+    with pytest.raises(GlueError) as caught:
+        dsp.plan(Refused(), torch.randn(1, 6, 4, toys.C), size=2)
+    (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", str(caught.value))
+    assert "the refusal" in written(line)
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    model = dsp.parallelize(Refused(), mesh)
+    found = []
+    for _ in range(2):
+        with pytest.raises(GlueError) as caught:
+            model(torch.randn(1, 6, 4, toys.C))
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_refusal_in_a_run_names_its_line(ranks) -> None:
+    for texts in ranks(refused, 2):
+        for text in texts:
+            (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", text)
+            assert "the refusal" in written(line)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_a_plan_on_meta_tensors_says_what_its_tensors_are() -> None:
+    x = torch.randn(1, 6, 4, toys.C)
+    assert (
+        "needs tensors with data: TypeError at " + HERE in dsp.plan(Exact(), x, size=2, stages={"": "x=b t s c"}).text()
+    )
+    with pytest.raises(TypeError, match="an exact tensor is wanted") as caught:
+        dsp.plan(Exact(), x.to("meta"), size=2, stages={"": "x=b t s c"})
+    assert "Exact was planned on tensors without data" in caught.value.__notes__[0]

@@ -1,0 +1,116 @@
+"""dsp.plan: on one process, without running the model; its bytes are those a run then moves."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+import dsp
+from dsp.planner import Infeasible
+from tests.support import toys
+from tests.support.beside import as_tuple, scalar, wrap_checkpoints
+from tests.support.slow import slow
+
+
+def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
+    toy = toys.make("Global")
+    plan = dsp.plan(toy, kwargs=toys.inputs("Global", 1, 6, 6), size=2, gather_output=False)
+    row = next(r for r in plan.stages if r.name == "mix")
+    m = 6 * 6 * toys.C * 8
+    assert row.layout is None
+    assert row.bytes == m // 2
+    assert [s.kind for s in plan.switches] == ["gather"]
+    assert "run whole on every rank" in plan.text()
+
+
+def test_memory_changes_the_plan_or_refuses() -> None:
+    toy = toys.make("Pair")
+    kwargs = toys.inputs("Pair", 1, 8, 16)
+    free = dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False)
+    tight = dsp.plan(toy, kwargs=kwargs, size=2, memory=free.peak, gather_output=False)
+    assert tight.bytes == free.bytes
+    with pytest.raises(Infeasible, match=r"no plan fits .* a rank.*more than 2 ranks"):
+        dsp.plan(toy, kwargs=kwargs, size=2, memory=1000, gather_output=False)
+    with pytest.raises(ValueError, match="number of ranks"):
+        dsp.plan(toy, kwargs=kwargs, size=0, gather_output=False)
+
+
+def test_size_one_costs_nothing() -> None:
+    plan = dsp.plan(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 6, 6), size=1, gather_output=False)
+    assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
+
+
+def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict, dict, dict]:
+    model = toys.make(name)
+    stages = dict(model.stages)
+    if ckpt:
+        wrap_checkpoints(model)
+        stages = {k.replace(".*", ".*.inner"): v for k, v in stages.items()}
+    kwargs = toys.inputs(name, *shape)
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
+    dsp.parallelize(model, mesh, stages, gather_output=False)
+    with dsp.count_comm() as comm:
+        out = as_tuple(model(**kwargs))
+        forward, calls = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
+        scalar(out).backward()
+    counted = {
+        "forward": forward,
+        "backward": sum(v for k, v in comm.backward.bytes.items() if k != "all_reduce"),
+        "recompute": sum(comm.recompute.bytes.values()),
+    }
+    called = {
+        "forward": calls,
+        "backward": sum(v for k, v in comm.backward.calls.items() if k != "all_reduce"),
+        "recompute": sum(comm.recompute.calls.values()),
+    }
+    return counted, plan.bytes, called, plan.calls
+
+
+@pytest.mark.parametrize("ckpt", [False, slow(True)])
+@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), "Pair", "Branches", "Global", slow("Streams")])
+def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
+    for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
+        assert counted == planned
+        assert called == calls
+    uneven = ranks(moved, 3, name, (1, 7, 5), ckpt)
+    for phase in ("forward", "backward", "recompute"):
+        # the plan adds up the busiest rank of each move, which need not be the same one
+        assert max(c[phase] for c, *_ in uneven) <= uneven[0][1][phase]
+
+
+def test_tensors_that_switch_together_share_a_collective() -> None:
+    """Out of one stage, and from two stages into one; not where checkpointing would repeat it."""
+    model, kwargs = toys.make("Streams"), toys.inputs("Streams", 1, 8, 8)
+    plan = dsp.plan(model, kwargs=kwargs, size=2, gather_output=False)
+    assert [(s.before, s.shared) for s in plan.switches[:5]] == [
+        ("time.0", False), ("time.0", True), ("time.0", True), ("space.1", False), ("space.1", True),
+    ]  # fmt: skip
+    assert [s.tensor.split("[")[0] for s in plan.switches[-2:]] == ["left", "right"]
+    assert [s.shared for s in plan.switches[-2:]] == [False, True]
+    assert plan.calls == {"forward": 5, "backward": 5, "recompute": 0}
+    assert "12 switches, in 5 collectives" in plan.text()
+    wrap_checkpoints(model)
+    stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)
+    assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
+
+
+@pytest.mark.slow
+def test_large_tensors_switch_alone(ranks) -> None:
+    """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
+    shape = 1, 160, 128
+    for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
+        assert counted == planned
+        assert called == calls == {"forward": 10, "backward": 10, "recompute": 0}
+
+
+def test_an_input_that_arrives_sharded_is_planned_from_where_it_lies() -> None:
+    toy, kwargs = toys.make("Grid"), toys.inputs("Grid", 1, 6, 6)
+    here, there = (dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False, given={"x": Shard(d)}) for d in (1, 2))
+    assert here.bytes != there.bytes
+    assert min(sum(plan.bytes.values()) for plan in (here, there)) >= sum(
+        dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False).bytes.values()
+    )
+    with pytest.raises(ValueError, match="given names 'y', which is none of the tensors that the model takes: x, cond"):
+        dsp.plan(toy, kwargs=kwargs, size=2, given={"y": Shard(1)})

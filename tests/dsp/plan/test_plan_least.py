@@ -1,0 +1,115 @@
+"""The plans of traced models are least: against brute force over all layouts, and where they were found not to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsp
+from dsp.planner import solve
+from tests.support import toys
+from tests.support.brute_force import least, verify
+from tests.support.slow import slow
+
+ONE_LAYER = {"Grid", "Folded", "Cube"}
+
+
+@pytest.mark.parametrize(
+    ("name", "staged", "n", "batch"),
+    [
+        *((name, True, n, batch) for name in ("Grid", "Folded", "Cube", "Global") for n, batch in ((2, 2), (3, 2))),
+        *(("Grid", False, n, batch) for n, batch in ((2, 1), (2, 2), (3, 2), (3, 3))),
+        slow("Global", False, 2, 2), slow("Branches", True, 2, 2),
+    ],
+)  # fmt: skip
+def test_no_layouts_of_a_traced_model_cost_less(name: str, staged: bool, n: int, batch: int) -> None:
+    model = toys.TOYS[name](**({"layers": 1} if name in ONE_LAYER else {})).double()
+    stages = dict(model.stages) if staged else {"": model.stages[""]}
+    plan = dsp.plan(model, kwargs=toys.inputs(name, batch, 4, 5), size=n, stages=stages, gather_output=n == 2)
+    assert plan.exact
+    assert plan.problem is not None
+    solution = solve(plan.problem)
+    assert verify(plan.problem, solution) == least(plan.problem)
+    assert solution.bytes == sum(row.bytes for row in plan.stages) >= plan.bytes["forward"]
+
+
+class Alignment(nn.Module):
+    """Attention along the rows of (B, R, C) tokens and along the columns, with positions counted."""
+
+    def __init__(self, channels: int = 32, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.token, self.place = nn.Embedding(24, channels), nn.Embedding(64, channels)
+        self.project = nn.ModuleList(nn.Linear(channels, 3 * channels) for _ in range(2 * layers))
+        self.out = nn.ModuleList(nn.Linear(channels, channels) for _ in range(2 * layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        b, r, c = tokens.shape
+        there = tokens.view(b * r, c).ne(0).int()
+        places = (torch.cumsum(there, 1).type_as(there) * there).long()
+        x = self.token(tokens)
+        x = x + self.place(places).view(x.size())
+        x = F.layer_norm(x, x.shape[-1:]).permute(1, 2, 0, 3)
+        for k, (project, out) in enumerate(zip(self.project, self.out)):
+            heads = (r, c, b, self.heads, x.shape[-1] // self.heads)
+            q, key, v = (y.view(heads) for y in project(F.layer_norm(x, x.shape[-1:])).chunk(3, -1))
+            if k % 2:
+                y = torch.einsum("hcnij,jcnhd->icnhd", torch.einsum("icnhd,jcnhd->hcnij", q, key).softmax(-1), v)
+            else:
+                y = torch.einsum("hnij,rjnhd->rinhd", torch.einsum("rinhd,rjnhd->hnij", q, key).softmax(-1), v)
+            x = x + out(y.contiguous().view(x.shape))
+        return x.permute(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "most"), [(2, 2, 0), (2, 4, 0), (3, 3, 0), (2, 3, 0.34), (3, 2, 0.21)]
+)  # of activations, for two layers: the tokens that are numbered before they are told apart by batch switch to it
+def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, batch: int, most: float) -> None:
+    """What an operation returns is named after the operand whose cut it carries on: not all its dims are batch.
+
+    Where the batch does not divide, no fold with it keeps it: it comes back, by name, where the fold is taken apart.
+    """
+    plan = dsp.plan(
+        Alignment(),
+        torch.ones(batch, 6, 10, dtype=torch.long),
+        size=n,
+        stages={"": "tokens=b r l"},
+        gather_output=False,
+    )
+    assert plan.problem is not None
+    named = {v.name: dict(v.sizes) for v in plan.problem.values}
+    assert named[f"type_as [{6 * batch}, 10]"].items() >= {"r": 6, "l": 10}.items()
+    m = batch * 6 * 10 * 32 * 4
+    assert plan.bytes["forward"] <= most * m
+    assert plan.exact
+    if not batch % n:
+        assert "inputs: tokens along b" in plan.text()
+
+
+def test_stages_leave_the_batch_to_data_parallelism() -> None:
+    """Along an even batch nothing would be sent. It is for stages only if one of them has nothing else."""
+    x = torch.randn(2, 4, 5, toys.C)
+    grid = toys.TOYS["Grid"](layers=1)
+    plan = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2, gather_output=False)
+    assert [r.layout for r in plan.stages if r.pattern] == ["t", "s"]
+    stages = {"": "x=b t s c", "time.*": "b [t s c]", "space.*": "b t [s c], scale=b 1 1 [c]"}
+    forced = dsp.plan(grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=2, stages=stages, gather_output=False)
+    assert ([r.layout for r in forced.stages if r.pattern], forced.bytes["forward"]) == (["b", "b"], 0)
+    uneven = dsp.plan(
+        grid, kwargs={"x": x, "cond": x[:, 0, 0]}, size=3, stages=stages, gather_output=False
+    )  # one rank would have nothing
+    assert [r.layout for r in uneven.stages if r.pattern] == ["t", "b"]
+
+
+@pytest.mark.parametrize(("n", "batch", "layout"), [(2, 2, "b"), (3, 2, "w"), (2, 3, "b"), (3, 4, "w")])
+def test_what_runs_along_batch_alone_leaves_no_third_rank_idle(n: int, batch: int, layout: str) -> None:
+    """Along batch it would send nothing, as data parallelism: where its parts are as long as 1.5/N it does not."""
+    plan = dsp.plan(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)),
+        torch.randn(batch, 3, 12, 18), size=n, stages={"": "input=b c h w"}, gather_output=False,
+    )  # fmt: skip
+    assert f"inputs: input along {layout}" in plan.text()
+    assert plan.share == pytest.approx(-(-batch // n) / batch if layout == "b" else 1 / n)
+    assert (plan.bytes["forward"] == 0) == (layout == "b")

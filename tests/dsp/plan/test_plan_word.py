@@ -1,0 +1,364 @@
+"""A plan keeps its word: what a run sends is counted as it is sent, and a run that sends other than planned says so."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import dsp
+from tests.support import toys
+from tests.support.runs import Heard
+from tests.support.slow import slow
+
+
+class Frames(nn.Module):
+    """A convolution within each frame, then two recurrences along time over whole frames: (b t) folded, and opened;
+    frames of one sample beside those of another."""
+
+    stages = {"": "x=b t c h w", "conv": "(b t) [c h w]", "rnn.*": "b [t f] -> b [t g], [n] b [g], [n] b [g]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(8, 5)
+        self.rnn = nn.ModuleList(nn.LSTM(64, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x.flatten(0, 1)).relu().flatten(1).view(*x.shape[:2], -1)
+        return self.out(self.rnn[0](y)[0] + self.rnn[1](y)[0]), y - y.flip(0)
+
+
+def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None = None) -> tuple[Any, ...]:
+    model = build()
+    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages, gather_output=False)
+    dsp.parallelize(model, mesh, stages, gather_output=False)
+    with Heard() as heard:
+        for _ in range(2):
+            with torch.no_grad(), dsp.count_comm() as comm:
+                model(x)
+    word = next(iter(model.forward.__self__.kinds.values())).plan.script.word.phases["forward"]
+    own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
+    return own, (word.bytes, word.calls), plan, heard.texts
+
+
+def test_a_fold_that_is_opened_is_switched_once(ranks) -> None:
+    """Of 2 samples on 3 ranks, for both recurrences: no cut of the fold looks like one of its samples."""
+    results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
+    for own, promised, plan, told in results:
+        assert own == promised
+        assert own[1] == plan.calls["forward"] == 1
+        assert told == []
+    assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
+
+
+class Compared(nn.Module):
+    """Tells a cache from the word that stands for none, as the autoencoder of Wan does."""
+
+    stages = {"": "x=b t c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: Any = "none"
+        for _ in range(2):
+            x = x.softmax(-1) if cache == "none" else x + cache
+            cache = x if cache != "none" else x.softmax(1)
+        return x
+
+
+def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
+    for own, promised, _, told in ranks(sent, 3, Compared, torch.randn(2, 6, 4)):
+        assert (own, told) == (promised, [])
+
+
+class Joint(nn.Module):
+    """New zeros of a sharded tensor's type, which stay whole, and such that it is written into."""
+
+    stages = {"": "x=b t c"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        table, joint = y.new_zeros(1, 4, x.shape[2]), y.new_zeros(x.shape[0], x.shape[1] + 4, x.shape[2])
+        table[:, 1] = 1.0
+        joint[:, 4:], joint[:, :4] = y, table
+        return joint.square().cumsum(1)
+
+
+def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(ranks) -> None:
+    for own, promised, plan, told in ranks(sent, 2, Joint, torch.randn(2, 60, 4)):
+        assert own == promised
+        assert own[1] == plan.calls["forward"]
+        assert told == []
+
+
+def left(mesh: DeviceMesh) -> int:
+    """How many tensors a forward leaves to the garbage collector, which does not know when memory is short."""
+    model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))
+    dsp.parallelize(model, mesh, {"": "input=b c t"})
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    found = []
+    gc.freeze()  # what ranks have of other tests is not gone through each time
+    with torch.no_grad():
+        model(x)
+        for _ in range(4):  # the least: what a forward leaves every one leaves, and what others left may come between
+            gc.collect()
+            gc.disable()
+            model(x)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()  # not a count of all tensors: those of a collective on its way go when it arrives
+            gc.set_debug(0)
+            gc.enable()
+            found.append(sum(isinstance(o, Tensor) for o in gc.garbage))
+            gc.garbage.clear()
+    return min(found)
+
+
+def test_a_forward_leaves_no_garbage(ranks) -> None:
+    assert ranks(left, 2) == [0, 0]
+
+
+class DualPath(nn.Module):
+    """Recurrences within chunks and across them in turn, each on a fold of its own, with residuals and a norm."""
+
+    stages = {"": "x=b k s c", "within.*": "(b s) [k c] -> (b s) [k d], [n] (b s) [d]",
+              "across.*": "(b k) [s c] -> (b k) [s d], [n] (b k) [d]"}  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.across = (nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, k, s, c = x.shape
+        for within, across in zip(self.within, self.across):
+            y = within(x.transpose(1, 2).reshape(b * s, k, c))[0].view(b, s, k, c).transpose(1, 2)
+            x = x + F.layer_norm(y, (c,))
+            y = across(x.reshape(b * k, s, c))[0].view(b, k, s, c)
+            x = x + F.layer_norm(y, (c,))
+        return x
+
+
+class Pairs(nn.Module):
+    """A pair representation's block, named by its root alone: two triangles, attention along rows and columns."""
+
+    stages = {"": "z=b i j d"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.g = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.qkv, self.bias, self.out = nn.Linear(4, 12), nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def triangle(self, z: Tensor, equation: str) -> Tensor:
+        x = F.layer_norm(z, (4,))
+        a, b = (self.p(x) * self.g(x).sigmoid()).chunk(2, -1)
+        return F.layer_norm(torch.einsum(equation, a, b), (4,))
+
+    def attention(self, z: Tensor) -> Tensor:
+        q, k, v = self.qkv(z).unflatten(-1, (2, 6)).transpose(2, 3).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, self.bias(z).permute(0, 3, 1, 2)[:, None])
+        return self.out(y.transpose(2, 3).flatten(3))
+
+    def forward(self, z: Tensor) -> Tensor:
+        z = z + self.triangle(z, "bikd,bjkd->bijd")
+        z = z + self.triangle(z, "bkid,bkjd->bijd")
+        z = z + self.attention(z)
+        return z + self.attention(z.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "n"),
+    [slow(DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), (Pairs, (1, 5, 5, 4), 2)],
+)
+def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n: int) -> None:
+    for own, promised, _, told in ranks(sent, n, build, torch.randn(shape)):
+        assert own == promised
+        assert own[1] > 0
+        assert told == []
+
+
+class Wayward(nn.Module):
+    """The way of a forward that reads its data, planned from the record of its first call."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+
+    def forward(self, x: Tensor, often: Tensor) -> Tensor:
+        for k in range(int(often)):
+            x = self.space(x) if k % 2 else self.time(x)
+        return x
+
+
+def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
+    model = dsp.parallelize(Wayward(), mesh, gather_output=False)
+    x, told = torch.randn(1, 4, 6, toys.C), []
+    for k in often:
+        with Heard() as heard, torch.no_grad():
+            model(x, torch.tensor(k))
+        told.append(heard.texts)
+    return told
+
+
+def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
+    first, second = ranks(wayward, 2, 2, 2, 3, 4)
+    assert first[:2] == [[], []]
+    assert len(first[2]) == 1
+    assert first[2][0] == (
+        "this forward sent 192 B in 2 calls where its plan says 96 B in 1: it called 3 stages, and the plan, which is "
+        "the record of an earlier call, has 2"
+    )
+    assert first[3] == []
+    assert second == [[], [], [], []]  # rank 0 speaks for all
+
+
+class Own(nn.Module):
+    """A model that gathers by itself what the library moves."""
+
+    stages = {"": "x=b t s c", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.time(x) * 2
+        if hasattr(y, "placements"):
+            dsp.gather(y)
+        return y
+
+
+def own_way(mesh: DeviceMesh) -> list[str]:
+    model = dsp.parallelize(Own(), mesh, gather_output=False)
+    with Heard() as heard, torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(1, 4, 6, toys.C))
+    return heard.texts
+
+
+def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
+    (told,) = ranks(own_way, 2)[0]
+    assert told == (
+        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of "
+        "nothing. What it computes is right"
+    )
+
+
+class Two(nn.Module):
+    """Attention over space, then over time, once more in a checkpoint; both results."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.space(x)
+        return x, checkpoint(lambda x: self.space(self.time(x)).flip(1), x, use_reentrant=False).sin()
+
+
+def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and calls by phase, without the sums of `dsp.mean`: they are not of the model."""
+    own = {phase: getattr(comm, phase) for phase in ("forward", "backward", "recompute")}
+    kinds = {phase: [k for k in t.calls if k != "all_reduce"] for phase, t in own.items()}
+    return {p: (sum(own[p].bytes[k] for k in ks), sum(own[p].calls[k] for k in ks)) for p, ks in kinds.items()}
+
+
+def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = False, stop: bool = True) -> Any:
+    """What this rank sent by phase, what its plan says, and what was said of three steps."""
+    model = dsp.parallelize(Two(), mesh, gather_output=False)
+    x = torch.randn(1, 5, 7, toys.C, generator=torch.Generator().manual_seed(0))
+
+    def back(loss: Tensor, comm: Any) -> None:
+        with comm:
+            for left in reversed(range(passes)):
+                loss.backward(retain_graph=left > 0)
+
+    with Heard() as heard, set_checkpoint_early_stop(stop):
+        for _ in range(3):
+            comm = dsp.count_comm()
+            with comm:
+                made = model(x.requires_grad_())
+            loss = torch.stack([dsp.mean(out) for out in made[:used]]).sum()
+            if apart:  # as CUDA's is
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(back, loss, comm).result()
+            else:
+                back(loss, comm)
+    [kind] = model.forward.__self__.kinds.values()
+    promised = {phase: (t.bytes, t.calls) for phase, t in kind.plan.script.word.phases.items()}
+    return phases_of(comm), promised, heard.texts
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_backward_and_what_it_computes_again_are_counted_in_any_thread(ranks, apart: bool) -> None:
+    for sent, promised, told in ranks(way_back, 3, 2, 1, apart):
+        assert sent == promised
+        assert min(calls for _, calls in promised.values()) > 0
+        assert told == []
+
+
+def test_each_pass_of_backward_is_one(ranks) -> None:
+    for sent, promised, told in ranks(way_back, 2, 2, 2):
+        assert sent["backward"] == tuple(2 * k for k in promised["backward"])
+        assert told == []
+
+
+def test_a_backward_that_sends_other_than_planned_says_so_once(ranks) -> None:
+    """A loss of the first result alone: nothing comes back through what follows."""
+    first, second = ranks(way_back, 2, 1)
+    assert first[2] == [
+        "this backward sent 464 B in 2 calls where its plan says 736 B in 4: at stage 'time' nothing instead of a "
+        "switch of 144 B: no gradient came there. What it computes is right"
+    ]
+    assert second[2] == []
+
+
+def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
+    """Recomputation that does not stop where it has all, in a thread of its own."""
+    first, second = ranks(way_back, 2, 2, 1, True, False)
+    assert first[2] == [
+        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a "
+        "switch of 144 B instead of nothing. What it computes is right"
+    ]
+    assert second[2] == []
+
+
+class Twice(nn.Module):
+    """Its input enters two stages, which both switch it."""
+
+    stages = {"": "x=b t s c", "one": "b [t] s [c]", "two": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = toys.Along(1), toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+def given_sharded(mesh: DeviceMesh) -> tuple[list[str], list[int]]:
+    torch.manual_seed(0)
+    single, x = Twice(), torch.randn(2, 5, 7, toys.C)
+    expect = single(x)
+    model, calls = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False), []
+    with Heard() as heard:
+        for _ in range(2):
+            with dsp.count_comm() as comm:
+                y = model(dsp.split(x, mesh, 1))
+            calls.append(sum(comm.forward.calls.values()))
+            torch.testing.assert_close(dsp.gather(y), expect)
+    return heard.texts, calls
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_input_that_comes_sharded_is_switched_once(ranks, n: int) -> None:
+    for texts, calls in ranks(given_sharded, n):
+        assert (texts, calls) == ([], [1, 1])

@@ -1,0 +1,844 @@
+"""parallelize beside what users combine it with: FSDP2, DDP, dp x sp, compile, sharded inputs, randomness, errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import shutil
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from dsp.stages import find_modules
+from tests.support import toys
+from tests.support.beside import averaged, beside, same, scalar, unsharded
+from tests.support.runs import Heard
+from tests.support.slow import slow
+
+
+def pair(build: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    single = build().double()
+    return single, copy.deepcopy(single)
+
+
+def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool, gather: bool) -> None:
+    """sp ranks share the parameters; gradients come back averaged over them."""
+    single, model = pair(lambda: toys.make(name))
+    dsp.parallelize(model, mesh, gather_output=gather)
+    for block in [m for c in model.children() if isinstance(c, nn.ModuleList) for m in c]:
+        if ckpt:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if not root_only:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for comm in beside(single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2, count=True):
+        assert comm.recompute.calls["switch"] == 0
+
+
+@pytest.mark.parametrize(("root_only", "ckpt"), [(False, True), slow(True, False)])
+def test_fsdp(ranks, root_only: bool, ckpt: bool) -> None:
+    ranks(fsdp, 4, "Grid", root_only, ckpt, root_only)
+    ranks(fsdp, 3, "Folded", root_only, ckpt, False)
+
+
+class Layered(nn.Module):
+    """Glue modules that hold stages, and parameters of their own: what `fully_shard` meets in a real model."""
+
+    stages = {"": "x=b t s c -> b t s c", "layers.*.space": "b t [s c]", "layers.*.time": "b [t] s [c]"}
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.space, self.time, self.gate = toys.Along(2), toys.Along(1), nn.Linear(toys.C, toys.C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.time(x + torch.sigmoid(self.gate(x)) * self.space(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
+    single, model = pair(Layered)
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.layers:
+        if ckpt:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Doubled(Layered):
+    def forward(self, x: Tensor) -> Tensor:
+        return Twice.apply(super().forward(x))
+
+
+def test_a_function_of_autograd_at_the_end() -> None:
+    """As fully_shard puts there. Some versions of torch forget what is behind it once its output is gone."""
+    plan, plain = (
+        dsp.plan(model(), torch.randn(1, 7, 5, toys.C), size=2, gather_output=False) for model in (Doubled, Layered)
+    )
+    assert plan.bytes == plain.bytes
+    assert plan.bytes["backward"] > 0
+
+
+class Compared(nn.Module):
+    """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
+
+    stages = {"": "x=b t s c, y=b t s c -> b t s c", "model.layers.*.space": "b t [s c]"}
+    stages |= {"model.layers.*.time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Layered()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.model(x) - y) ** 2
+
+
+def fsdp_moves(mesh: DeviceMesh) -> None:
+    """The operations of glue are found by their number, and those of fully_shard are none of them."""
+    single, model = pair(Compared)
+    x = torch.randn(2, 1, 7, 5, toys.C).double()
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.model, mesh=mesh)
+    beside(single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2)
+
+
+def test_fsdp_where_glue_moves(ranks) -> None:
+    ranks(fsdp_moves, 3)
+
+
+@pytest.mark.parametrize(("reshard", "ckpt"), [(False, True), slow(True, False)])
+def test_fsdp_around_glue_modules(ranks, reshard: bool, ckpt: bool) -> None:
+    ranks(fsdp_glue, 4, reshard, ckpt)
+
+
+def mixed(mesh: DeviceMesh) -> None:
+    model = toys.make("Grid").float()
+    dsp.parallelize(model, mesh, gather_output=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in [*model.space, *model.time]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    kwargs = {k: v.float() for k, v in toys.inputs("Grid", 1, 7, 5).items()}
+    with dsp.count_comm() as comm, Heard() as heard:
+        out = model(**kwargs)
+        loss = dsp.mean(out.float() if not isinstance(out, DTensor) else out)
+        loss.backward()
+    assert not heard.texts, heard.texts  # it sends what its plan says: that is made in bf16, too
+    assert out.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    single = toys.make("Grid").float()
+    expect = single(**kwargs).mean()
+    torch.testing.assert_close(loss, expect, atol=3e-2, rtol=3e-2)
+    # the producer switches in its own dtype: bf16
+    moved = torch.tensor(comm.forward.bytes["switch"])
+    dist.all_reduce(moved, group=mesh.get_group())
+    m = 7 * 5 * toys.C * 2
+    assert moved <= 4 * m
+
+
+def test_mixed_precision_moves_half_the_bytes(ranks) -> None:
+    ranks(mixed, 2)
+
+
+def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
+    """Casts of what stages are given and return, of layers between them, and one there that changes a type."""
+    torch.manual_seed(0)
+    model = Layered()
+    dsp.parallelize(model, mesh, gather_output=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    wide = dataclasses.replace(policy, output_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer.space, mesh=mesh, mp_policy=wide if casts == "of outputs" else policy)
+        fully_shard(layer.time, mesh=mesh, mp_policy=wide if casts == "unknown" else policy)
+        if casts in ("of a layer", "unknown"):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    with Heard() as heard:
+        for _ in range(2):
+            x = torch.randn(1, 7, 6, toys.C, generator=torch.Generator().manual_seed(1))
+            dsp.mean(model(x).float()).backward()
+    assert bool(heard.texts) == (casts == "unknown" and mesh.get_local_rank() == 0), heard.texts
+
+
+@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
+def test_mixed_precision_between_stages_is_planned(ranks, casts: str) -> None:
+    ranks(mixed_around_glue, 2, casts)
+
+
+def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    x = kwargs["x"].clone().requires_grad_()
+    expect = single(x, kwargs["cond"])
+    scalar((expect,)).backward()
+    dsp.parallelize(model, mesh, gather_output=False)
+    given = dsp.split(kwargs["x"], mesh, dim).requires_grad_()
+    out = model(given, kwargs["cond"])
+    torch.testing.assert_close(dsp.gather(out), expect)
+    scalar((out,)).backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    torch.testing.assert_close(given.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
+    ranks(sharded_inputs, n, 1)
+    ranks(sharded_inputs, n, 2)
+
+
+def in_a_row(mesh: DeviceMesh, road: str) -> None:
+    """Two models in a row, and what the second one's input is to the first: gradients of every parameter."""
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    x, cond = kwargs["x"], kwargs["cond"]
+    singles, models = ([toys.make("Grid"), toys.make("Grid")] for _ in range(2))
+    scalar((singles[1](singles[0](x, cond), cond),)).backward()
+    dsp.parallelize(models[1], mesh)
+    if road == "split":
+        middle = dsp.split(models[0](x, cond), mesh, 1)
+    else:
+        middle = dsp.parallelize(models[0], mesh, gather_output=False)(x, cond)
+    if road in ("computed on", "by hand"):
+        middle = torch.tanh(torch.atanh(middle / 100)) * 100 if road == "computed on" else by_hand(middle)
+    elif road == "handed over":
+        middle = dsp.hand_over(middle)
+    elif road == "cut":  # as a pipeline does it
+        received = middle.detach().requires_grad_()
+        scalar((models[1](received, cond),)).backward()
+        torch.autograd.backward(dsp.hand_over(middle), received.grad)
+        assert received.grad.placements == middle.placements
+    if road != "cut":
+        scalar((models[1](middle, cond),)).backward()
+    for model, single in zip(models, singles):
+        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+def by_hand(x: DTensor) -> DTensor:
+    local = x.to_local() * 1
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
+def test_models_in_a_row(ranks, road: str) -> None:
+    ranks(in_a_row, 3, road)
+
+
+def leaves(mesh: DeviceMesh, road: str) -> None:
+    """A gradient asked of an input is the true one, however it comes to be sharded."""
+    kwargs = toys.inputs("Grid", 2, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    x = kwargs["x"].clone().requires_grad_()
+    scalar((single(x, kwargs["cond"]),)).backward()
+    expect = dsp.split(x.grad, mesh, 1).to_local()
+    dsp.parallelize(model, mesh)
+    if road == "fully_shard":
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    if road == "split":
+        leaf = kwargs["x"].clone().requires_grad_()
+        given, expect = dsp.split(leaf, mesh, 1), x.grad
+    else:
+        leaf = dsp.split(kwargs["x"], mesh, 1).to_local().clone().requires_grad_()
+        given = DTensor.from_local(leaf, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
+    scalar((model(given, kwargs["cond"]),)).backward()
+    rounding = {"rtol": 1e-3, "atol": 1e-6} if road == "fully_shard" else {}
+    torch.testing.assert_close(leaf.grad, expect, **rounding)
+
+
+@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
+def test_gradients_of_sharded_leaves(ranks, road: str) -> None:
+    ranks(leaves, 3, road)
+
+
+def handing_over(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    with dsp.count_comm() as comm:
+        y = dsp.hand_over(dsp.split(x * 1, mesh, 1))
+    assert not comm.forward.bytes
+    assert y.placements == (Shard(1),)
+    assert y.shape == x.shape
+    assert dsp.hand_over(x) is x
+    with pytest.raises(ValueError, match="hand_over: the tensor is"):
+        dsp.hand_over(DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False))
+
+
+def test_handing_over_sends_nothing(ranks) -> None:
+    ranks(handing_over, 3)
+
+
+def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    rounding: dict[str, float] = {}
+    runs = list[bool]()
+    torch._dynamo.reset()  # other tests have compiled the same forward
+
+    def eager(graph: Any, example: Any) -> Any:
+        return lambda *args: (runs.append(True), graph.forward(*args))[1]
+
+    how: Any = eager if backend == "eager" else backend
+    if backend == "inductor":  # before torch 2.13 it compiles no attention in float64 on CPU
+        single, model, rounding = single.float(), model.float(), {"rtol": 1e-4, "atol": 1e-5}
+        kwargs = {name: x.float() for name, x in kwargs.items()}
+
+    def gradients(*of: Any) -> dict[str, Tensor]:
+        return {n.replace("_orig_mod.", ""): g for n, g in averaged(*of).items()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        if how_made == "compile() before":
+            for block in [*model.space, *model.time]:
+                block.compile(backend=how)
+        if how_made == "wrapped":
+            for group in (model.space, model.time):
+                for i, block in enumerate(group):
+                    group[i] = torch.compile(block, backend=how)
+        dsp.parallelize(model, mesh, gather_output=False)
+        for block in [*model.space, *model.time]:
+            if how_made == "compile() after":
+                block.compile(backend=how)
+            elif how_made == "forward":
+                block.forward = torch.compile(block.forward, backend=how)
+        beside(single, model, mesh, kwargs, gradients=gradients, **rounding)
+    assert runs or backend != "eager"
+
+
+# inductor builds C++ on CPU: half a minute of it where nothing is cached
+BACKENDS = ["eager", *([slow("inductor")] if shutil.which("g++") else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_forward_of_stages(ranks, backend: str) -> None:
+    if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        if not pick_vec_isa():
+            pytest.skip("for a CPU without vector units inductor writes C++ that does not compile")
+    ranks(compiled, 2, backend, "forward")
+
+
+@pytest.mark.parametrize("how_made", ["wrapped", "compile() before", "compile() after"])
+def test_compiled_stage_modules(ranks, how_made: str) -> None:
+    ranks(compiled, 2, "eager", how_made)
+
+
+def compiled_between(mesh: DeviceMesh) -> None:
+    """A module between stages that compile() compiled is refused, with what to compile instead."""
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    model = toys.make("Grid")
+    dsp.parallelize(model, mesh, gather_output=False)
+    model.space.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"'space' was compiled .* its stages instead \(space.0, space.1\), or"):
+        model(**kwargs)
+    bare = toys.make("Grid")
+    bare.space[0].compile(backend="eager")
+    dsp.parallelize(bare, mesh, {"": "x=b t s c", "time.*": "b [t] s c"}, gather_output=False)
+    with pytest.raises(RuntimeError, match=r"'space.0' was compiled .* name it in stages, .* compile=True, for"):
+        bare(**kwargs)
+
+
+def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(ranks) -> None:
+    ranks(compiled_between, 2)
+
+
+def compiled_and_raising(mesh: DeviceMesh) -> None:
+    """A compiled stage that raises leaves a model that can be called again; and a copy of the model has its hooks."""
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    single, model = toys.make("Grid"), toys.make("Grid")
+    torch._dynamo.reset()  # other tests have compiled the same forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.space[0].compile(backend="eager")
+        dsp.parallelize(model, mesh, gather_output=False)
+        beside(single, model, mesh, kwargs)
+        call, model.space[0]._compiled_call_impl.call = model.space[0]._compiled_call_impl.call, lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError) as caught:
+            model(**kwargs)
+        assert not getattr(caught.value, "__notes__", [])  # in a stage tensors are plain
+        model.space[0]._compiled_call_impl.call = call
+        for m in (single, model):
+            m.zero_grad()
+        beside(single, model, mesh, kwargs)
+        again = copy.deepcopy(model)
+        for m in (single, again):
+            m.zero_grad()
+        beside(single, again, mesh, kwargs)
+
+
+def test_a_compiled_stage_that_raises_leaves_nothing_open(ranks) -> None:
+    ranks(compiled_and_raising, 2)
+
+
+def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
+    compiled = partial(torch.compile, backend="eager")
+    model, patterns = toys.make("Grid"), {**toys.Grid.stages, "space.*.norm": "b t s [c]"}
+    expect = [name for name, *_ in find_modules(model, patterns)]
+    model.space[0], model.time = (compiled(m) for m in (model.space[0], model.time))
+    model.space[1] = checkpoint_wrapper(model.space[1])
+    assert [name for name, *_ in find_modules(compiled(model), patterns)] == expect
+
+
+class ByNumpy(torch.autograd.Function):
+    """A kernel that torch knows nothing of: a running sum over the last dim but one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert type(x) is Tensor
+        return torch.from_numpy(x.detach().numpy().cumsum(-2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy()[..., ::-1, :].cumsum(-2)[..., ::-1, :].copy())
+
+
+class Kernel(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s] c", "time": "b [t] s [c]"}
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ByNumpy.apply(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = self.Sum(), toys.Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.space(self.time(x)) * 0.1 + x
+
+
+def any_kernel(mesh: DeviceMesh) -> None:
+    single, model = pair(Kernel)
+    dsp.parallelize(model, mesh)
+    # it cannot run on fake tensors: the first call is recorded, the second follows the plan
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), rounds=2)
+
+
+def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(ranks) -> None:
+    ranks(any_kernel, 3)
+
+
+class Remembers(nn.Module):
+    """Keeps what it has computed of positions, as rotary embeddings do: every call but the first does less."""
+
+    stages = {"": "x=b s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(toys.C, 3 * toys.C), torch.empty(0)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        if not len(self.table):
+            at = torch.arange(x.shape[1], dtype=x.dtype)
+            self.table = torch.cat([torch.outer(at, f).sin() for f in (at[: toys.C // 2], at[: toys.C // 2] + 1)], 1)
+        q, k, v = self.qkv(torch.cat([text, x * self.table], 1)).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v)[:, text.shape[1] :]
+
+
+def less_from_the_second_call_on(mesh: DeviceMesh) -> list[int]:
+    single, model = pair(Remembers)
+    dsp.parallelize(model, mesh)
+    inputs = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
+    return [sum(comm.forward.bytes.values()) for comm in beside(single, model, mesh, inputs, rounds=4, count=True)]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_forward_that_does_less_from_the_second_call_on(ranks, n: int) -> None:
+    """The plan is of the first call. The second goes its own way and the third is recorded: as cheap as at first."""
+    sent = torch.tensor(ranks(less_from_the_second_call_on, n)).amax(0).tolist()
+    assert sent[3] == sent[0]
+
+
+class Noisy(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.space = toys.Along(2, dropout=p)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared = torch.rand(3)
+        y = self.space(x)
+        return F.dropout(torch.ones_like(y), 0.5, self.training), y - x, shared
+
+
+def randomness(mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(mesh.get_local_rank())  # ranks start apart: glue must agree nevertheless
+    model = Noisy().train()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.3)
+    dsp.parallelize(model, mesh)
+    x = torch.linspace(0, 1, 4 * 8 * 5 * toys.C).view(4, 8, 5, toys.C)
+    with torch.no_grad():
+        mask, y, shared = model(x)
+        again = model(x)[0]
+    return mask, y, shared, again
+
+
+def test_randomness(ranks) -> None:
+    results = ranks(randomness, 2)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)  # gathered, and what glue draws: the same on every rank
+    mask, y, _, again = results[0]
+    assert 0.4 < (mask > 0).float().mean() < 0.6
+    assert not torch.equal(mask[:, :4], mask[:, 4:])  # each rank's mask is its own
+    assert not torch.equal((y == 0)[:, :4], (y == 0)[:, 4:])
+    assert not torch.equal(mask, again)
+
+
+def random_checkpoint(mesh: DeviceMesh) -> None:
+    """A stage that drops out, recomputed in backward: the same mask."""
+
+    class Sum(nn.Module):
+        stages = {"": "x=b t s c -> b t s c", "space.own": "b t [s c]"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.space = nn.Module()
+            self.space.own = Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.space.own, x, use_reentrant=False)
+
+    class Identity(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5) * x
+
+    x = torch.rand(1, 8, 5, 3, requires_grad=True)
+    model = dsp.parallelize(Sum().train(), mesh)
+    y = model(x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * y / x)
+
+
+def test_dropout_recomputes_the_same_mask(ranks) -> None:
+    ranks(random_checkpoint, 2)
+
+
+# --- what must be refused ---------------------------------------------------------------------------------------------
+
+
+def disagree(mesh: DeviceMesh, how: str) -> str:
+    model = dsp.parallelize(toys.make("Grid"), mesh)
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    model(**kwargs)
+    rank = mesh.get_local_rank()
+    if how == "values":
+        kwargs["x"] = kwargs["x"] + rank * 1e-9
+    elif how == "order":
+        kwargs["x"] = kwargs["x"].flip(1) if rank else kwargs["x"]
+    try:
+        if how == "shapes":
+            kwargs = toys.inputs("Grid", 1, 4 + rank, 4)
+        model(**kwargs)
+        model(**toys.inputs("Grid", 1, 4, 4))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("values", "different inputs.*another 'x'"),
+        ("order", "different inputs.*another 'x'"),
+        ("shapes", "other shapes"),
+    ],
+)
+def test_ranks_that_hold_different_inputs(ranks, how: str, says: str) -> None:
+    for message in ranks(disagree, 2, how):
+        assert re.search(says, message)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    """Those that docs/your-own-model.md does not show."""
+    grid = toys.make("Grid")
+    with pytest.raises(dsp.NotationError, match="lies inside stage"):
+        dsp.parallelize(grid, mesh, {"space.*": "b t [s c]", "space.*.norm": "b t s [c]"})
+    with pytest.raises(dsp.NotationError, match="matched twice"):
+        dsp.parallelize(grid, mesh, {"space.*": "b t [s c]", "space.0": "b [t] s [c]"})
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        dsp.parallelize(grid, None)
+    with pytest.raises(dsp.NotationError, match="no stages attribute"):
+        dsp.parallelize(nn.Linear(2, 2), mesh)
+    with pytest.raises(dsp.NotationError, match="stages must be a dict"):
+        dsp.parallelize(grid, mesh, {})
+
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    for stages, message in [
+        ({"": "x=b t c", "space.*": "b t [s c]"}, "3 axes but the tensor has shape"),
+        ({"": "x=b t s c", "space.*": "b t [s c] -> (b t) [s c]"}, "output pattern"),
+        ({"": "x=b t s c", "space.*": "(b t) z [s c]"}, "cannot tell|does not fit|is not"),
+    ]:
+        model = dsp.parallelize(toys.make("Grid"), mesh, stages)
+        with pytest.raises(dsp.NotationError, match=message):
+            model(**kwargs)
+
+    x = kwargs["x"]
+    for glue, word in [
+        (lambda y: torch.exp(y, out=torch.zeros_like(y)), r"exp\(.*out="),
+        (lambda y: y.sum().backward() or y, "backward inside a parallelized forward"),
+    ]:
+        model = dsp.parallelize(toys.Glued(glue).double(), mesh)
+        with pytest.raises(dsp.GlueError, match=word):
+            model(x)
+    again = dsp.parallelize(toys.make("Grid"), mesh)
+    with pytest.raises(ValueError, match="already parallelized"):
+        dsp.parallelize(again, mesh)
+
+
+def test_refused_in_plain_words(ranks) -> None:
+    ranks(refused, 2)
+
+
+def after_errors(mesh: DeviceMesh) -> None:
+    """An exception inside a stage leaves nothing behind."""
+    model = toys.make("Grid")
+    single = toys.make("Grid")
+    dsp.parallelize(model, mesh)
+    kwargs = toys.inputs("Grid", 1, 4, 4)
+    block = model.time[0]
+    block.out, kept = nn.Linear(3, 3).double(), block.out
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            model(**kwargs)
+    assert torch.overrides._get_current_function_mode() is None
+    block.out = kept
+    torch.testing.assert_close(model(**kwargs), single(**kwargs))
+    for error in (KeyboardInterrupt,):
+        block.out = Raises(error)
+        with pytest.raises(error):
+            model(**kwargs)
+        block.out = kept
+        torch.testing.assert_close(model(**kwargs), single(**kwargs))
+
+
+class Raises(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x._is_view() and type(x).__name__ == "FakeTensor":
+            return x
+        raise self.error
+
+
+def test_nothing_is_left_after_an_exception(ranks) -> None:
+    ranks(after_errors, 2)
+
+
+def nested(mesh: DeviceMesh) -> None:
+    """Two parallelized models, one inside the other: the outermost governs; each also runs alone."""
+
+    class Objective(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.stages = {f"model.{k}": v for k, v in model.stages.items() if k}
+            self.stages[""] = "x=b t s c, noise=b t s c -> b t s c"
+
+        def forward(self, x: Tensor, noise: Tensor, cond: Tensor) -> Tensor:
+            return (self.model(x + noise, cond) - noise).square()
+
+    kwargs = toys.inputs("Grid", 1, 7, 5)
+    noise = torch.randn_like(kwargs["x"])
+    single = Objective(toys.make("Grid"))
+    model = toys.make("Grid")
+    objective = dsp.parallelize(Objective(model), mesh, gather_output=False)
+    dsp.parallelize(model, mesh)
+    beside(single, objective, mesh, {"noise": noise, **kwargs}, loss=dsp.mean)
+    torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
+
+
+def test_models_inside_models(ranks) -> None:
+    ranks(nested, 2)
+
+
+def containers(mesh: DeviceMesh) -> None:
+    """Outputs in dataclasses; sharded tensors in lists of arguments are refused, for no pattern could name them."""
+
+    @dataclasses.dataclass
+    class Out:
+        y: Tensor
+        extra: dict
+
+    class Model(nn.Module):
+        stages = {"": "x=b t s c", "space": "b t [s c]"}
+
+        def __init__(self, listed: bool) -> None:
+            super().__init__()
+            self.space, self.listed = (Listed() if listed else toys.Along(2)), listed
+
+        def forward(self, x: Tensor) -> Out:
+            x = x * 2
+            return Out(self.space(x, [x]) if self.listed else self.space(x), {"twice": x})
+
+    class Listed(nn.Module):
+        def forward(self, x: Tensor, others: list) -> Tensor:
+            return x + others[0]
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 5, toys.C)
+    model = Model(False)
+    expect = model(x)
+    out = dsp.parallelize(model, mesh)(x)
+    torch.testing.assert_close(out.y, expect.y)
+    torch.testing.assert_close(out.extra["twice"], expect.extra["twice"])
+    with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
+        dsp.parallelize(Model(True), mesh)(x)
+
+
+def test_containers(ranks) -> None:
+    ranks(containers, 2)
+
+
+def input_gradient_bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    model = toys.make("Grid")
+    kwargs = {k: v.requires_grad_() for k, v in toys.inputs("Grid", 1, 8, 8).items()}
+    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), gather_output=False)
+    dsp.parallelize(model, mesh, gather_output=False)
+    loss = dsp.mean(model(**kwargs))
+    with dsp.count_comm() as comm:
+        loss.backward()
+    return sum(comm.backward.bytes.values()) - 8, plan.bytes["backward"]  # less the loss' own all-reduce
+
+
+def test_gradients_of_inputs_are_in_the_plan(ranks) -> None:
+    for moved, planned in ranks(input_gradient_bytes, 2):
+        assert moved == planned
+
+
+class Mixed(nn.Module):
+    """A stage that has to run whole, and draws: its numbers must agree on every rank."""
+
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]", "mix": "[b t s c]"}
+
+    class Mix(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5) + x.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.mix = toys.Along(2), self.Mix()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.space(self.mix(self.space(x)))
+
+
+def whole_randomness(mesh: DeviceMesh) -> Tensor:
+    torch.manual_seed(1)
+    model = dsp.parallelize(Mixed(), mesh)
+    torch.manual_seed(mesh.get_local_rank())
+    seen = []
+    model.mix.register_forward_hook(lambda m, a, out: seen.append(out))
+    with torch.no_grad():
+        model(torch.ones(1, 6, 5, toys.C))
+    return seen[-1]
+
+
+def test_a_stage_run_whole_draws_the_same_on_every_rank(ranks) -> None:
+    a, b = ranks(whole_randomness, 2)
+    torch.testing.assert_close(a, b)
+    assert (a != a[0, 0, 0, 0]).any()
+
+
+class Chain(nn.Module):
+    """Two stages in one function, for checkpoints around both."""
+
+    stages = {"": "x=b t s c -> b t s c", "a": "b t [s c]", "b": "b [t] s [c]"}
+
+    def __init__(self, reentrant: bool, edit: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.reentrant, self.edit = toys.Along(2), toys.Along(1), reentrant, edit
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.edit:
+            y = self.b(self.a(x))
+            y *= 2
+            y.add_(1)
+            return self.a(y)
+        return self.a(checkpoint(self.both, self.a(x), use_reentrant=self.reentrant))
+
+
+def chained(mesh: DeviceMesh) -> tuple[int, int, int]:
+    x = torch.randn(1, 8, 8, toys.C).double()
+    single, model = pair(lambda: Chain(False))
+    plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=False)
+    (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), count=True)
+    assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
+    return comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]
+
+
+def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(ranks) -> None:
+    assert ranks(chained, 2) == [(2, 2, 1)] * 2
+
+
+def reentrant(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Chain(True), mesh, gather_output=False)
+    x = torch.randn(1, 8, 8, toys.C, requires_grad=True)
+    with pytest.raises((RuntimeError, ValueError), match="use_reentrant=False"):
+        dsp.mean(model(x)).backward()
+
+
+def test_reentrant_checkpointing_is_refused(ranks) -> None:
+    ranks(reentrant, 2)
+
+
+class Doubling(nn.Module):
+    """A caller that writes into the output: gathered it is an ordinary tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        out *= 2
+        return out
+
+
+def edited(mesh: DeviceMesh) -> None:
+    single, model = pair(lambda: Doubling(Chain(False, edit=True)))
+    dsp.parallelize(model.model, mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))
+
+
+def test_glue_and_callers_may_write_in_place(ranks) -> None:
+    ranks(edited, 2)

@@ -1,0 +1,402 @@
+"""A forward as one graph for torch.compile: the numbers, the gradients and the collectives of the forward without."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import shutil
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+import zoo
+from dsp.layout import Axis
+from dsp.tensors import tensors_in
+from tests.support.beside import beside
+from tests.support.diffusers_latte import STAGES, build, inputs
+from tests.support.slow import slow
+
+
+def latte() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
+    kwargs = inputs(1, 5, 4)
+    kwargs["hidden_states"].requires_grad_()
+    return build(5, 4).train(), STAGES, kwargs
+
+
+def transformer2d() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
+    model, kwargs = zoo.create("transformer2d", "test").double(), {}
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    for name, value in model.example_inputs(2, frames=5, height=6).items():
+        kwargs[name] = value.double() if value.is_floating_point() else value
+    return model, None, kwargs
+
+
+def flux() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
+    import diffusers
+
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=5,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
+    ).double()  # fmt: skip
+    kwargs = {
+        "hidden_states": torch.randn(1, 10, 8, dtype=torch.float64, requires_grad=True),
+        "encoder_hidden_states": torch.randn(1, 3, 8, dtype=torch.float64),
+        "pooled_projections": torch.randn(1, 8, dtype=torch.float64),
+        "timestep": torch.tensor([0.5], dtype=torch.float64),
+        "img_ids": torch.cartesian_prod(torch.arange(1), torch.arange(2), torch.arange(5)).double(),
+        "txt_ids": torch.zeros(3, 3, dtype=torch.float64),
+    }
+    return model, {"": "hidden_states=b s c, encoder_hidden_states=b n e"}, kwargs
+
+
+def windows(size: int) -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
+    """Reads of neighbours, statistics, and attention."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.mix = nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Linear(4, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.conv(x).relu()).transpose(1, 2)
+            q, k, v = self.mix(y).unflatten(2, (2, 6)).transpose(1, 2).chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v).mean(2)
+
+    x = torch.randn(2, 4, size, dtype=torch.float64, requires_grad=True)
+    return Windows().double(), {"": "x=b c s"}, {"x": x}
+
+
+MODELS = {
+    "latte": latte, "transformer2d": transformer2d, "flux": flux, "even": partial(windows, 12),
+    "uneven": partial(windows, 7),
+}  # fmt: skip
+
+
+def graphs(model: nn.Module) -> list[int | None]:
+    """How many graphs there are of each kind of calls; None where none can be made."""
+    kinds = model.forward.__self__.kinds.values()  # type: ignore[union-attr]
+    return [None if kind.graphs is None else len(kind.graphs) for kind in kinds]
+
+
+def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
+    torch.manual_seed(0)
+    single, stages, kwargs = MODELS[which]()
+    rounding = {"rtol": 1e-6, "atol": 1e-9}
+    if backend == "inductor":  # before torch 2.13 it compiles no attention in float64 on CPU
+        single, rounding = single.float(), {"rtol": 1e-4, "atol": 1e-5}
+        kwargs = {k: v.detach().float().requires_grad_(v.requires_grad) for k, v in kwargs.items()}
+    model, usual = copy.deepcopy(single), copy.deepcopy(single)
+    dsp.parallelize(model, mesh, stages, gather, compile=backend)
+    dsp.parallelize(usual, mesh, stages, gather)
+    beside(single, model, mesh, kwargs, rounds=3, **rounding)
+    assert graphs(model) == [1]
+    # a mode that counts sees what is in the graph, and what is not compiled
+    sent = []
+    for m in (model, usual):
+        single.zero_grad()
+        sent.append(beside(single, m, mesh, kwargs, rounds=2, count=True, **rounding))
+    [_, told], [_, planned] = sent
+    assert repr(told) == repr(planned)
+    loss = sum(dsp.mean(y.square()) for y in tensors_in(model(**kwargs)))
+    with dsp.count_comm() as comm:  # of what is compiled the backward alone
+        loss.backward()
+    assert comm.backward.bytes["switch"] == planned.backward.bytes["switch"]
+    assert not comm.recompute.bytes
+    for way in (torch.no_grad, torch.inference_mode):
+        with way():
+            for _ in range(3):
+                found = model(**kwargs)
+                found = found if isinstance(found, Tensor) else found[0]
+            expect = single(**kwargs)
+            expect = expect if isinstance(expect, Tensor) else expect[0]
+            torch.testing.assert_close(dsp.gather(found), expect, **rounding)
+    assert set(graphs(model)) == {1, 2}  # of those without gradients one for each way
+
+
+@pytest.mark.parametrize(
+    ("n", "which", "backend", "gather"),
+    [
+        (3, "latte", "eager", False), (2, "transformer2d", "aot_eager", True), slow(4, "latte", "aot_eager", True),
+        slow(3, "transformer2d", "aot_eager", False), slow(3, "flux", "aot_eager", True),
+        slow(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
+    ],
+)  # fmt: skip
+def test_outputs_every_gradient_and_the_collectives(ranks, n: int, which: str, backend: str, gather: bool) -> None:
+    ranks(alike, n, which, backend, gather)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor builds C++ on CPU")
+def test_compiled_by_inductor(ranks) -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        if not pick_vec_isa():
+            pytest.skip("for a CPU without vector units inductor writes C++ that does not compile")
+    ranks(by_inductor, 2)
+
+
+def by_inductor(mesh: DeviceMesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        alike(mesh, "even", "inductor", True)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+class Cubed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(x)
+
+
+class Mixes(nn.Module):
+    """Mixes along both dims, as `does` says between: it may be what no graph stands for."""
+
+    def __init__(self, does: str = "") -> None:
+        super().__init__()
+        self.does, self.times, self.kept, self.seen = does, 0, torch.ones(()), []
+        self.one, self.two = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.drop, self.act = nn.Dropout(0.5), nn.GELU()
+        self.cubed = Cubed()
+        self.stages = {"": "x=b s r c -> b s r c", "cubed": "b s r [c]"}
+
+    def forward(self, x: Tensor, scale: float = 1.0, other: Any = None) -> Tensor:
+        y = x + torch.softmax(self.act(self.one(x)), 1) * scale
+        if self.does == "draws":
+            y = self.drop(y)
+        elif self.does == "checkpoint":
+            y = checkpoint(self.two, y, use_reentrant=False)
+        elif self.does == "function":
+            y = self.cubed(y)
+        elif self.does == "counts" or (self.does == "rank" and dist.get_rank() == 0):
+            self.times += 1
+        elif self.does == "buffer":
+            self.count = self.count + 1
+        elif self.does == "data":
+            y = y + self.one(x).data
+        elif self.does == "gradient":
+            y.register_hook(lambda g: g) if y.requires_grad else None
+        elif self.does == "random":
+            random.random()
+        elif self.does == "writes":
+            self.kept.add_(0)
+        elif self.does == "keeps":
+            self.seen.append(y.detach())
+        return y + torch.softmax(self.two(y), 2) * self.kept.sum()
+
+
+REFUSED = {
+    "draws": "it draws random numbers",
+    "checkpoint": "it has an activation checkpoint",
+    "function": "the autograd.Function Cube is in it",
+    "counts": "it changes what its modules hold",
+    "keeps": "it changes what its modules hold",
+    "rank": "",
+    "buffer": "it changes what its modules hold",
+    "writes": "it changes what its modules hold",
+    "data": "it uses Tensor.data",
+    "gradient": "it uses Tensor.register_hook",
+    "random": "it draws random numbers",
+    "bag": "an input is a Bag",
+    "hook": "'one' has a hook",
+    "forward": "'two' has been given another forward",
+    "object": "an input is a SimpleNamespace",
+}
+
+
+def refused(mesh: DeviceMesh) -> None:
+    axis, log = Axis.of(mesh), logging.getLogger("dsp")
+    for does, says in REFUSED.items():
+        torch.manual_seed(0)
+        single, heard = Mixes(does), []
+        model = copy.deepcopy(single)
+        if does == "hook":
+            model.one.register_forward_hook(lambda *_: None)
+        elif does == "forward":
+            model.two.forward = partial(type(model.two).forward, model.two)
+        objects = {"object": type("SimpleNamespace", (), {}), "bag": type("Bag", (list,), {})}
+        more = {"other": objects[does]()} if does in objects else {}
+        dsp.parallelize(model, mesh, compile="eager")
+        log.addFilter(hear := lambda record, heard=heard: heard.append(record.getMessage()) or True)
+        try:
+            inputs = {"x": torch.randn(2, 5, 7, 6, dtype=torch.float64), **more}
+            if does == "draws":
+                for _ in range(3):
+                    model(**inputs)
+            else:
+                beside(single, model, mesh, inputs, rounds=3)
+        finally:
+            log.removeFilter(hear)
+        assert graphs(model) == [None]
+        assert len(model.seen) == 3 * (does == "keeps")
+        heard = [text for text in heard if text.startswith("compile: ")]
+        assert axis.rank or (len(heard) == 1 and says in heard[0]), (does, heard)
+
+
+@pytest.mark.parametrize("n", [2])
+def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(ranks, n: int) -> None:
+    ranks(refused, n)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.rnn, self.out = kind(6, 6, batch_first=True, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rnn(x.transpose(1, 2).flatten(0, 1))[0]
+        return self.out(y).unflatten(0, (len(x), x.shape[2])).transpose(1, 2)
+
+
+def recurrences(mesh: DeviceMesh) -> list[str]:
+    """One graph without gradients; with them torch.compile has none, whether or not it is in training."""
+    said: list[str] = []
+    log = logging.getLogger("dsp")
+    log.addFilter(hear := lambda record: said.append(record.getMessage()) or True)
+    try:
+        for kind in (nn.GRU, nn.LSTM, nn.RNN):
+            torch.manual_seed(0)
+            single, x = Recurrent(kind), torch.randn(2, 5, 6, 6, dtype=torch.float64)
+            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="aot_eager")
+            with torch.no_grad():
+                for m in (single, model):
+                    m.eval()
+                for _ in range(3):
+                    torch.testing.assert_close(model(x), single(x))
+                assert graphs(model) == [1]
+            beside(single, model, mesh, {"x": x}, rounds=3)
+            assert graphs(model) == [1, None]
+    finally:
+        log.removeFilter(hear)
+    return [text for text in said if text.startswith("compile: ")]
+
+
+def test_recurrences_compile_without_gradients(ranks) -> None:
+    for said in ranks(recurrences, 2):
+        ops = ("gru", "lstm", "rnn_tanh")
+        why = "compile: Recurrent runs as without it, for torch.compile takes no recurrence (aten.{}) where there are"
+        assert [why.format(op) in text for op, text in zip(ops, said)] in ([True] * 3, [])
+
+
+def anew(mesh: DeviceMesh) -> None:
+    """Numbers, attributes, weights that are others: a graph holds for what it was recorded with."""
+    torch.manual_seed(0)
+    single = Mixes()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
+    x = torch.randn(2, 5, 7, 6, dtype=torch.float64, requires_grad=True)
+
+    def run(count: int, **more: Any) -> None:
+        single.zero_grad()
+        beside(single, model, mesh, {"x": x, **more}, rounds=2)
+        assert graphs(model) == [count], (graphs(model), count)
+
+    run(1)
+    run(1)
+    for m in (single, model):
+        m.times = 3
+    run(2)
+    for m in (single, model):
+        m.kept = torch.full((), 2.0)
+    run(3)
+    for m in (single, model):
+        m.two.weight = nn.Parameter(m.two.weight.detach() * 2)
+    run(4)
+    with torch.no_grad():
+        for m in (single, model):
+            m.two.weight.mul_(0.5)
+    run(4)  # the same parameter with other numbers, as after a step
+    for m in (single, model):
+        m.one = copy.deepcopy(m.two)
+    run(5)
+    for m in (single, model):
+        m.act.approximate = "tanh"
+    run(6)
+    model.load_state_dict(single.state_dict())
+    run(6)
+    for m in (single, model):
+        m.one.bias.requires_grad_(False)
+    run(7)
+    again = copy.deepcopy(model)
+    single.zero_grad()
+    beside(single, again, mesh, {"x": x}, rounds=3)
+    assert graphs(again) == [1]
+
+
+@pytest.mark.parametrize("n", [3])
+def test_it_holds_for_what_it_was_recorded_with(ranks, n: int) -> None:
+    ranks(anew, n)
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.pos = nn.Linear(6, 6, dtype=torch.float64), nn.Buffer(torch.ones(6, dtype=torch.float64))
+        self.scales = type("Scales", (), {})()
+        self.scales.by = 1.0
+        self.stages = {"": "x=b s c -> b s c"}
+
+    def forward(self, x: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        return (x + self.one(x).softmax(1) * p + q + self.pos) * self.scales.by
+
+
+def told_apart(mesh: DeviceMesh) -> None:
+    """Inputs that were one tensor when they were recorded, or a weight; and what other objects hold."""
+    single = Adds()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
+    x, t = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    for p, q in [(t, t), (t, t), (t, 3 * t), (model.pos, t), (model.pos, t), (2 * model.pos, t)]:
+        torch.testing.assert_close(model(x, p, q), single(x, p, q))
+    assert graphs(model) == [1]
+    for m in (single, model):
+        m.scales.by = 2.0
+    torch.testing.assert_close(model(x, t, t), single(x, t, t))
+    assert graphs(model) == [2]
+
+
+def test_inputs_that_were_one_tensor_are_told_apart(ranks) -> None:
+    ranks(told_apart, 2)
+
+
+def given_up(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    single = Mixes()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
+    x = torch.randn(2, 5, 7, 6, dtype=torch.float64)
+    for i in range(12):
+        torch.testing.assert_close(model(x, 1 + 0.1 * i), single(x, 1 + 0.1 * i))
+    assert graphs(model) == [None]
+
+
+def test_numbers_that_change_with_each_call(ranks) -> None:
+    ranks(given_up, 2)
+
+
+def test_none_is_compiled_on_one_rank(ranks) -> None:
+    ranks(alone, 1)
+
+
+def alone(mesh: DeviceMesh) -> None:
+    model = Mixes()
+    assert dsp.parallelize(model, mesh, compile=True) is model
+    assert "forward" not in model.__dict__

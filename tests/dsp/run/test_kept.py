@@ -1,0 +1,168 @@
+"""What a model keeps between calls and writes into, such as a cache of keys: sharded, and exact for all chunks."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from tests.support.slow import slow
+
+HEADS, DIM, ROOM = 3, 4, 40
+
+
+class Attention(nn.Module):
+    """Of a chunk of frames over all so far; their keys and values stay in `kept`, made at the first chunk."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 3 * HEADS * DIM), nn.Linear(HEADS * DIM, 8)
+        self.keep, self.kept = keep, {}
+
+    def forward(self, x: Tensor, start: int, cache: Any) -> Tensor:
+        b, t, s, _ = x.shape
+        q, k, v = self.qkv(x.flatten(1, 2)).view(b, t * s, 3, HEADS, DIM).unbind(2)
+        held = self.kept if self.keep == "module" else cache.__dict__
+        if start == 0:
+            held["kv"] = [x.new_zeros(b, ROOM, HEADS, DIM) for _ in "kv"]
+        end = start + t * s
+        for kept, new in zip(held["kv"], (k, v)):
+            kept[:, start:end] = new
+        k, v = (kept[:, :end].transpose(1, 2) for kept in held["kv"])
+        y = self.out(F.scaled_dot_product_attention(q.transpose(1, 2), k, v).transpose(1, 2).flatten(2))
+        return x + y.view_as(x)
+
+
+class Video(nn.Module):
+    """Two such layers, and between them a stage."""
+
+    def __init__(self, keep: str = "module", stage: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = Attention(keep), Attention(keep)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.stages = {"": "x=b t s c"} | ({"mlp": "b t s c"} if stage else {})
+
+    def forward(self, x: Tensor, start: int, caches: Any = (None, None)) -> Tensor:
+        return self.two(self.mlp(self.one(x, start, caches[0])), start, caches[1])
+
+
+def rolled(model: nn.Module, x: Tensor, caches: bool, chunk: int = 2, rolls: int = 2) -> list[Tensor]:
+    """Every chunk's output, of `rolls` videos."""
+    found, s = [], x.shape[2]
+    for _ in range(rolls):
+        held = [[SimpleNamespace(), SimpleNamespace()]] if caches else []
+        for at in range(0, x.shape[1], chunk):
+            found.append(model(x[:, at : at + chunk], at * s, *held))
+    return found
+
+
+def chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
+    torch.manual_seed(0)
+    single, x = Video(keep, stage).double(), torch.randn(1, 10, 4, 8).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with torch.no_grad():
+        expect = rolled(single, x, keep == "object", chunk=1)
+        found = rolled(model, x, keep == "object", chunk=1)
+    for y, z in zip(found, expect, strict=True):
+        torch.testing.assert_close(y, z)
+    told = [kind.told for kind in model.forward.__self__.kinds.values()]
+    assert not any(told), told
+    plans = [kind.plan for kind in model.forward.__self__.kinds.values()]
+    assert all(plan is not None and not plan.script.recorded for plan in plans)
+    if keep == "module":
+        held = model.one.kept["kv"][0]
+        assert held.to_local().shape[2] < HEADS, "it is sharded along heads"
+    # of a chunk queries, keys, values and results, in both layers, and the output: nothing of what is kept
+    assert {plan.bytes["forward"] for plan in plans} == {[1024, 1152, 768][mesh.size() - 2]}
+
+
+@pytest.mark.parametrize(
+    ("n", "keep", "stage"),
+    [
+        (2, "module", False),
+        (3, "object", False),
+        slow(2, "object", True),
+        slow(3, "module", True),
+        slow(4, "module", False),
+    ],
+)
+def test_ten_chunks(ranks, n: int, keep: str, stage: bool) -> None:
+    ranks(chunks, n, keep, stage)
+
+
+class Recurrent(nn.Module):
+    """A state that the next call goes on from, with its gradient or without."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.mix, self.state, self.reads = nn.Linear(6, 6), None, reads
+        self.stages = {"": "x=b t c", "mix": "b t [c]"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and x.mean() > 100:  # so that no plan can be made ahead
+            return x
+        self.state = self.mix(x) if self.state is None else self.mix(x) + self.state * 0.5
+        return self.state.softmax(1 if self.training else 2)
+
+
+def states(mesh: DeviceMesh, detach: bool, reads: bool = False) -> None:
+    torch.manual_seed(0)
+    single = Recurrent(reads).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    xs = [torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    totals = []
+    for m in (single, model):
+        total: Any = 0
+        for i, x in enumerate(xs):
+            m.train(i % 2 == 0)  # their plans want it along other dims
+            total = total + m(x).square().sum()
+            if detach:
+                m.state = m.state.detach()
+        total.backward()
+        totals.append(total.detach())
+    torch.testing.assert_close(*totals)
+    for p, q in zip(model.parameters(), single.parameters()):
+        torch.distributed.all_reduce(p.grad, group=mesh.get_group())
+        torch.testing.assert_close(p.grad / mesh.size(), q.grad)
+
+    assert all(kind.plan is not None for kind in model.forward.__self__.kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("n", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
+)
+def test_a_state_that_calls_hand_on(ranks, n: int, detach: bool, reads: bool) -> None:
+    ranks(states, n, detach, reads)
+
+
+def other_layouts(mesh: DeviceMesh) -> None:
+    """A call by a known signature that finds what is kept in another layout has a plan of its own."""
+    torch.manual_seed(0)
+    single, x = Recurrent().double().eval(), torch.randn(2, 7, 6).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with torch.no_grad():
+        for start in (None, "t", "b", "t", None):
+            given = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1)).double() if start else None
+            single.state = given
+            model.state = None if start is None else laid(model, given, "bt".index(start))
+            for _ in range(2):
+                torch.testing.assert_close(model(x), single(x))
+
+
+def laid(model: nn.Module, x: Tensor, dim: int) -> Tensor:
+    from dsp.layout import Cut
+    from dsp.sharded import carry
+
+    axis = model.forward.__self__.axis
+    return carry(axis.narrow(x, Cut(dim)).contiguous(), axis.at(x.shape, Cut(dim)))
+
+
+def test_it_may_lie_otherwise_in_a_later_call(ranks) -> None:
+    ranks(other_layouts, 2)

@@ -1,0 +1,38 @@
+"""dsp-launch: the ranks' own words come last, and the exit status is that of the rank that failed first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+ENDS = {
+    "an error": ("sys.exit('error: a number is missing')", 1, "error: a number is missing\n"),
+    "a status": ("sys.exit(3)", 3, ""),
+    "a signal": ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was ended by SIGKILL, as the system does where memory"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None:
+    """Two jobs at a time do not meet at one port."""
+    end, status, said = ENDS[how]
+    (tmp_path / "script.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2", "script.py"]
+    home = str(ROOT)
+    jobs = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": home}, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2 if how == "a signal" else 1)
+    ]
+    for job in jobs:
+        err = job.communicate(timeout=120)[1]
+        assert job.returncode == status, err
+        assert err.startswith(said)
+        assert err.count("\n") == bool(said)

@@ -1,0 +1,446 @@
+"""What dsp uses of torch that is not public still is what dsp takes it for: a case is named after what would break."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from dsp import private
+from tests.support.paths import ROOT
+from tests.support.slow import slow
+
+# ------------------------------------------------------------------------------------------------------ in one process
+
+
+def checkpoint_frame() -> None:
+    """Found where a checkpoint runs its region, and what it runs again in backward can be replaced. Else not found."""
+    frames: list[Any] = []
+    again: list[bool] = []
+
+    def region(x: Tensor) -> Tensor:
+        frames.append(private.checkpoint_frame())
+        if len(frames) == 1:
+            original = frames[0].recompute_fn
+
+            def recompute(*args: Any) -> Any:
+                again.append(True)
+                return original(*args)
+
+            frames[0].recompute_fn = recompute
+        return x.sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    assert private.checkpoint_frame() is None
+    y = checkpoint(region, x, use_reentrant=False)
+    assert private.checkpoint_frame() is None
+    y.sum().backward()
+    assert again == [True], "what a checkpoint recomputes with is no longer frame.recompute_fn"
+    assert frames[0] is not None
+    assert frames[1] is None, "a recomputation looks like a first run"
+    with torch.autograd.graph.save_on_cpu():
+        assert private.checkpoint_frame() is None
+
+
+def unknown_checkpoints() -> None:
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    pack.__module__ = "torch.utils.checkpoint"
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, pack),
+        pytest.raises(RuntimeError, match="in a way that dsp does not know"),
+    ):
+        private.checkpoint_frame()
+
+
+class Noting(torch.autograd.Function):
+    seen: tuple[int, str] = (-1, "")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Noting.seen = private.backward_pass(), private.backward_node()
+        return grad
+
+
+def compiling() -> None:
+    """What compiles within a region where the compiler is put aside, under a mode that sees ops; and flex_attention."""
+    from torch.nn.attention import flex_attention
+
+    double, seen = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True), list[bool]()
+    assert private.compiler_loaded()
+    with torch.compiler.set_stance("force_eager"), dsp.count_comm(), private.compiling(9):
+        torch.compile(lambda x: seen.append(torch.compiler.is_dynamo_compiling()) or x, backend="eager")(torch.ones(1))
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    assert True in seen, "nothing is compiled where the stance is the default one again"
+    named = torch.compile(lambda: [f.__qualname__ for f in private.compiled_callers()], backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        assert named() == ["compiling.<locals>.<lambda>"]
+    assert not [*private.compiled_callers()]
+    q, refuses = torch.ones(1, 1, 2, 2, requires_grad=True), flex_attention._validate_device
+    with private.any_device():
+        flex_attention._validate_device(q, q, q)
+    assert flex_attention._validate_device is refuses
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        refuses(q, q, q)
+
+
+def backward_pass() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert private.backward_pass() == -1
+    passes = []
+    for _ in range(2):
+        Noting.apply(x).sum().backward()
+        passes.append(Noting.seen[0])
+    assert -1 not in passes
+    assert passes[0] != passes[1]
+    assert private.backward_pass() == -1
+
+
+def after_backward() -> None:
+    """Called once every gradient is there, in the thread that called backward, if there is no other."""
+    x, seen = torch.ones(3, requires_grad=True), list[Any]()
+    y = x * 2
+    y.register_hook(lambda grad: private.after_backward(lambda: seen.append((x.grad is not None, get_ident()))))
+    with ThreadPoolExecutor(1) as thread:
+        ident = thread.submit(lambda: (y.sum().backward(), get_ident())[1]).result()
+    assert seen == [(True, ident)]
+    with pytest.raises(RuntimeError, match="backward"):
+        private.after_backward(lambda: None)
+
+
+def backward_node() -> None:
+    assert private.backward_node() == ""
+    Noting.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert Noting.seen[1] == "NotingBackward"
+
+
+def leaf() -> None:
+    (node, _), *_ = (torch.ones(3, requires_grad=True) * 2).grad_fn.next_functions
+    assert node.name() == private.LEAF
+
+
+def passing() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    for made in (x.clone(), x.double(), torch.ops.aten.alias(x)):
+        assert made.grad_fn.name() in private.PASSING
+
+
+def fake_tensors() -> None:
+    with private.FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(2, 3)) @ torch.ones(3, 4)
+    assert (tuple(x.shape), x.dtype, x.device) == ((2, 4), torch.float32, torch.device("cpu"))
+    assert type(x) is not Tensor
+    for like in (torch.ones(2, 3), nn.Parameter(torch.ones(2, 3)), torch.ones(2, device="meta"), torch.arange(3)):
+        new = private.fake_tensor(mode, like, like.dtype)
+        with mode:
+            made = torch.empty(like.shape, dtype=like.dtype)
+            made = nn.Parameter(made) if like.requires_grad else made
+        for what in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+            assert getattr(new, what) == getattr(made, what), what
+        assert (type(new), new.stride()) == (type(made), made.stride())
+        assert isinstance(new, nn.Parameter) == isinstance(like, nn.Parameter)
+    with mode, pytest.raises(private.DataDependentOutputException):
+        bool(x.sum() > 0)
+    with mode, pytest.raises(private.DynamicOutputShapeException):
+        x.nonzero()
+
+
+def dispatch_mode() -> None:
+    class Seen(private.TorchDispatchMode):
+        ops: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        nn.Linear(3, 3)(torch.ones(2, 3))
+    assert "aten::addmm" in seen.ops
+    assert isinstance(torch.ops.aten.addmm.default, private.OpOverload)
+    assert torch.ops.dsp.switch.default.namespace == "dsp"
+
+
+def function_modes() -> None:
+    class Seen(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as mode:
+        assert private._get_current_function_mode() is mode
+        private._pop_mode()
+        torch.ones(2) + 1
+        before = mode.calls
+        private._push_mode(mode)
+        torch.ones(2) + 1
+    assert (before, mode.calls) == (0, 2)
+
+
+def torch_function_can_be_disabled() -> None:
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    with Refusing(), torch._C.DisableTorchFunction():
+        torch.ones(2) + 1
+
+    class Part(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    with torch._C.DisableTorchFunctionSubclass():
+        assert type(torch.ones(2).as_subclass(Part) + 1) is Tensor
+
+
+def storages() -> None:
+    x = torch.ones(4)
+    memory = [private.StorageWeakRef(t.untyped_storage()) for t in (x, x[1:], x.clone())]
+    assert memory[0] == memory[1]
+    assert memory[0] != memory[2]
+
+
+def trees() -> None:
+    tree = {"a": [torch.ones(1), 2], "b": (None, "c")}
+    leaves, spec = private.pytree.tree_flatten(tree)
+    assert len(leaves) == 4
+    assert private.pytree.tree_unflatten(leaves, spec) == tree
+    assert private.pytree.tree_map(lambda v: 0, tree) == {"a": [0, 0], "b": (0, 0)}
+
+
+def batch_norms() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, private._BatchNorm)
+
+
+def module_dicts() -> None:
+    """What a model's skeleton copies, and the wrapper of torch.compile that names are read through."""
+    module = nn.Linear(2, 2)
+    for name in "_parameters _buffers _modules _forward_hooks _forward_pre_hooks _backward_hooks".split():
+        assert isinstance(module.__dict__[name], dict), name
+    assert torch.compile(module, backend="eager")._modules["_orig_mod"] is module
+
+
+def of_the_zoo() -> None:
+    """Weights averaged in one call for all of them (zoo/training/optim.py)."""
+    averages = [torch.zeros(3)]
+    torch._foreach_lerp_(averages, [torch.ones(3)], 0.25)
+    assert averages[0].tolist() == [0.25] * 3
+
+
+def transforms() -> None:
+    """Within torch.func a tensor that hides another is known, and so is the one that it hides."""
+    seen: list[Any] = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append((private.maybe_current_level(), private.is_functorch_wrapped_tensor(t), private.get_unwrapped(t)))
+        return t
+
+    x = torch.ones(3)
+    torch.vmap(look)(x)
+    level, wrapped, hidden = seen[0]
+    assert level is not None
+    assert wrapped
+    assert hidden is x
+    assert private.maybe_current_level() is None
+    assert not private.is_functorch_wrapped_tensor(x)
+
+
+def saving_hooks() -> None:
+    """Whether anybody looks at what is saved for backward."""
+    assert private.saving_hooks(False) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert private.saving_hooks(False) is not None
+    assert private.saving_hooks(False) is None
+
+
+def compilers() -> None:
+    """What a compiler is not to follow is called when the compiled function runs, and what it raises gets out."""
+
+    @private.uncompiled
+    def refuse() -> None:
+        raise KeyError("told")
+
+    def f(x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            refuse()
+        return x + 1
+
+    with pytest.raises(KeyError, match="told"):
+        torch.compile(f, backend="eager")(torch.ones(3))
+    torch.testing.assert_close(f(torch.ones(3)), torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(3))
+    assert type(caught.value).__module__ == private.COMPILERS_OWN
+
+
+def graphs(mesh: DeviceMesh) -> None:
+    """A function as a graph above autograd: its operations, and nodes by which functions and ops are told apart."""
+    nodes = []
+
+    def f(weights: list[Tensor], x: Tensor) -> Tensor:
+        y = (x @ weights[0]).relu()
+        for z in (y, Noting.apply(y), torch.ops.dsp.all_reduce(y, mesh.get_group().group_name)):
+            nodes.append(z.grad_fn)
+        return y
+
+    x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(3, 3))
+    with dsp.count_comm() as comm:
+        assert private._get_current_dispatch_mode() is comm
+        with private._disable_current_modes():
+            assert private._get_current_dispatch_mode() is None
+            graph = private.graph_of(f, [weight], x)
+    named = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert named[:2] == ["aten.matmul.default", "aten.relu.default"]
+    assert [node.op for node in graph.graph.nodes][:2] == ["placeholder"] * 2
+    torch.testing.assert_close(graph([weight], x), x @ weight)
+    ours = [isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes]
+    assert ours == [False, True, True]
+    assert [node.name().startswith(private.OF_AN_OP) for node in nodes] == [False, False, True]
+
+
+ALONE = [
+    checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
+    dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts,
+    of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
+def test_in_one_process(case: Callable[[], None]) -> None:
+    case()
+
+
+# ------------------------------------------------------------------------------------------------------------ on ranks
+
+
+def dtensors(mesh: DeviceMesh) -> None:
+    """A DTensor of uneven parts is made from its part and its spec, taken apart, and made again."""
+    rows = 2 - mesh.get_local_rank()
+    meta = private.TensorMeta(torch.Size((3, 4)), (4, 1), torch.float32)
+    spec = private.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    x = private.dtensor(torch.full((rows, 4), 1.0), spec)
+    assert isinstance(x, DTensor)
+    assert (tuple(x.shape), x.placements, tuple(x.to_local().shape)) == ((3, 4), (Shard(0),), (rows, 4))
+    assert x.full_tensor().sum() == 12
+    local, found = private.opened(x)
+    assert found == spec
+    assert tuple(local.shape) == (rows, 4)
+    assert not x.requires_grad
+    assert private.dtensor(torch.ones(rows, 4, requires_grad=True), spec).requires_grad
+
+
+def strided_shards(mesh: DeviceMesh) -> None:
+    """A dim sharded inside of a fold, by how many are outside of it."""
+    placement = private._StridedShard(1, split_factor=2)
+    assert (placement.dim, placement.split_factor) == (1, 2)
+    assert placement == private._StridedShard(1, split_factor=2) != private._StridedShard(1, split_factor=4)
+    assert placement != Shard(1)
+    meta = private.TensorMeta(torch.Size((3, 8)), (8, 1), torch.float32)
+    x = private.dtensor(torch.ones(3, 4), private.DTensorSpec(mesh, (placement,), tensor_meta=meta))
+    assert (x.placements, tuple((x * 2).to_local().shape)) == ((placement,), (3, 4))
+
+
+def groups(mesh: DeviceMesh) -> None:
+    group = private._resolve_process_group(mesh.get_group().group_name)
+    assert (group.size(), group.rank()) == (mesh.size(), mesh.get_local_rank())
+    everyone = torch.zeros(group.size(), dtype=torch.int64)
+    private.all_gather(everyone, torch.tensor([group.rank()]), group).wait()
+    assert everyone.tolist() == list(range(group.size()))
+    given = [k + 1 for k in everyone.tolist()]  # to rank k so many of each
+    mine = torch.full((sum(given),), group.rank())
+    own = [group.rank() + 1] * group.size()
+    private.all_to_all(came := torch.empty(sum(own), dtype=torch.int64), mine, own, given, group).wait()
+    assert torch.equal(came, everyone.repeat_interleave(own[0]))
+
+
+def functional_collectives(mesh: DeviceMesh) -> None:
+    ops, name, n = torch.ops._c10d_functional, mesh.get_group().group_name, mesh.size()
+    x = torch.full((n,), float(mesh.get_local_rank()))
+    ranks = torch.arange(float(n))
+    assert torch.equal(ops.wait_tensor(ops.all_to_all_single(x, [1] * n, [1] * n, name)), ranks)
+    assert torch.equal(ops.wait_tensor(ops.all_gather_into_tensor(x[:1], n, name)), ranks)
+    assert torch.equal(ops.wait_tensor(ops.all_reduce(x, "sum", name)), ranks.sum().expand(n))
+
+
+def names_of_nodes(mesh: DeviceMesh) -> None:
+    """How a switch in backward is told from one that is recomputed, and an input that arrives from `from_local`."""
+    x = torch.ones(4, 4, requires_grad=True)
+    split = dsp.split(x * 1, mesh, 0)
+    with dsp.count_comm() as comm:
+        dsp.mean(dsp.switch(split, 1)).backward()
+    assert (comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]) == (1, 1, 0)
+    given = DTensor.from_local(torch.ones(2, 4, requires_grad=True), mesh, [Shard(0)], run_check=False)
+    assert given.grad_fn.name() == "_FromTorchTensorBackward"
+    assert given.grad_fn.name() in private.PASSING
+    assert type(dsp.hand_over(split).grad_fn).__name__ == "HandedOverBackward"
+
+
+def nodes_of_fully_shard(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    names = []
+
+    class Look(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            names.append(x.grad_fn.name())
+            return x * self.weight.sum()
+
+    model = fully_shard(Look(), mesh=mesh)
+    model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert set(names) <= private.PASSING
+    assert names
+
+
+ON_RANKS = [dtensors, strided_shards, groups, functional_collectives, names_of_nodes, nodes_of_fully_shard, graphs]
+
+
+@pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)
+def test_on_ranks(ranks, case: Callable[[DeviceMesh], None]) -> None:
+    ranks(case, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- nowhere else
+
+HIDDEN = re.compile(
+    r"from torch[\w.]*\._|from torch[\w.]* import .*\b_[a-zA-Z]"
+    r"|\btorch(?:\.[a-zA-Z]\w*)*\._(?!_|C\.DisableTorchFunction(Subclass)?\b)"
+    r"|\._(?:local_tensor|spec)\b|torch\.multiprocessing\.reductions"
+)
+REGISTERED = re.compile(r"torch\.ops\.(_c10d_functional\.|aten\._|torch_attn\._)")  # names of ops
+
+
+def test_nowhere_else() -> None:
+    for path in sorted((ROOT / "dsp").rglob("*.py")):
+        if path.name != "private.py":
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                assert not HIDDEN.search(REGISTERED.sub("", line)), f"{path}:{number} belongs in dsp/private.py: {line}"
+
+
+def test_every_name_has_a_case() -> None:
+    source = Path(__file__).read_text()
+    for name in private.__all__:
+        assert f"private.{name}" in source, name

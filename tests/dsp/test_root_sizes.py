@@ -1,0 +1,128 @@
+"""Sizes that a model's tensors do not tell, but its arguments, its attributes or the root pattern do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from dsp.notation import NotationError, parse
+from tests.support import toys
+from tests.support.slow import slow
+
+FOLDED = {"": "x=(b t) s c", "space": "(b t) [s c]", "time": "(b s) [t c]"}
+
+
+class Folded(nn.Module):
+    """Frames folded into the batch from the start: only an argument tells how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(1), toys.Along(1)
+
+    def forward(self, x: Tensor, num_frames: int = 3, depth: int = 1) -> Tensor:
+        t, (_, s, c) = num_frames, x.shape
+        for _ in range(depth):
+            x = self.space(x).view(-1, t, s, c).transpose(1, 2).reshape(-1, t, c)
+            x = self.time(x).view(-1, s, t, c).transpose(1, 2).reshape(-1, s, c)
+        return x
+
+
+class Windows(nn.Module):
+    """Attention within each of 2 x 2 windows of a frame: the fold (b p q) has dims that no input has."""
+
+    windows = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.rows = toys.Along(1), toys.Along(1)
+        self.config = SimpleNamespace(window=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        n = self.windows
+        x = x.view(b, n, h // n, n, w // n, c).transpose(2, 3).reshape(b * n * n, h * w // n**2, c)
+        x = self.within(x).view(b, n, n, h // n, w // n, c).transpose(2, 3).reshape(b * h, w, c)
+        return self.rows(x).view(b, h, w, c)
+
+
+def exact(mesh: DeviceMesh, build: Any, args: tuple[Any, ...], stages: dict[str, str]) -> tuple[bool, str]:
+    report = dsp.check(build(), args, mesh=mesh, stages=stages, thorough=False)
+    return bool(report), report.text()
+
+
+def rows(model: nn.Module, args: tuple[Any, ...], stages: dict[str, str]) -> list[str | None]:
+    return [r.layout for r in dsp.plan(model, args, size=2, stages=stages, gather_output=False).stages if r.pattern]
+
+
+@pytest.mark.parametrize(
+    ("root", "args"),
+    [
+        ("x=(b t) s c", (torch.randn(8, 4, toys.C), 4)),  # the one int argument that divides 8
+        ("x=(b t) s c, num_frames=t", (torch.randn(8, 4, toys.C), 4, 2)),
+        slow("x=(b t) s c, num_frames=t", (torch.randn(6, 4, toys.C),)),  # its default
+        ("x=(b t) s c, t=2", (torch.randn(8, 4, toys.C), 2, 4)),
+    ],
+)
+def test_an_argument_tells_how_many_frames_are_folded(ranks, root: str, args: tuple[Any, ...]) -> None:
+    stages = {**FOLDED, "": root}
+    assert rows(Folded(), args, stages)[:2] == ["t", "s"]
+    for ok, report in ranks(exact, 2, Folded, args, stages):
+        assert ok, report
+
+
+@pytest.mark.parametrize("size", ["windows=p", "window=p", "p=2"])  # of the model, of its config, a number
+def test_a_fold_born_inside_the_model_is_named_by_stating_a_size(ranks, size: str) -> None:
+    stages = {"": f"x=b h w c, {size}", "within": "(b p q) [s c]", "rows": "(b h) [w c]"}
+    x = torch.randn(1, 6, 4, toys.C)
+    assert rows(Windows(), (x,), stages) == ["p", "h"]
+    for ok, report in ranks(exact, 2, Windows, (x,), stages):
+        assert ok, report
+
+
+def test_one_name_will_do_for_what_stays_together() -> None:
+    stages = {"": "x=b h w c", "within": "(b n) [s c]", "rows": "(b h) [w c]"}
+    assert rows(Windows(), (torch.randn(1, 6, 4, toys.C),), stages) == ["n", "h"]
+
+
+@pytest.mark.parametrize(
+    ("build", "args", "stages", "message"),
+    [
+        (
+            Folded, (torch.randn(8, 4, toys.C), 4, 2), FOLDED,
+            r"the model: cannot tell the dims of \(b t\) \(size 8\) apart.*\"num_frames=t\", or as a number, \"t=4\".*"
+            r"Its int arguments: num_frames=4, depth=2",
+        ),
+        (
+            Windows, (torch.randn(1, 6, 4, toys.C),), {"": "x=b h w c", "within": "(b p q) [s c]"},
+            r"stage 'within': cannot tell the dims of \(b p q\).*state there the sizes.*\"q=4\".*also have one name",
+        ),
+        (
+            Folded, (torch.randn(8, 4, toys.C), 4), {**FOLDED, "": "x=(b t) s c, frames=t"},
+            "no parameter 'frames'; it has x, num_frames, depth",
+        ),
+        (
+            Folded, (torch.randn(8, 4, toys.C), 4), {**FOLDED, "": "x=n s c, s=5"},
+            "'s' is stated to be 5 in 'x=n s c, s=5', but it is 4",
+        ),
+        (Folded, (torch.randn(8, 4, toys.C), 3), {**FOLDED, "": "x=(b t) s c, num_frames=t"}, "which is not b x t=3"),
+    ],
+)  # fmt: skip
+def test_what_is_not_told_is_asked_for(build: Any, args: tuple[Any, ...], stages: dict[str, str], message: str) -> None:
+    with pytest.raises(NotationError, match=message):
+        dsp.plan(build(), args, size=2, stages=stages, gather_output=False)
+
+
+def test_only_the_root_pattern_states_sizes() -> None:
+    assert parse("p=4, x=b t, q=5", root=True).sizes == (("q", 5), ("p", 4))
+    first = parse("x=1 t c, y=1 t, p=4", root=True)  # of size 1, not stated to be 1
+    assert (len(first.inputs), first.sizes) == (2, (("p", 4),))
+    with pytest.raises(NotationError, match="stated in the root pattern"):
+        parse("(b p) [s], p=4")
+    with pytest.raises(NotationError, match="empty tensor pattern"):
+        parse("p=4", root=True)

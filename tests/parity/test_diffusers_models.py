@@ -1,0 +1,141 @@
+"""Unmodified models of diffusers, each by one line, against one process: what docs/diffusers.md says of them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+import dsp
+from tests.support.diffusers_models import DEEP, GIVEN
+from tests.support.paths import ROOT
+from tests.support.slow import slow, slow_but
+
+pytest.importorskip("diffusers")
+
+# of which the plan takes seconds, and whether Ulysses has a figure for it
+MODELS = {
+    "FluxTransformer2DModel": 1.1,
+    "AutoencoderKLHunyuanVideo, decoder": None,
+    "CogVideoXTransformer3DModel": 1.01,
+    "MochiTransformer3DModel": 1.3,
+    "LTXVideoTransformer3DModel": 1.1,
+    "WanTransformer3DModel": 1.1,
+    "AutoencoderKLHunyuanVideo, encoder": None,
+    "AutoencoderKLWan, decoder": None,
+    "AutoencoderKLLTXVideo, decoder": None,
+    "AutoencoderKLTemporalDecoder, encoder": None,
+}
+
+
+def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import diffusers_models
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
+        return diffusers_models.held(mesh, (diffusers_models.CASES | diffusers_models.MORE)[name])
+
+
+def test_the_page_has_every_row() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import diffusers_models
+
+    rows = diffusers_models.rows()
+    assert list(rows) == [(name, n) for name in diffusers_models.CASES for n in (2, 3, 4)]
+    for (name, n), line in rows.items():
+        output, gradients, share, ratio = line.split(" | ")[3:7]
+        assert (float(output) < 1e-6, float(gradients) < 1e-5) == (True, True), line
+        assert float(share) <= (1.1 / n if "Transformer" in name else 1 / n + 0.03), line
+        assert ("Transformer" not in name) == (ratio == "-"), line
+
+
+@pytest.mark.parametrize("name", slow_but(MODELS, "FluxTransformer2DModel"))
+def test_one_line_is_enough(ranks: Any, name: str) -> None:
+    found = ranks(held, 3, name)[0]
+    assert found["output"] < 1e-6  # parts of them compute in fp32, whatever the model's type
+    assert max(found["inputs"], found["parameters"]) < 1e-5
+    assert found["share"] <= 0.37
+    if MODELS[name]:
+        assert found["planned"] <= MODELS[name] * found["ulysses"]
+
+
+@pytest.mark.slow
+def test_others_that_are_known(ranks: Any) -> None:
+    """Of one pool, one after the other: a row each in no page."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import diffusers_models
+
+    for name in diffusers_models.MORE:
+        found = ranks(held, 2, name)[0]
+        assert found["output"] < 1e-5, name  # AutoencoderDC's attention is in fp32
+        assert max(found["inputs"], found["parameters"]) < 1e-5, name
+        assert found["share"] <= 0.53, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "n"), [(48, 2), (48, 3), (30, 4)])
+def test_a_joint_attention_sends_what_ulysses_does(heads: int, n: int) -> None:
+    """CogVideoX's, as it is, over 226 tokens of text and 17,550 of video, its join and split included."""
+    from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
+
+    width, (text, video) = 64 * heads, (226, 17550)
+    with torch.device("meta"):
+        attention = Attention(width, dim_head=64, heads=heads, bias=True, processor=CogVideoXAttnProcessor2_0())
+        places = torch.randn(video, 64), torch.randn(video, 64)
+        given = {"hidden_states": torch.randn(1, video, width), "encoder_hidden_states": torch.randn(1, text, width)}
+    line = "hidden_states=b n c, encoder_hidden_states=b m c"
+    plan = dsp.plan(
+        attention, kwargs=given | {"image_rotary_emb": places}, size=n, stages={"": line}, gather_output=False,
+        given={"hidden_states": Shard(1)},
+    )  # fmt: skip
+    assert plan.exact
+    assert plan.share <= 1.1 / n
+    assert plan.bytes["forward"] <= 1.05 * 4 * (text + video) * width * 4 * (n - 1) / n**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_block_sends_what_ulysses_does_and_its_joins_nothing(n: int) -> None:
+    """CogVideoX's, which joins text to video for attention and for its feed-forward: each rank its own parts."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    width, text, frames, side = 3072, 226, 13, (60, 90)
+    video = frames * 30 * 45
+    given = {"timestep": torch.tensor([3]), "image_rotary_emb": (torch.randn(video, 64), torch.randn(video, 64))}
+    ulysses = 4 * (text + video) * width * 4 * (n - 1) / n**2
+    sent = {}
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = CogVideoXTransformer3DModel(
+                num_attention_heads=48, num_layers=layers, use_rotary_positional_embeddings=True
+            )
+            given |= {"hidden_states": torch.randn(1, frames, 16, *side)}
+            given |= {"encoder_hidden_states": torch.randn(1, text, 4096)}
+        line = "hidden_states=b t c h w, encoder_hidden_states=b n e"
+        plan = dsp.plan(model, kwargs=given, size=n, stages={"": line}, gather_output=False)
+        assert plan.exact
+        sent[layers] = plan.bytes["forward"] / ulysses
+    assert sent[2] - sent[1] == pytest.approx(1, abs=1e-3)
+    assert 2 * sent[1] - sent[2] < 0.53  # the embedding of patches, once, and the last projection
+
+
+@pytest.mark.parametrize(("name", "n"), [slow("Wan 14B", 3), slow("HunyuanVideo 13B", 4)])
+def test_whole_models_are_planned(name: str, n: int) -> None:
+    """At their real depth and size, from meta tensors: proven, in seconds."""
+    import diffusers
+
+    kind, config, more, heads = DEEP[name]
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**config)
+    line = "hidden_states=b c t h w, encoder_hidden_states=b n e"
+    plan = dsp.plan(model, kwargs=GIVEN | more, size=n, stages={"": line}, gather_output=False)
+    ulysses = 4 * heads * 128 * 21 * 45 * 80 * 4 * (n - 1) / n**2
+    assert plan.exact
+    assert plan.share <= 1.1 / n
+    assert plan.bytes["forward"] <= 1.06 * ulysses

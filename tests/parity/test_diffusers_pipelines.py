@@ -1,0 +1,246 @@
+"""Pipelines of diffusers after one line for their transformer and one for their decoder: the video of one process."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from dsp.known import stages_for, table
+from dsp.notation import NotationError
+from dsp.run.pipelines import parts_of
+from tests.support.paths import ROOT
+from tests.support.runs import launched
+from tests.support.slow import slow
+
+diffusers = pytest.importorskip("diffusers")
+
+WAN = {"": "hidden_states=b c t h w, encoder_hidden_states=b n e"}
+LTX = {"": "hidden_states=b s c, encoder_hidden_states=b n e"}
+
+
+def wan_transformer(heads: int = 6) -> nn.Module:
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=8,
+        ffn_dim=32, num_layers=3, rope_max_seq_len=16,
+    )  # fmt: skip
+
+
+def wan() -> Any:
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.WanPipeline(None, None, vae=vae, scheduler=scheduler, transformer=wan_transformer())
+
+
+def ltx() -> Any:
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=6, attention_head_dim=8, cross_attention_dim=48,
+        num_layers=2, caption_channels=16,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False), patch_size=2,
+        decoder_spatio_temporal_scaling=(True, False), down_block_types=("LTXVideoDownBlock3D",) * 2,
+        decoder_inject_noise=(False,) * 3, upsample_residual=(False,) * 2, upsample_factor=(1,) * 2,
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return diffusers.LTXPipeline(scheduler, vae, None, None, transformer)
+
+
+PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, str], dict[str, Any]]] = {
+    "wan": (wan, WAN, {}),
+    "ltx": (ltx, LTX, {f"{kind}prompt_attention_mask": torch.ones(1, 10).bool() for kind in ("", "negative_")}),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    pipe = PIPELINES[name][0]()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sampled(pipe: Any, name: str) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    text = {f"{kind}prompt_embeds": torch.randn(1, 10, 16, generator=draw) for kind in ("", "negative_")}
+    size = {"height": 32, "width": 64, "num_frames": 9, "num_inference_steps": 2}
+    return pipe(**text, **PIPELINES[name][2], **size, generator=draw, output_type="pt").frames
+
+
+def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        single, pipe = made(name), made(name)
+        expect = sampled(single, name)
+        if whole:
+            dsp.parallelize(pipe, mesh)
+        else:
+            dsp.parallelize(pipe.transformer, mesh, PIPELINES[name][1])
+        with dsp.count_comm() as comm:
+            got = sampled(pipe, name)
+        assert comm.forward.bytes
+        torch.testing.assert_close(got, expect, rtol=1e-5, atol=1e-5)
+        for kwargs in ({}, {"return_dict": False}) if whole else ():
+            frames = torch.randn(1, 3, 9, 16, 32, generator=torch.Generator().manual_seed(0))
+            two = pipe.vae.encode(frames, **kwargs), single.vae.encode(frames, **kwargs)
+            mine, theirs = (out[0] if kwargs else out.latent_dist for out in two)
+            torch.testing.assert_close(mine.mode(), theirs.mode(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "whole", "n"), [("wan", True, 2), ("ltx", False, 3)])
+def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
+    ranks(video, n, name, whole)
+
+
+def test_what_is_known_is_what_the_table_shows() -> None:
+    """Of each class the line in the package is the one that benchmarks/diffusers_models.py holds to one process."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import diffusers_models
+
+    shown: dict[str, Any] = {}
+    for name, case in (diffusers_models.CASES | diffusers_models.MORE).items():
+        kind, _, part = name.partition(", ")
+        if part:
+            way = {"decoder": "decode", "encoder": "encode"}[part]
+            shown.setdefault(kind, {})[way] = case.line.partition("=")[2]
+        else:
+            shown[kind] = case.line
+    shown["LatteTransformer3DModel"] = WAN[""]  # tests/parity/test_diffusers_latte.py
+    found = table()
+    assert {k: v["line"] for k, v in found["models"].items()} | found["autoencoders"] == shown
+    for kind, entry in found["models"].items():
+        assert [*inspect.signature(getattr(diffusers, kind).forward).parameters][1:] == entry["takes"]
+
+
+class NoKnownPart:
+    def __init__(self) -> None:
+        self.components = {"transformer": nn.Linear(2, 2), "scheduler": None}
+
+
+def test_a_part_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = made("wan")
+    pipe.transformer_2 = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4
+    )
+    kinds = [type(part.module).__name__ for part in parts_of(pipe, None) or ()]
+    assert sorted(kinds) == ["Method", "Method", "WanTransformer3DModel"]
+    assert "transformer_2 (AutoencoderTiny)" in caplog.text
+    for part in parts_of(pipe, None) or ():
+        part.place()
+    with pytest.raises(ValueError, match="this AutoencoderKLWan is already parallelized"):
+        parts_of(pipe.vae, None)
+    with pytest.raises(NotationError, match=r"give stages to each of its parts, .*transformer"):
+        parts_of(pipe, WAN)
+    with pytest.raises(NotationError, match=r"none of its parts \(transformer\)"):
+        parts_of(NoKnownPart(), None)
+
+
+def test_a_forward_that_changed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    other = {"forward": lambda self, video, cond: None}
+    kind = type("WanTransformer3DModel", (diffusers.WanTransformer3DModel,), other)
+    kind.__module__ = "diffusers.models"
+    model = kind.__new__(kind)
+    assert stages_for(model) == WAN
+    assert "it takes video, cond besides and it takes no hidden_states, timestep" in caplog.text
+
+
+def denoised(model: Any, steps: int) -> tuple[Tensor, list[int]]:
+    """A sampler's loop with guidance, and how often the last block ran up to each step."""
+    draw = torch.Generator().manual_seed(0)
+    x, *texts = (torch.randn(*shape, generator=draw) for shape in ((1, 4, 2, 6, 4), (1, 5, 16), (1, 5, 16)))
+    ran, counts = [], []
+    model.blocks[-1].attn1.to_q.register_forward_hook(lambda *_: ran.append(1))
+    with torch.no_grad():
+        for i in range(steps):
+            t, found = torch.tensor([1000.0 * (1 - i / steps)]), []
+            for name, text in zip(("cond", "uncond"), texts):
+                with model.cache_context(name):
+                    found.append(model(x, t, text, return_dict=False)[0])
+            x = x - (found[1] + 3 * (found[0] - found[1])) / steps
+            counts.append(len(ran))
+    return x, counts
+
+
+def cached(mesh: DeviceMesh, threshold: float, steps: int) -> int:
+    """Blocks are skipped by a number, read of what is sharded: the same on all ranks as on one process."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for parallel in (False, True):
+            torch.manual_seed(0)
+            model = wan_transformer(heads=2)
+            model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=threshold))
+            if parallel:
+                dsp.parallelize(model, mesh, WAN)
+            found.append(denoised(model, steps))
+    (expect, wanted), (got, counts) = found
+    torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-4)
+    steps = [[b - a for a, b in itertools.pairwise(ran)] for ran in (counts, wanted)]  # to plan is to run it, too
+    assert steps[0] == steps[1]
+    return sum(steps[1])
+
+
+@pytest.mark.parametrize(("n", "threshold", "steps"), [slow(2, 0.1, 100), slow(3, 0.05, 20)])
+def test_a_first_block_cache_decides_alike(ranks: Any, n: int, threshold: float, steps: int) -> None:
+    ran = ranks(cached, n, threshold, steps)[0]
+    assert 0 < ran < 2 * (steps - 1)
+
+
+def saved(folder: Path) -> None:
+    """A tiny pipeline, with its text encoder and tokenizer, as published ones are stored."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "boat": 3, "in": 4, "storm": 5}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    pipe = made("ltx")
+    pipe.register_modules(
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>"),
+        text_encoder=T5EncoderModel(T5Config(vocab_size=8, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)),
+    )
+    for part in (pipe.vae, pipe.transformer, pipe.text_encoder):
+        part.to(torch.bfloat16)
+    pipe.save_pretrained(folder)
+
+
+def test_the_readmes_pipeline_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Word for word but for the clip's size, in new processes: on two ranks what one makes."""
+    readme = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"```text\n(import torch, dsp\nfrom diffusers.*?)```", readme, re.S)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(tmp_path / "Lightricks/LTX-Video")
+    small = "num_frames=9, height=32, width=64, num_inference_steps=2, output_type='np'"
+    code = code.replace("num_frames=161, height=512, width=704", small)
+    assert small in code
+    keep = 'import numpy\nnumpy.save(f"{mesh.size()}", video)\ntorch.distributed.destroy'
+    code = code.replace("torch.distributed.destroy", keep)
+    for n in (1, 2):
+        (tmp_path / "video.py").write_text(code.replace("(2,)", f"({n},)"))
+        command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n), "video.py"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = launched(command, cwd=tmp_path, env=env)
+        assert not done.returncode, done.stderr
+    one, two = (np.load(tmp_path / f"{n}.npy") for n in (1, 2))
+    assert one.shape == (9, 32, 64, 3)
+    assert one.std() > 0.01
+    np.testing.assert_allclose(two, one, atol=0.02)  # in bf16

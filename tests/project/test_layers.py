@@ -1,0 +1,78 @@
+"""The order of the library's layers: a file imports from those before it, and nothing private; and its measures."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+HOME = ROOT / "dsp"
+LAYERS = """
+text private launch lines world notation planner hardware
+tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
+inside signature stages known slices
+rules plan run check discover embedded cluster_check
+""".split()
+ROOMS = {
+    "planner": "problem facts loops elimination sweep",
+    "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
+        written_out functions""",
+    "plan": """script events places skeleton precision watch operation names values operations backwards recorder twins
+        tracer tracing reads residual picture table solve program traffic cost advice make choose""",
+    "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph
+        pipelines parallel""",
+    "check": "report compare modes independence check",
+    "discover": "dims nodes shapes repeats search folds choice patterns discover",
+    "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
+}
+FILES = sorted(HOME.rglob("*.py"))
+
+
+def place(parts: tuple[str, ...]) -> tuple[int, int]:
+    """Of a layer, and of a file in its room; a room's own `__init__` comes last in it, the library's last of all."""
+    layer, *file = parts
+    if layer == "__init__":
+        return len(LAYERS), 0
+    order = ROOMS.get(layer, "").split()
+    return LAYERS.index(layer), order.index(file[0]) if file and file[0] != "__init__" else len(order)
+
+
+def test_a_file_imports_from_layers_before_its_own() -> None:
+    for file in FILES:
+        imports_from_before(file)
+
+
+def imports_from_before(file: Path) -> None:
+    own = place(file.relative_to(HOME).with_suffix("").parts)
+    tree = ast.parse(file.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsp":
+            names = [a.name for a in node.names]
+            for name in names:
+                parts = (*str(node.module).split(".")[1:], name)
+                is_file = name in (LAYERS if len(parts) == 1 else ROOMS.get(parts[0], "").split() * (len(parts) == 2))
+                assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
+            if node.module != "dsp.private":  # which is there to name what is torch's own
+                assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"
+
+
+# the public functions whose options are all named, and what follows a signature of torch
+WIDE = set("plan choose cross_entropy likelihood multi_head_attention trailing windowed _backward _".split())
+
+
+def test_files_and_functions_are_short() -> None:
+    for file in FILES:
+        is_short(file)
+
+
+def is_short(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= 400, file.name
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            own = [a for a in taken if a.arg not in ("self", "cls")]
+            assert len(own) <= 7 or node.name in WIDE, f"{file.name}: {node.name}"
+            assert (node.end_lineno or 0) - node.lineno < 60, f"{file.name}: {node.name}"

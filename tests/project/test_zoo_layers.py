@@ -1,0 +1,53 @@
+"""The layers of the zoo: models, layers and data know neither dsp nor the trainer, and no file another's privates."""
+
+import ast
+
+import pytest
+from torch import nn
+
+import zoo
+from tests.support.paths import ROOT
+from zoo.contract import Model, check, members
+
+FILES = [*sorted(ROOT.glob("zoo/**/*.py")), ROOT / "train.py", ROOT / "infer.py"]
+# zoo.load is a program, too
+PROGRAMS = {ROOT / name for name in ("train.py", "infer.py", "zoo/video/encode.py", "zoo/__init__.py")}
+
+
+def imported(tree):
+    """(module, names taken from it, or the name it has here) of every import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module, [alias.name for alias in node.names]
+            yield from ((f"{node.module}.{alias.name}", []) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+
+
+def test_imports():
+    for path in FILES:
+        imports_what_it_may(path)
+
+
+def imports_what_it_may(path):
+    tree = ast.parse(path.read_text())
+    ours = {name: taken for name, taken in imported(tree) if name.split(".")[0] in ("dsp", "zoo", "train", "infer")}
+    if path not in PROGRAMS and ROOT / "zoo/training" not in path.parents:
+        known = ("dsp", "zoo.training", "torch.distributed")
+        assert not [name for name, _ in imported(tree) if f"{name}.".startswith(tuple(f"{k}." for k in known))], path
+    assert not [name for taken in ours.values() for name in taken if name.startswith("_")], path
+    modules = {name.rpartition(".")[2] for name in ours}
+    reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    assert not [n.attr for n in reads if n.value.id in modules and n.attr.startswith("_") and n.attr[1] != "_"], path
+
+
+def test_what_a_model_lacks_is_named():
+    bare = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="Linear is no model of the zoo yet") as error:
+        check(bare)
+    assert all(f"  {name}: " in str(error.value) for name in members(Model))
+    model = zoo.create("latte", "test")
+    assert check(model) is model
+    model.cores = ["blocks.*"]
+    with pytest.raises(TypeError, match=r"another type:\n  cores: [^\n]*$"):
+        check(model)

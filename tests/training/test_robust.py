@@ -1,0 +1,302 @@
+"""What a run of weeks meets: bad steps, slow disks, slow data; and schedules and optimizers, exact as ever."""
+
+import importlib
+import math
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.paths import ROOT
+from tests.support.runs import metrics, one_of, stop_at
+from zoo.training import UserError, checkpoint
+from zoo.training import config as cfg
+from zoo.training.guard import FEWEST, Diverged, Guard
+from zoo.training.loader import Failed, Micro, Wanted, batches, place
+from zoo.training.optim import optimizers
+from zoo.training.schedule import learning_rate
+from zoo.training.sections import Optim, Train
+
+KEYS = ("loss", "grad_norm", "lr")
+
+
+# ----------------------------------------------------------------------------------------------------- schedules, guard
+
+
+def test_schedules():
+    def rates(**options):
+        return [learning_rate(Optim(lr=1.0, warmup=2, **options), step, 10) for step in range(1, 11)]
+
+    cosine = rates(final=0.1)
+    assert cosine[:2] == [0.5, 1.0]
+    assert cosine[2:] == pytest.approx([0.1 + 0.45 * (1 + math.cos(math.pi * i / 9)) for i in range(1, 9)])
+    assert learning_rate(Optim(lr=1.0, warmup=50), 20, 20) == 0.4  # shorter than its warmup
+    assert rates(schedule="constant") == [0.5] + [1.0] * 9
+    linear = rates(schedule="linear", final=0.1)
+    assert linear[:2] == [0.5, 1.0]
+    assert linear[2:] == pytest.approx([0.1 + 0.9 * (9 - i) / 9 for i in range(1, 9)])
+    wsd = rates(schedule="wsd", decay=0.3, final=0.0)
+    assert wsd == pytest.approx([0.5] + [1.0] * 6 + [0.75, 0.5, 0.25])
+    assert rates(schedule="wsd", decay=1.0) == pytest.approx(rates(schedule="linear"))
+    assert rates(schedule="wsd", decay=0.0) == rates(schedule="constant")
+
+
+def test_the_guard_judges_alike_after_a_resume():
+    options = Train(skip=1, spike=5.0)
+    norms = [1.0 + 0.01 * i for i in range(FEWEST)] + [100.0, 1.0, math.nan, math.inf]
+    whole, parts = Guard(options), Guard(options)
+    for step, norm in enumerate(norms, 1):
+        parts = Guard(options, parts.state())  # saved and taken up again at each step
+        why = whole.reason(step, 0.5 if norm == 100.0 else norm, norm)
+        assert parts.reason(step, 0.5 if norm == 100.0 else norm, norm) == why
+        assert parts.state() == whole.state()
+        assert bool(why) == (norm > 50 or norm != norm)
+        if step == FEWEST + 1:
+            assert why.startswith("gradient norm 100, 95.")
+    assert (whole.skipped, whole.in_row, whole.sound) == (3, 2, FEWEST + 2)
+    with pytest.raises(Diverged, match=r"the last 2 steps were skipped .* weights before step 12 still gave a finite"):
+        whole.check(14, "loss inf", last=False)
+    assert (whole.taken, whole.copies(12, 0.5), whole.copies(12, math.nan)) == (12, False, False)
+
+
+def poison(trainer, monkeypatch, *steps):
+    """At these steps the norm of the gradients is no number."""
+    real, train_step, at = trainer.clip_gradients, trainer.train_step, []
+
+    def watched(run, step, *args):
+        at[:] = [step]
+        return train_step(run, step, *args)
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    monkeypatch.setattr(trainer, "clip_gradients", lambda *a: math.nan if at[0] in steps else real(*a))
+
+
+def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, capsys):
+    short = ["sample.every=0", "train.steps=5"]
+    poison(trainer, monkeypatch, 3)
+    whole = run("name=whole", *short)
+    out = capsys.readouterr().out
+    assert "step 3 is skipped: loss " in out
+    assert "finished 5 steps, 1 of them skipped" in out
+    assert list(metrics(whole, "skipped").values()) == [(0,), (0,), (1,), (1,), (1,)]
+    assert list(metrics(whole, "skipped_because")) == [3]
+    assert metrics(whole, "grad_norm")[3] == (None,)
+    assert metrics(whole, "val_loss")[2] == pytest.approx(metrics(whole, "val_loss")[4], rel=0.2)
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 3)
+        half = run("name=half", *short, expect=trainer.STOPPED)
+    run("name=half", *short, "resume=true")
+    assert metrics(half, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
+
+
+def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, trainer, monkeypatch, capsys):
+    poison(trainer, monkeypatch, 2, 3)
+    directory = run("sample.every=0", "eval.every=0", "checkpoint.every=0", "train.skip=1", expect=2)
+    said = capsys.readouterr().err
+    assert "training diverged, and the last 2 steps were skipped (train.skip=1 may be)" in said
+    assert f"known to be sound is {directory}/checkpoints/step-00000001. A lower" in said
+    assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.slow
+def test_weights_that_an_update_has_broken_are_those_before_it(run, trainer, monkeypatch, capsys):
+    """The copy that is kept is of the last step but one: an update of 10^30 is seen by the loss after it."""
+    options = ["sample.every=0", "eval.every=0", "checkpoint.every=3", "train.skip=0"]
+    whole = run("name=whole", *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "learning_rate", lambda o, step, n: 1e30 if step == 3 else 1e-3)
+        directory = run("name=bad", *options, "train.sound=1", expect=2)
+    assert "known to be sound is" in capsys.readouterr().err
+    assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step-00000002"]
+    run("name=bad", *options, "resume=true")
+    assert "damaged" not in capsys.readouterr().out
+    assert list(metrics(directory, "loss")) == list(metrics(whole, "loss"))
+
+
+def _last_rank_is_bad(mesh, arguments):
+    """A run whose third batch has noise that is no number, on the last rank alone."""
+    sys.path.insert(0, str(ROOT))
+    trainer, steps = importlib.import_module("train"), []
+
+    def placed(inputs, device):
+        steps.append(1)
+        bad = len(steps) == 3 and mesh.get_local_rank() == mesh.size() - 1
+        return place(inputs, device) | ({"noise": inputs["noise"] * math.nan} if bad else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "place", placed)
+        assert trainer.main(arguments) == 0
+
+
+@pytest.mark.slow
+def test_what_one_rank_finds_bad_all_skip(run, whole_world):
+    """And their weights stay one: the curve is that of one process, which skips the same step."""
+    for n in (1, 2):
+        options = [f"name=on-{n}", f"parallel.sp={n}", "train.steps=6", "sample.every=0", "eval.every=0"]
+        whole_world(_last_rank_is_bad, n, run.arguments(*options))
+    one, two = (run.directory / f"runs/on-{n}" for n in (1, 2))
+    assert list(metrics(two, "skipped").values()) == [(0,), (0,), (1,), (1,), (1,), (1,)]
+    for step, values in metrics(one, "loss", "grad_norm").items():
+        if step != 3:
+            assert metrics(two, "loss", "grad_norm")[step] == pytest.approx(values, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- asynchronous checkpoints
+
+
+@pytest.mark.slow
+def test_saved_in_the_background_read_in_processes_it_is_the_same_run(run, trainer, monkeypatch, capsys):
+    options = ["checkpoint.every=1", "sample.every=0"]
+    plain = run("name=plain", *options)
+    quick = [*options, "name=quick", "checkpoint.asynchronous=true", "train.workers=2", "train.prefetch=2"]
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 3)
+        run(*quick, expect=trainer.STOPPED)
+    other = run(*quick, "resume=true")
+    out = capsys.readouterr().out
+    assert "resumed from step 3" in out
+    assert "written in" in out
+    for keys in (KEYS, ("val_losses",)):
+        assert metrics(other, *keys) == metrics(plain, *keys)
+    for name in ("step-00000003", "step-00000004"):
+        mine, theirs = (d / "checkpoints" / name / "__0_0.distcp" for d in (other, plain))
+        assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_what_is_held_does_not_change_and_an_error_is_raised(tmp_path):
+    from zoo.training.saving import Saver
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 2)
+        fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        contents = checkpoint.Contents(model, torch.optim.AdamW(model.parameters()))
+        saver = Saver(tmp_path, 2, True)
+        held = checkpoint.hold(contents)
+        with torch.no_grad():
+            before = model.weight.full_tensor().clone()
+            model.weight.zero_()
+        assert torch.equal(held.tensors["model"]["weight"].full_tensor(), before)
+        saver.save(1, contents, {})
+        saver.wait()
+        assert (tmp_path / "step-00000001" / "manifest.json").exists()
+        (tmp_path / "file").write_text("in the way")
+        saver = Saver(tmp_path / "file", 2, True)
+        saver.save(2, contents, {})
+        with pytest.raises(UserError, match=r"File exists: '.*file'"):
+            saver.wait()
+        saver.wait()  # once
+    finally:
+        dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------- loader, optimizers
+
+
+def test_processes_make_what_a_thread_makes(run, trainer):
+    config = cfg.load(run.arguments("train.accumulation=2"))
+    task = cfg.create_task(config, one_of(3, 1))
+    task.open()
+    with torch.device("meta"):
+        objective = task.objective(task.model())
+
+    def make(step, micro):
+        if step == 4:
+            raise UserError("no sample")
+        return task.batch(objective, step, micro, 0, 1) | {"process": os.getpid()}
+
+    wanted = Micro(1, 5, 2)
+    assert list(wanted) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]
+    found = {n: batches(task, make, wanted, n, 2) for n in (0, 2)}
+    for _ in range(6):
+        here, there = next(found[0]), next(found[2])
+        assert here.pop("process") == os.getpid() != there.pop("process")
+        assert here.keys() == there.keys()
+        for name, value in here.items():
+            assert type(value) is type(there[name])
+            pair = [x.to_local() if hasattr(x, "to_local") else x for x in (value, there[name])]
+            assert torch.equal(*pair) if isinstance(pair[0], torch.Tensor) else pair[0] == pair[1]
+            assert value.shape == there[name].shape if isinstance(value, torch.Tensor) else True
+    for made in found.values():
+        with pytest.raises(UserError, match="no sample") as error:
+            next(made)
+        made.close()
+    assert error.value.alone
+    assert isinstance(Wanted(cfg.create_task(config), make, wanted)[6], Failed)
+
+
+@pytest.mark.slow
+def test_processes_keep_up_with_a_step():
+    """What takes three times a step to make is there in time from four processes, and not from a thread."""
+
+    class Slow:
+        device, size = torch.device("cpu"), 1
+
+    def waited(workers):
+        clock, total = time.perf_counter(), 0.0
+        made = batches(Slow(), lambda i: time.sleep(0.06) or {}, [(i,) for i in range(16)], workers, 2)
+        next(made)
+        for _ in range(15):
+            time.sleep(0.02)
+            clock = time.perf_counter()
+            next(made)
+            total += time.perf_counter() - clock
+        return total
+
+    assert waited(4) < waited(0) / 2
+
+
+def _train(mesh, name, sharded):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Conv1d(7, 3, 1))
+    if sharded:
+        fully_shard(model, mesh=mesh)
+    updates = optimizers(model, Optim(name=name, lr=0.05, weight_decay=0.1))
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        hidden = model[1](model[0](x)) if not sharded else None
+        y = model[2](hidden.mT) if not sharded else model(_Swap.on(model, x))
+        y.square().mean().backward()
+        for update in updates:
+            update.step()
+            update.zero_grad()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+class _Swap:
+    """(the convolution wants channels first)"""
+
+    @staticmethod
+    def on(model, x):
+        if not model[1]._forward_hooks:
+            model[1].register_forward_hook(lambda module, given, out: out.mT)
+        return x
+
+
+def _alike(mesh, name):
+    return _train(mesh, name, False), _train(mesh, name, True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_on_shards_is_that_of_whole_weights(ranks, name):
+    for whole, sharded in ranks(_alike, 2, name):
+        for key, value in whole.items():
+            scale = 0.05 * 3  # what three steps at this rate move a weight by; muon multiplies in bfloat16
+            torch.testing.assert_close(sharded[key], value, rtol=1e-4, atol=scale * (2e-2 if name == "muon" else 1e-4))
+
+
+@pytest.mark.slow
+def test_a_run_with_another_optimizer_resumes_bitwise(run, trainer, monkeypatch):
+    options = ["optim.name=muon", "optim.schedule=wsd", "optim.lr=1e-2", "sample.every=0", "eval.every=0"]
+    whole = run("name=whole", *options)
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 3)
+        run("name=half", *options, expect=trainer.STOPPED)
+    assert metrics(run("name=half", *options, "resume=true"), *KEYS) == metrics(whole, *KEYS)
+    losses = [loss for (loss,) in metrics(whole, "loss").values()]
+    assert losses[-1] < losses[0]

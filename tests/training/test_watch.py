@@ -1,0 +1,243 @@
+"""What ranks know of each other: two watches in one process, joined by a socket."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zoo.training import UserError, flight, ranks, watch
+from zoo.training.watch import Peer, Progress, Watch
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT", 0.05)
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+
+
+class Ranks:
+    """Watches of some ranks, what each was ended with, and their progress."""
+
+    def __init__(self, world=2, timeout=60.0):
+        self.ended = {}
+        self.progress = [Progress(thread=0) for _ in range(world)]
+        self.ends = [socket.socketpair() for _ in range(world - 1)]
+        for pair in self.ends:
+            for end in pair:
+                end.settimeout(5)
+        hub = [Peer(r, pair[0], f"process {r}00 on host") for r, pair in enumerate(self.ends, 1)]
+        self.all = [self.start(0, hub, timeout)]
+        self.all += [self.start(r, [Peer(0, pair[1], "on host")], timeout) for r, pair in enumerate(self.ends, 1)]
+
+    def start(self, rank, peers, timeout):
+        return Watch(rank, peers, timeout, self.progress[rank], leave=lambda status: self.ended.update({rank: status}))
+
+    def wait(self, *expected):
+        deadline = time.monotonic() + 20
+        while set(self.ended) != set(expected) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(self.ended) == set(expected)
+
+    def close(self):
+        for each in reversed(self.all):
+            each.close()
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(Ranks(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_quiet_ranks_end_quietly(start, capsys):
+    both = start(3)
+    time.sleep(0.3)
+    both.close()
+    assert both.ended == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_one_rank_ends_all_with_one_line(start, capsys):
+    several = start(3)
+    several.all[2].report("step 7: disk full", 2)
+    several.wait(0, 1)  # rank 2 leaves by itself
+    assert several.ended == {0: 2, 1: 2}
+    assert capsys.readouterr().err == "error on rank 2: step 7: disk full\n"
+
+
+def test_an_error_that_all_have_names_none(start, capsys):
+    both = start()
+    teller = threading.Thread(target=both.all[1].report, args=("no such key", 2), kwargs={"shared": True})
+    teller.start()
+    time.sleep(0.1)
+    both.all[0].report("error: no such key", 2, shared=True)
+    teller.join()
+    assert capsys.readouterr().err == "error: no such key\n"
+
+
+def test_an_error_that_only_seemed_shared_names_its_rank(start, capsys):
+    both = start()
+    both.all[1].report("no such key", 2, shared=True)
+    both.wait(0)
+    assert capsys.readouterr().err == "error on rank 1: no such key\n"
+
+
+def test_a_process_that_ends_is_named_with_what_it_did(start, capsys):
+    several = start(3)
+    several.progress[1].doing = "step 12"
+    time.sleep(0.3)
+    several.ends[0][1].shutdown(socket.SHUT_RDWR)  # as the kernel does
+    several.wait(0, 1, 2)
+    said = capsys.readouterr().err.splitlines()
+    assert "error: rank 1 (process 100 on host) is gone: it was killed or it crashed. Last it was in step 12" in said
+
+
+def test_rank_0_gone_is_said_by_rank_1(start, capsys):
+    several = start(3)
+    time.sleep(0.1)
+    several.all[0].closing.set()  # without a goodbye
+    several.all[0].thread.join()
+    for pair in several.ends:
+        pair[0].shutdown(socket.SHUT_RDWR)
+    several.wait(1, 2)
+    assert re.fullmatch(r"error: rank 0 \(on host\) is gone: .*\n", capsys.readouterr().err)
+
+
+def test_a_silent_rank_is_named(start, capsys):
+    both = start(timeout=0.4)
+    both.progress[1].doing = "step 3"
+    time.sleep(0.2)
+    both.all[1].closing.set()  # its thread stops, as all of it does under SIGSTOP
+    both.wait(0)
+    assert re.match(
+        r"error: rank 1 \(process 100 on host\) has not answered for \d+ s \(train.timeout\): it is stopped, or its "
+        r"host is gone. Last it was in step 3\n", capsys.readouterr().err,
+    )  # fmt: skip
+
+
+def test_a_hanging_rank_is_named_and_those_that_wait_are_not(start, capsys, monkeypatch):
+    places = {"step 5": ("step 5, in all_reduce", True), "loading": ("step 5, in read (zoo/data/x.py:3)", False)}
+    monkeypatch.setattr(Progress, "where", lambda self: places.get(self.doing, ("the start", False)))
+    several = start(3, timeout=0.5)
+    for progress, doing in zip(several.progress, ("step 5", "loading", "step 5")):
+        progress.count, progress.doing = 4, doing
+    several.wait(0, 1, 2)
+    assert re.match(
+        r"error: nothing has moved for \d+ s \(train.timeout\): rank 1 \(process 100 on host\) is in step 5, in read "
+        r"\(zoo/data/x.py:3\); the other 2 wait for it\n", capsys.readouterr().err,
+    )  # fmt: skip
+
+
+def test_of_a_hang_every_rank_writes_what_it_was_in(start, capsys, monkeypatch, tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(OrderedDict(first=nn.Identity(), last=nn.Identity()))
+    inside, through = threading.Event(), threading.Event()
+
+    def forward():
+        dist.all_reduce(torch.ones(2, 3))
+        model.last.forward = lambda x: (inside.set(), through.wait(20))
+        model(torch.ones(1))
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert inside.wait(20)
+    several = start(3, timeout=0.5)
+    for rank, progress in enumerate(several.progress):
+        progress.count, progress.doing, progress.folder, progress.model = 4, "step 5", tmp_path / "flight" / "1", model
+        progress.thread = thread.ident if rank == 1 else 0
+    several.wait(0, 1, 2)
+    through.set()
+    thread.join()
+    dist.destroy_process_group()
+    assert f"python -m zoo.training.flight {tmp_path}" in capsys.readouterr().err
+    assert flight.main([str(tmp_path)]) == 0
+    fault, *lines = capsys.readouterr().out.splitlines()
+    assert fault.startswith("error: nothing has moved for")
+    assert [line.split(";")[0].split(" (")[0] for line in lines] == [
+        "rank 0: step 5", "rank 1: step 5, in forward", "rank 2: step 5"
+    ]  # fmt: skip
+    assert ", in last; after collective " in lines[1]
+    assert "gloo:all_reduce of 2x3" in lines[1]
+    assert flight.main([str(tmp_path / "nothing")]) == 2
+
+
+def test_the_start_may_take_its_time_and_steps_that_count_are_no_hang(start):
+    both = start(timeout=0.4)
+    time.sleep(0.8)
+    for _ in range(8):
+        time.sleep(0.1)
+        for progress in both.progress:
+            progress.count += 1
+    assert both.ended == {}
+
+
+def test_garbage_on_the_port_is_no_rank_and_who_is_missing_is_named():
+    ports, key = [], "secret"
+
+    def others():
+        while not ports:
+            time.sleep(0.01)
+        for wrong in (b"\x00\xff", b"{}\n", json.dumps({"key": "guess", "rank": 1}).encode() + b"\n", b"[" * 10_000):
+            with socket.create_connection(("localhost", ports[0])) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(wrong)
+        with contextlib.suppress(OSError):
+            joined.extend(watch.connect(2, "localhost", ports[0], key, {"config": None}))
+
+    joined = []
+    thread = threading.Thread(target=others)
+    thread.start()
+    with pytest.raises(UserError, match=r"rank 1 of 3 did not connect within 4 s \(train.timeout\)"):
+        watch.listen(3, key, 4.0, ports.append)
+    thread.join()
+    for peer in joined:
+        peer.socket.close()
+
+
+def test_nobody_listens():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(UserError, match=r"rank 0 at 127.0.0.1:\d+ \(MASTER_ADDR, MASTER_PORT\) did not answer"):
+        watch.wait_for_port("127.0.0.1", port, 0.2)
+
+
+def test_other_configurations_are_named_key_by_key():
+    mine = {"optim.lr": 0.1, "train.steps": 5, "data.size": (3, 4)}
+    same, odd = {"config": {**mine, "data.size": [3, 4]}, "error": None}, {**mine, "optim.lr": 0.2}
+    ranks._compare(mine, [same, {"config": None, "error": "unknown key"}])
+    with pytest.raises(UserError, match=r"1 of 2 others differ .* rank 2 in optim.lr=0.2 \(rank 0: 0.1\); start all"):
+        ranks._compare(mine, [same, {"config": {**odd, "data.size": [3, 4]}, "error": None}])
+
+
+def test_what_an_error_is_called(tmp_path):
+    progress = Progress(doing="step 9", count=9)
+
+    def said(action):
+        try:
+            action()
+        except Exception as error:
+            return ranks.describe(error, progress)
+
+    assert said(lambda: (tmp_path / "x/y").write_text("")) == f"step 9: {tmp_path}/x/y: No such file or directory"
+    text = said(lambda: {}["absent"])
+    place = r"\(in \S+, tests/training/test_watch.py:\d+\)"
+    found = re.fullmatch(rf"step 9: KeyError: 'absent' {place}; the traceback is in (.*)", text)
+    assert "Traceback" in Path(found[1]).read_text()
+    Path(found[1]).unlink()

@@ -1,0 +1,293 @@
+"""Evoformer and Pairformer against OpenFold3: every kind of block, and stacks with their weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.support.oracles import close, copy_weights, randomise
+from zoo.protein import embedding, evoformer, layers, pairformer
+from zoo.protein.openfold import openfold_names
+
+pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of kernels that a CPU has not
+    import openfold3.core.config.default_linear_init_config as lin_init
+    from ml_collections import ConfigDict
+    from openfold3.core.model.latent.evoformer import EvoformerBlock, EvoformerStack
+    from openfold3.core.model.latent.msa_module import MSAModuleBlock, MSAModuleStack
+    from openfold3.core.model.latent.pairformer import PairFormerBlock, PairFormerStack
+    from openfold3.core.model.layers import msa
+    from openfold3.core.utils.relpos import relpos_complex
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # the oracles ask for CUDA's autocast
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
+INF = -layers.MASKED
+S, R, C_M, C_Z, C_S = 5, 7, 12, 8, 10
+
+
+def with_biases(config: ConfigDict) -> ConfigDict:
+    """OpenFold3's table of linear layers, with the biases that AlphaFold 2 has: it is written for AlphaFold 3."""
+    found = ConfigDict(config.to_dict())
+
+    def visit(table: Any, path: tuple[str, ...]) -> None:
+        for key, value in table.items():
+            if "bias" in value and not (key == "linear_z" and "init" in value and value["init"] == "default"):
+                value["bias"] = key not in ("linear_q", "linear_k", "linear_v")
+            elif "bias" not in value:
+                visit(value, (*path, key))
+
+    visit(found, ())
+    return found
+
+
+AF2 = with_biases(lin_init.evo_block_init)
+
+
+def masks(dtype: torch.dtype, *, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """For residues (b r), the alignment (b s r) and pairs (b i j). In double the last residue is padding; in single,
+    where a row without one key is rounded away by the mask, all rows have one."""
+    residues = torch.ones(2, R)
+    msa, pair = (torch.rand(2, n, R) > 0.3 for n in (S, R))
+    msa[:, 0] = msa[:, :, 0] = pair[:, 0] = pair[:, :, 0] = True
+    if dtype is torch.float64:
+        residues[1, -1] = 0
+        msa, pair = msa * residues[:, None], pair * residues[:, None] * residues[..., None]
+    return residues.to(dtype), msa.to(dtype), pair.to(dtype)
+
+
+def compare(
+    model: nn.Module,
+    oracle: nn.Module,
+    version: int,
+    run: Callable[..., Any],
+    run_oracle: Callable[..., Any],
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    names: Callable[[str], list[str]] | None = None,
+) -> None:
+    """Outputs, gradients of inputs and of all parameters agree; every oracle parameter has one of ours."""
+    names = names or openfold_names(version)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
+    model.to(dtype), oracle.to(dtype)
+    randomise(oracle)
+    copy_weights(model, oracle, names)
+    inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    found = []
+    for f in (run, run_oracle):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = f(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        g = torch.Generator().manual_seed(3)
+        sum((y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)).mean() for y in out).backward()
+        found.append((out, [x.grad for x in leaves]))
+    (ours, our_grads), (theirs, their_grads) = found
+    for i, (a, b) in enumerate(zip(ours, theirs)):
+        assert a.shape == b.shape
+        assert b.std() > 0.1
+        close(a, b, tolerance, f"output {i}")
+    grads = {name: param.grad for name, param in oracle.named_parameters()}
+    pairs = {f"input {i}": (a, [b]) for i, (a, b) in enumerate(zip(our_grads, their_grads))}
+    pairs |= {name: (param.grad, [grads[n] for n in names(name)]) for name, param in model.named_parameters()}
+    assert {n for name, _ in model.named_parameters() for n in names(name)} == set(grads)
+    # softmax ignores what all keys share, so the gradient of a bias before it is zero but for rounding
+    floor = 1e-2 * max(b.abs().max() for _, theirs in pairs.values() for b in theirs if b is not None)
+    for name, (a, theirs) in pairs.items():
+        if a is None:
+            assert all(b is None for b in theirs), name
+        else:
+            wanted = torch.cat(theirs).reshape(a.shape)
+            error = ((a - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item()
+            assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+def stack(*blocks: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+
+
+MSA, PAIR = (2, S, R, C_M), (2, R, R, C_Z)
+
+
+def global_names(name: str) -> list[str]:
+    layer, _, suffix = name.rpartition(".")
+    theirs = {"norm": ["layer_norm_m"], "kv": ["global_attention.linear_k", "global_attention.linear_v"]}
+    theirs |= {"q": ["global_attention.linear_q"], "gate": ["global_attention.linear_g"]}
+    theirs |= {"out": ["global_attention.linear_o"]}
+    return [f"{n}.{suffix}" for n in theirs[layer]]
+
+
+# Blocks and stacks
+
+SMALL = {
+    "c_m": C_M, "c_z": C_Z, "c_hidden_msa_att": 4, "c_hidden_opm": 3, "c_hidden_mul": 5, "c_hidden_pair_att": 4,
+    "no_heads_msa": 3, "no_heads_pair": 2, "transition_n": 2, "msa_dropout": 0.15, "pair_dropout": 0.25, "inf": INF,
+    "fuse_projection_weights": False,
+}  # fmt: skip
+OURS = {
+    "c_m": C_M, "c_z": C_Z, "c_s": C_S, "msa_heads": 3, "msa_head_dim": 4, "pair_heads": 2, "pair_head_dim": 4,
+    "triangle": 5, "outer": 3, "transition": 2, "chunk": 50,
+}  # fmt: skip
+STACK = {"blocks_per_ckpt": None, "use_reentrant": False, "eps": 1e-8}
+
+
+def as_alphafold_2(oracle: nn.Module) -> nn.Module:
+    """The ending node's bias as AlphaFold 2 takes it: OpenFold3's block transposes it, as AlphaFold 3 does."""
+
+    def plain(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "transpose_bias": False}
+
+    for name, module in oracle.named_modules():
+        if name.endswith("tri_att_end"):
+            module.register_forward_pre_hook(plain, with_kwargs=True)
+    return oracle.eval()
+
+
+def evoformer_oracle(make: Any, opm_first: bool, **more: Any) -> nn.Module:
+    return as_alphafold_2(
+        make(
+            **SMALL, **more, transition_type="relu", no_column_attention=False, opm_first=opm_first,
+            linear_init_params=AF2,
+        )
+    )  # fmt: skip
+
+
+class GlobalColumns(msa.MSAColumnGlobalAttention):
+    """As its block calls it: OpenFold3 keeps the layer, and no block that has it."""
+
+    def forward(self, m: Tensor, mask: Tensor, **kernels: Any) -> Tensor:
+        return super().forward(m, mask)
+
+
+def of_alignments(
+    ours: nn.Module,
+    oracle: nn.Module,
+    version: int,
+    dtype: torch.dtype,
+    names: Callable[[str], list[str]] | None = None,
+) -> None:
+    _, msa_mask, pair_mask = masks(dtype)
+    compare(
+        stack(ours.eval()), stack(oracle.eval()), version,
+        lambda m, z: ours(m, z, msa_mask, pair_mask), lambda m, z: oracle(m, z, msa_mask, pair_mask, _mask_trans=False),
+        [MSA, PAIR], dtype, names,
+    )  # fmt: skip
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("opm_first", [False, True])
+def test_evoformer_blocks_agree_with_openfold(opm_first: bool, extra: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = evoformer.Config(**OURS, c_e=C_M, extra_heads=3, extra_head_dim=4, opm_first=opm_first)
+    oracle = evoformer_oracle(EvoformerBlock, opm_first, eps=1e-8)
+    if extra:
+        oracle.msa_att_col = GlobalColumns(C_M, 4, 3, INF, linear_init_params=AF2.msa_row_att)
+
+    def names(name: str) -> list[str]:
+        before, column, layer = name.partition("column.") if extra else (name, "", "")
+        return [f"{before}msa_att_col.{n}" for n in global_names(layer)] if column else openfold_names(2)(name)
+
+    of_alignments(evoformer.Block(config, extra=extra), oracle, 2, dtype, names)
+
+
+@EVERY_DTYPE
+def test_msa_block_agrees_with_openfold(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    oracle = MSAModuleBlock(**SMALL, eps=1e-8, transition_type="swiglu", opm_first=True)
+    of_alignments(pairformer.MSABlock(pairformer.Config(**OURS)), oracle, 3, dtype)
+
+
+def pairformer_oracle(make: Any, **more: Any) -> nn.Module:
+    config = {k: v for k, v in SMALL.items() if "msa" not in k and k not in ("c_m", "c_hidden_opm")}
+    single = {"c_s": C_S, "c_hidden_pair_bias": 4, "no_heads_pair_bias": 3}
+    return make(**config, **single, **more, transition_type="swiglu").eval()
+
+
+@EVERY_DTYPE
+def test_pairformer_block_agrees_with_openfold(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = pairformer.PairformerBlock(pairformer.Config(**OURS, single_heads=3, single_head_dim=4)).eval()
+    oracle = pairformer_oracle(PairFormerBlock)
+    mask, _, pair_mask = masks(dtype)
+    compare(
+        stack(ours), stack(oracle), 3,
+        lambda s, z: ours(s, z, mask, pair_mask), lambda s, z: oracle(s, z, mask, pair_mask, _mask_trans=False),
+        [(2, R, C_S), PAIR], dtype,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("opm_first", [False, True])
+def test_evoformer_takes_the_weights_of_an_openfold_stack(opm_first: bool) -> None:
+    torch.manual_seed(0)
+    oracle = evoformer_oracle(EvoformerStack, opm_first, c_s=C_S, no_blocks=2, **STACK).double()
+    randomise(oracle)
+    state = oracle.state_dict()
+    model = zoo.from_reference("evoformer", state, opm_first=opm_first).double().eval()
+    ours = {**OURS, "chunk": layers.CHUNK}
+    assert model.config == evoformer.Config(**ours, depth=2, extra_depth=0, opm_first=opm_first)
+    _, msa_mask, pair_mask = masks(torch.float64)
+    m, z = (torch.randn(shape, dtype=torch.float64) for shape in (MSA, PAIR))
+    wanted = oracle(m, z, msa_mask, pair_mask, _mask_trans=False)
+    for block in model.blocks:
+        m, z = block(m, z, msa_mask, pair_mask)
+    for got, expect in zip((m, z, model.single(m[:, 0])), wanted):
+        assert expect.std() > 0.1
+        torch.testing.assert_close(got, expect, rtol=0, atol=1e-5 * expect.abs().max().item())
+
+    with pytest.raises(ValueError, match="unknown: more"):
+        zoo.from_reference("evoformer", {**state, "more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"missing: blocks\.1\.msa_att_row\.mha\.linear_g\.bias"):
+        gone = {k: v for k, v in state.items() if k != "blocks.1.msa_att_row.mha.linear_g.bias"}
+        zoo.from_reference("evoformer", gone)
+    with pytest.raises(ValueError, match=r"of another model; missing: 'linear\.weight'"):
+        zoo.from_reference("evoformer", {})
+
+
+@torch.no_grad()
+def test_pairformer_takes_the_weights_of_an_openfold_trunk() -> None:
+    torch.manual_seed(0)
+    more = {"no_blocks": 2, **STACK}
+    oracle = nn.ModuleDict(
+        {
+            "msa_module": MSAModuleStack(**SMALL, **more, transition_type="swiglu", opm_first=True).eval(),
+            "pairformer_stack": pairformer_oracle(PairFormerStack, **{k: v for k, v in more.items() if k != "eps"}),
+        }
+    ).double()
+    randomise(oracle)
+    state = {**oracle.state_dict(), "diffusion_module.linear_s.weight": torch.zeros(1)}
+    model = zoo.from_reference("pairformer", state).double().eval()
+    ours = {**OURS, "chunk": layers.CHUNK, "msa_depth": 2, "depth": 2, "single_heads": 3, "single_head_dim": 4}
+    assert model.config == pairformer.Config(**ours)
+    mask, msa_mask, pair_mask = masks(torch.float64)
+    m, z, s = (torch.randn(shape, dtype=torch.float64) for shape in (MSA, PAIR, (2, R, C_S)))
+    wanted_z = oracle["msa_module"](m, z, msa_mask, pair_mask, _mask_trans=False)
+    wanted_s, wanted_z = oracle["pairformer_stack"](s, wanted_z, mask, pair_mask, _mask_trans=False)
+    for msa_block in model.msa_blocks:
+        m, z = msa_block(m, z, msa_mask, pair_mask)
+    for block in model.blocks:
+        s, z = block(s, z, mask, pair_mask)
+    for got, expect in ((s, wanted_s), (z, wanted_z)):
+        assert expect.std() > 0.1
+        torch.testing.assert_close(got, expect, rtol=0, atol=1e-5 * expect.abs().max().item())
+    with pytest.raises(ValueError, match="missing: 'msa_module"):
+        zoo.from_reference("pairformer", {})
+
+
+def test_relative_positions_agree_with_openfold() -> None:
+    torch.manual_seed(0)
+    ours = embedding.PairEmbed(C_Z, 3).double()
+    nn.init.zeros_(ours.left.weight), nn.init.zeros_(ours.right.weight)
+    place, chain = torch.randint(12, (2, R)), torch.randint(2, (2, R))
+    batch = {"residue_index": place, "asym_id": chain, "entity_id": chain, "token_index": place, "sym_id": chain}
+    wanted = relpos_complex(batch, 3, 2)[..., : 2 * 3 + 2].double() @ ours.relative.weight
+    residues = torch.stack([torch.zeros_like(place), place, chain], -1)
+    torch.testing.assert_close(ours(residues, residues), wanted)

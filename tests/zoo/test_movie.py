@@ -1,0 +1,73 @@
+"""MP4 files, read again by the decoder that plays them; titles under clips."""
+
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+
+from tests.support.clips import played
+from zoo.pictures import GAP, GREY, LINE, save_gif, save_mp4, tile, title
+
+
+def smooth(n, c, t, h, w):
+    """Clips whose colours change slowly in space and time, in [-1, 1]."""
+    time, row, column = (torch.linspace(-1, 1, size) for size in (t, h, w))
+    planes = [time[:, None, None] * row[:, None], (row[:, None] * column).expand(t, h, w), column.expand(t, h, w)]
+    return torch.stack([planes[i].expand(t, h, w) for i in range(c)]).expand(n, c, t, h, w)
+
+
+@pytest.mark.parametrize(("channels", "fps"), [(3, 24000 / 1001), (1, 8)])
+def test_an_mp4_plays_as_it_was(tmp_path, channels, fps):
+    video = smooth(1, channels, 7, 64, 96)
+    save_mp4(tmp_path / "deep" / "a.mp4", video, fps=fps)
+    frames, rate, codec, form = played(tmp_path / "deep" / "a.mp4")
+    assert (codec, form) == ("h264", "yuv420p")
+    assert rate == Fraction(fps).limit_denominator(1001)
+    expected = ((video[0] + 1) * 127.5).permute(1, 2, 3, 0).expand(7, 64, 96, 3)
+    assert frames.shape == expected.shape
+    assert (frames - expected).abs().mean() < 3
+    assert (frames - expected).abs().max() < 25
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a.mp4"]
+
+
+def test_colours_stay_what_they_are(tmp_path):
+    """A matrix other than the one the file names would move saturated colours by tens of levels."""
+    colours = torch.tensor([[200, 30, 20], [20, 190, 40], [30, 40, 210]], dtype=torch.uint8)
+    video = colours.repeat_interleave(32, 0).T[None, :, None, None].expand(1, 3, 3, 64, 96)
+    save_mp4(tmp_path / "a.mp4", video)
+    frames, *_ = played(tmp_path / "a.mp4")
+    for i, colour in enumerate(colours):
+        assert (frames[:, :, 32 * i + 8 : 32 * i + 24].int() - colour.int()).abs().max() <= 6
+
+
+def test_odd_sizes_repeat_a_row_and_a_column_and_clips_go_side_by_side(tmp_path):
+    save_mp4(tmp_path / "odd.mp4", smooth(1, 3, 2, 65, 97))
+    assert played(tmp_path / "odd.mp4")[0].shape == (2, 66, 98, 3)
+    save_mp4(tmp_path / "two.mp4", smooth(2, 3, 2, 66, 68), columns=2)
+    assert played(tmp_path / "two.mp4")[0].shape == (2, 66, 2 * 68 + GAP, 3)
+
+
+def test_an_mp4_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"\(n c t h w\).*\(2, 4, 3, 8, 8\)"):
+        save_mp4(tmp_path / "a.mp4", torch.zeros(2, 4, 3, 8, 8))
+    with pytest.raises(ValueError, match="fps above 0, got 0"):
+        save_mp4(tmp_path / "a.mp4", smooth(1, 3, 2, 64, 64), fps=0)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ValueError, match=r"writing MP4 needs PyAV: pip install -e '\.\[video\]'"):
+        save_mp4(tmp_path / "a.mp4", smooth(1, 3, 2, 64, 64))
+    assert not list(tmp_path.iterdir())
+
+
+def test_titles_stand_under_the_clips(tmp_path):
+    video = torch.full((3, 3, 2, 64, 80), -1.0)
+    frames = tile(video, 2, ["one", "a caption that is far too long for so narrow a clip", ""])
+    assert frames.shape == (2, 2 * (64 + LINE) + GAP, 2 * 80 + GAP, 3)
+    first, second, third = frames[0, 64 : 64 + LINE, :80], frames[0, 64 : 64 + LINE, 82:], frames[0, -LINE:, :80]
+    assert first.max() > 200
+    assert second.max() > 200
+    assert third.eq(GREY).all()
+    assert frames[:, :64, :80].eq(0).all()
+    assert torch.equal(first[..., 0], title("one", 80))
+    save_gif(tmp_path / "a.gif", video, titles=["", "é", "猫"])
+    assert (tmp_path / "a.gif").is_file()

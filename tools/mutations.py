@@ -1,0 +1,551 @@
+"""Does the suite notice? Faults, put one at a time into a copy of dsp and zoo, and the first test that fails.
+
+    python tools/mutations.py                # all of them, some twenty minutes: the short suite finds them?
+    python tools/mutations.py --slow         # what the short suite does not find, `-m slow` has to
+    python tools/mutations.py mean fold      # those whose name has one of the words
+    python tools/mutations.py --once mean    # by the tests named with them alone
+
+Run by hand. A fault is a text that stands once in its file, and another in its place. The tests named with it, of
+the short suite, run first, and the others only if these pass. Without a fault they all have to pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HOME = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    text: str
+    instead: str
+    tests: str  # of which one should fail: files, or one test of a file
+
+
+FAULTS = [
+    Fault(
+        "zeros of a sharded tensor's type count as sharded",
+        "dsp/run/glue.py",
+        "read = args if what.kind is None else without_kind(args, what.kind)",
+        "read = args",
+        "dsp/plan/test_plan_word",
+    ),
+    Fault(
+        "a tensor is switched after it has grown",
+        "dsp/plan/backwards.py",
+        "if key not in have and self.least(v, cut) < self.size(v):",
+        "if False:",
+        "dsp/plan/test_loops",
+    ),
+    Fault(
+        "noise levels are sampled without the shift they are trained with",
+        "zoo/training/tasks/video.py",
+        "return partial(euler, shift=shift_at(options.shift, options.shift_cells, prod(clip)))",
+        "return euler",
+        "training/test_config",
+    ),
+    Fault(
+        "a copy of a stretch is used after its source was written",
+        "dsp/run/forward.py",
+        "self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]",
+        "pass",
+        "dsp/run/test_hostile",
+    ),
+    Fault(
+        "a stretch is written where the chunk begins",
+        "dsp/rules/joins.py",
+        "own = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]",
+        "own = [k - chunk(size, f.n, 0)[0] for k in places[a:b]]",
+        "dsp/rules/test_prover",
+    ),
+    Fault(
+        "who hears the forward does not hear its backward",
+        "dsp/listening.py",
+        "ctx.listener = None if listener is None else listener.way_back()",
+        "ctx.listener = None",
+        "dsp/plan/test_plan_word",
+    ),
+    Fault(
+        "nobody hears what a checkpoint sends again",
+        "dsp/run/glue.py",
+        "listening(account.again(again) if account is not None else None)",
+        "listening(None)",
+        "dsp/plan/test_plan_word",
+    ),
+    Fault(
+        "the gradient of an input is not divided by N",
+        "dsp/moves.py",
+        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
+        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp), None, None",
+        "dsp/test_ops",
+    ),
+    Fault(
+        "a mean over unequal parts is a mean of means",
+        "dsp/moves.py",
+        "return torch.ops.dsp.all_reduce(total, sp.group) / count",
+        "return torch.ops.dsp.all_reduce(total / max(local.numel(), 1), sp.group) / sp.size",
+        "dsp/test_ops",
+    ),
+    Fault(
+        "small switches that share an exchange come back in another order",
+        "dsp/exchange.py",
+        "return [plan.join(parts[i::count]) for i, plan in enumerate(self.plans)]",
+        "return [plan.join(parts[i::count][::-1]) for i, plan in enumerate(self.plans)]",
+        "dsp/test_ops dsp/run/test_parallel",
+    ),
+    Fault(
+        "bfloat16 is summed over ranks in bfloat16",
+        "dsp/collectives.py",
+        "return dense(total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim), order_of(x))",
+        "return dense(sum(total[1:], total[0]).movedim(0, dim), order_of(x))",
+        "dsp/test_ops",
+    ),
+    Fault(
+        "what a collective makes is a view that nobody may write",
+        "dsp/collectives.py",
+        "return list(map(alone, out)) if isinstance(out, list) else alone(out)",
+        "return out",
+        "dsp/run/test_composition",
+    ),
+    Fault(
+        "a fold stays sharded though its parts straddle ranks",
+        "dsp/layout.py",
+        "return inner == 1 or size % n == 0",
+        "return True",
+        "dsp/rules/test_prover::test_what_a_rule_accepts_is_right",
+    ),
+    Fault(
+        "any road out of a sharded tensor is let through",
+        "dsp/gradients.py",
+        "return backward_pass() in cls._recent",
+        "return True",
+        "dsp/test_ops dsp/run/test_composition",
+    ),
+    Fault(
+        "the batch is as good a dim to shard as any",
+        "dsp/notation.py",
+        "return tuple(sorted(seen, key=lambda n: n in BATCH_NAMES))",
+        "return tuple(seen)",
+        "dsp/test_notation",
+    ),
+    Fault(
+        "a dim that the output lacks may go without brackets",
+        "dsp/notation.py",
+        "            if lost:",
+        "            if len(lost) > 1:",
+        "dsp/test_notation",
+    ),
+    Fault(
+        "what a rank holds is not held any more while it is last read",
+        "dsp/planner/facts.py",
+        "for k in range(first, last + 1):",
+        "for k in range(first, last):",
+        "dsp/plan/test_planner",
+    ),
+    Fault(
+        "a gather is priced as if each rank sent to one other",
+        "dsp/planner/problem.py",
+        "return [(n - 1) * own for own in value.parts(src, n)]",
+        "return value.parts(src, n)",
+        "dsp/plan/test_planner",
+    ),
+    Fault(
+        "check lets a gradient pass that is half of the true one",
+        "dsp/check/compare.py",
+        "if not off <= max(10 * tolerance, ROUNDINGS",
+        "if not off <= max(1, ROUNDINGS",
+        "dsp/test_check",
+    ),
+    Fault(
+        "a gradient's gather counts as recomputed",
+        "dsp/count.py",
+        "|ring_attention)|SplitInput|WholeInput|",
+        "|ring_attention)|WholeInput|",
+        "dsp/run/test_composition",
+    ),
+    Fault(
+        "squeeze takes a local dim of size 1 for one of the whole",
+        "dsp/rules/shape.py",
+        "return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)",
+        "return Outcome(out, x.shape[cut.dim], view=True)",
+        "dsp/rules/test_prover::test_what_a_rule_accepts_is_right",
+    ),
+    Fault(
+        "a compiled module is another one than the pattern names",
+        "dsp/stages.py",
+        'skip = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}',
+        'skip = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module"}',
+        "dsp/run/test_composition",
+    ),
+    Fault(
+        "in ring attention every rank takes its own keys for late ones",
+        "dsp/embedded/ring.py",
+        "found = block(q, kv[0], kv[1], causal and owner == rank)",
+        "found = block(q, kv[0], kv[1], False)",
+        "dsp/embedded/test_embedded",
+    ),
+    Fault(
+        "where no key is to be seen attention is not a number",
+        "zoo/attention.py",
+        "mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]",
+        "mask = mask[:, None, None, :]",
+        "zoo/test_attention",
+    ),
+    Fault(
+        "the state that comes from before a chunk does not decay in backward",
+        "zoo/scan.py",
+        "later = decay[:, 0] * reached[-1]",
+        "later = reached[-1]",
+        "zoo/test_scan",
+    ),
+    Fault(
+        "the posterior of a diffusion has a wrong weight",
+        "zoo/video/diffusion.py",
+        '"posterior_x0": beta * previous.sqrt() / (1 - abar),',
+        '"posterior_x0": beta * abar.sqrt() / (1 - abar),',
+        "zoo/test_diffusion",
+    ),
+    Fault(
+        "a checkpoint stores permuted rows in the order of this run's ranks",
+        "zoo/training/checkpoint.py",
+        "found[key] = value if order is None else _rows(value, order.argsort())",
+        "found[key] = value if order is None else _rows(value, order)",
+        "training/test_checkpoint dsp/embedded/test_embedded_tensor",
+    ),
+    # what was found wrong in models that nobody here had seen, and its mend undone
+    Fault(
+        "attention looks past where its mask is cut",
+        "dsp/rules/attention.py",
+        "align(f, rows if along_rows else operands)",
+        "align(f, rows[:1] if along_rows else operands)",
+        "dsp/rules/test_prover::test_a_mask_that_is_cut_another_way",
+    ),
+    Fault(
+        "nobody is told what runs whole",
+        "dsp/plan/cost.py",
+        "if own * self.size < 1.5 * self.longest or self.size == 1:",
+        "if self.size:",
+        "dsp/plan/test_plan_whole",
+    ),
+    Fault(
+        "a whole tensor that is written in place counts as nothing",
+        "dsp/plan/operation.py",
+        "made = self.tracked[:1] if self.written else self.outputs",
+        "made = () if self.written else self.outputs",
+        "dsp/plan/test_plan_whole::test_what_is_written_into_a_whole_tensor_is_said_too",
+    ),
+    Fault(
+        "what is long may run whole where it need not",
+        "dsp/plan/operations.py",
+        "if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):",
+        "if whole and not parts:",
+        "dsp/plan/test_plan_least",
+    ),
+    Fault(
+        "a result's dims are all called batch if one operand's are",
+        "dsp/plan/operations.py",
+        "named = carry or [k for k in combo if k is not None]",
+        "named = [k for k in combo if k is not None]",
+        "dsp/plan/test_plan_names",
+    ),
+    Fault(
+        "a batch that does not divide has no name any more where a fold with it is taken apart",
+        "dsp/plan/operations.py",
+        "return first_part(old, new, 0) == self.batch and self.batch % self.n > 0",
+        "return False",
+        "dsp/plan/test_plan_least",
+    ),
+    Fault(
+        "dims of size 1 keep strides by which torch goes wrong",
+        "dsp/exchange.py",
+        "stride = () if out.is_contiguous() else out.stride()",
+        "stride = out.stride()",
+        "dsp/test_ops::test_every_pair_of_dims_dtypes_and_memory_orders",
+    ),
+    Fault(
+        "a write into what an output is a view of is not followed",
+        "dsp/plan/recorder.py",
+        "self.used([t], [sym])",
+        "pass",
+        "dsp/run/test_random_models::test_mended",
+    ),
+    Fault(
+        "what was written in place is switched where it was written",
+        "dsp/plan/program.py",
+        'apart = step.event.written or step.event.kind == "source"',
+        'apart = step.event.kind == "source"',
+        "dsp/run/test_hostile::test_refused_by_name",
+    ),
+    Fault(
+        "copies are not made where the plan says",
+        "dsp/run/forward.py",
+        "if any(via):",
+        "if False:",
+        "dsp/run/test_random_models::test_mended",
+    ),
+    Fault(
+        "what is whole already is switched once more",
+        "dsp/run/forward.py",
+        "                if None in home:",
+        "                if not home.cuts:",
+        "dsp/run/test_random_models::test_mended",
+    ),
+    Fault(
+        "a tensor keeps its own part, and nobody lets go of either",
+        "dsp/run/homes.py",
+        "        self.copies.made[cut] = copy",
+        "        self.copies.made[cut], self.copies.own = copy, self.local",
+        "dsp/run/test_random_models::test_random_models",
+    ),
+    Fault(
+        "a fold that is opened by a copy is a view, which is switched for each use",
+        "dsp/run/recipes.py",
+        " and op.index not in run.script.copies",
+        "",
+        "dsp/plan/test_plan_word::test_a_fold_that_is_opened_is_switched_once",
+    ),
+    Fault(
+        "a rank that has nothing of it takes a copy for what was copied",
+        "dsp/run/follow.py",
+        " or loose)",
+        ")",
+        "dsp/run/test_random_models::test_mended",
+    ),
+    Fault(
+        "an operation waits for what it reads",
+        "dsp/run/glue.py",
+        "if run.coming and what.name not in LOOKS",
+        "if False and what.name not in LOOKS",
+        "dsp/run/test_ahead::test_nothing_reads_what_has_not_come",
+    ),
+    Fault(
+        "a stage waits for what it may reach",
+        "dsp/run/calls.py",
+        "if run.coming:  # nobody sees what a stage reads",
+        "if False:",
+        "dsp/run/test_ahead::test_nothing_reads_what_has_not_come",
+    ),
+    Fault(
+        "gradients of switches under way at once come back in the pieces they went in",
+        "dsp/collectives.py",
+        "*reversed(ctx.pieces)",
+        "*ctx.pieces",
+        "dsp/test_ops::test_large_ones_are_under_way_at_once",
+    ),
+    Fault(
+        "switches that share a call make one each",
+        "dsp/moves.py",
+        '"small" if p.small(sp.size) else i if',
+        "i if p.small(sp.size) else i if",
+        "dsp/plan/test_plan_word::test_runs_send_what_is_planned",
+    ),
+    Fault(
+        "what an operation made is left where it was made",
+        "dsp/run/follow.py",
+        "target = recipe.push[k] if k < len(recipe.push) else None",
+        "target = None",
+        "dsp/plan/test_plan_word::test_runs_send_what_is_planned",
+    ),
+    Fault(
+        "a result is switched at once though a use needs it as it was made",
+        "dsp/plan/program.py",
+        "and home not in self.used.get(v, set()) ",
+        "",
+        "dsp/run/test_random_models::test_mended",
+    ),
+    Fault(
+        "a view is read by way of what missed a write into it",
+        "dsp/run/forward.py",
+        "if cut != t.at.cut:  # a view may see",
+        "if cut == t.at.cut:  # a view may see",
+        "dsp/run/test_random_models::test_a_write_that_a_view_of_its_own_would_miss_is_refused",
+    ),
+    Fault(
+        "check lets outputs pass that are not those of one process",
+        "dsp/check/compare.py",
+        "if not found.output <= tolerance:",
+        "if found.output < 0:",
+        "dsp/test_check::test_a_branch_that_subclasses_take_is_found",
+    ),
+    Fault(
+        "complex numbers travel as they are",
+        "dsp/exchange.py",
+        "return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()",
+        "return x, 1",
+        "dsp/test_dtypes",
+    ),
+    Fault(
+        "nothing is divided by its size",
+        "dsp/discover/dims.py",
+        "if size == 0:",
+        "if whole and not parts:",
+        "dsp/run/test_nothing",
+    ),
+    Fault(
+        "a forward that reads its data raises what torch does",
+        "dsp/plan/reads.py",
+        "        if not where:\n            if hasattr",
+        "        if reason:\n            if hasattr",
+        "dsp/plan/test_plan_reads",
+    ),
+    Fault(
+        "ranks may hold different weights",
+        "dsp/run/parallel.py",
+        "            same_weights(self.axis, self.model)",
+        "            pass",
+        "dsp/run/test_hostile",
+    ),
+    Fault(
+        "ranks may be told different things",
+        "dsp/run/agreement.py",
+        "    if same(axis, sorted(facts.items())):",
+        "    if True:",
+        "dsp/run/test_host",
+    ),
+    Fault(
+        "two threads may call one model",
+        "dsp/run/parallel.py",
+        "if not self.idle.acquire(blocking=False):",
+        "if self.idle.acquire(blocking=False) is None:",
+        "dsp/run/test_host",
+    ),
+    Fault(
+        "a tensor that is compared with a word counts as read",
+        "dsp/plan/operations.py",
+        "elif out is not NotImplemented:",
+        "elif True:",
+        "dsp/run/test_host::test_a_tensor_is_no_string",
+    ),
+    Fault(
+        "nobody is told of a parameter that a stage should have got a part of",
+        "dsp/run/parallel.py",
+        "if run.misread is not None and run.misread[0] is error:",
+        "if run.misread is error:",
+        "dsp/run/test_host::test_an_argument_that_a_stage_does_not_mention_is_named",
+    ),
+    Fault(
+        "an int argument does not tell how long a dim of a fold is",
+        "dsp/signature.py",
+        "if len(dims) != 1 or len(error.unknown) != 2 or len(set(integers.values())) != 1:",
+        "if error:",
+        "dsp/test_root_sizes::test_an_argument_tells_how_many_frames_are_folded",
+    ),
+    Fault(
+        "one call of each kind is enough to check",
+        "dsp/check/check.py",
+        "CALLS = 3",
+        "CALLS = 1",
+        "dsp/test_check::test_what_one_call_does_not_show_is_found",
+    ),
+    Fault(
+        "softmax takes a part of nothing for one whose largest is 0",
+        "dsp/rules/statistics.py",
+        "return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])",
+        "return torch.stack([near, (t - near).exp().sum(over, keepdim=True)])",
+        "dsp/rules/test_prover::test_what_a_rule_accepts_is_right",
+    ),
+    Fault(
+        "a graph holds whatever numbers come with the inputs",
+        "dsp/run/facts.py",
+        "self.options == options and all(",
+        "all(",
+        "dsp/run/test_graph",
+    ),
+    Fault(
+        "a graph holds whatever the modules became",
+        "dsp/run/facts.py",
+        "attributes_of(m) == held for m, held in chain(self.modules, self.others)",
+        "True for _ in ()",
+        "dsp/run/test_graph",
+    ),
+    Fault(
+        "a graph has an autograd.Function, and not its backward",
+        "dsp/run/graph.py",
+        "if function := own_function([t for t, _ in made]):",
+        'if function := "":',
+        "dsp/run/test_graph",
+    ),
+    Fault(
+        "a model keeps what a recording left it, without data",
+        "dsp/run/graph.py",
+        "with World(self.model, flat):",
+        "if True:",
+        "dsp/run/test_graph",
+    ),
+    Fault(
+        "who raises leaves what was under way",
+        "dsp/run/parallel.py",
+        "            with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good\n"
+        "                run.arrive()\n",
+        "",
+        "dsp/run/test_ahead",
+    ),
+]
+
+
+def pytest(copy: Path, *arguments: str) -> str | None:
+    """The first test that fails, or None."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "--no-header", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 5):  # 5: no test was chosen
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.M)
+    return found[1] if found else f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+
+
+def named(fault: Fault) -> list[str]:
+    """The tests to try first, as pytest takes them."""
+    parts = [name.partition("::") for name in fault.tests.split()]
+    return [f"tests/{file}.py{colons}{test}" for file, colons, test in parts]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only the faults whose name has one of these words")
+    parser.add_argument("--slow", action="store_true", help="go on with `-m slow` where the short suite finds nothing")
+    parser.add_argument("--once", action="store_true", help="run the tests named with a fault, and no others")
+    options = parser.parse_args()
+    faults = [f for f in FAULTS if not options.words or any(word in f.name for word in options.words)]
+    missed = []
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "copy"
+        kept = subprocess.run(["git", "ls-files", "-z"], cwd=HOME, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, kept.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(HOME / name, copy / name)
+        if red := pytest(copy, *sorted({name for fault in faults for name in named(fault)})):
+            print(f"red without any fault: {red}")
+            return 1
+        for fault in faults:
+            path = copy / fault.file
+            sound = path.read_text()
+            if sound.count(fault.text) != 1:
+                print(f"{fault.file} has {sound.count(fault.text)} times, not once: {fault.text}")
+                return 1
+            path.write_text(sound.replace(fault.text, fault.instead))
+            found = pytest(copy, *named(fault))
+            if not (found or options.once):
+                found = pytest(copy, *(f"--ignore={name}" for name in named(fault) if "::" not in name))
+            if found is None:
+                missed.append(fault.name)
+                if options.slow and (slow := pytest(copy, "-m", "slow")):
+                    found = f"(slow) {slow}"
+            path.write_text(sound)
+            print(f"{'found ' if found else 'MISSED'}  {fault.name}: {found}", flush=True)
+    print(f"{len(faults) - len(missed)} of {len(faults)} found by {'the tests named' if options.once else 'the suite'}")
+    return int(10 * len(missed) > len(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
