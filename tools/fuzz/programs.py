@@ -677,3 +677,6 @@ def sound(text: str) -> bool:
         if a is not None and a.numel() and (a - b).abs().max() > 1e-7 * (1 + a.abs().max()):
             return False
     return True
+
+
+from tools.fuzz import statements  # noqa: E402, F401  (registers what `Writer.some` chooses from)
