@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: train.py, infer.py and the configs of a checkout are in the package `zoo.cli`."""
+"""The build step that pyproject.toml cannot state: train.py, infer.py and the configs go into the package `zoo.cli`."""
 
 from pathlib import Path
 

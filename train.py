@@ -281,7 +281,7 @@ def save(run: Run, step: int) -> None:
 
 
 def extra(run: Run, step: int) -> dict[str, Any]:
-    """What a checkpoint has beside the tensors."""
+    """The part of a checkpoint beside the tensors."""
     recorded = ranks.on_first_rank(lambda: run.tracker.flush(step) if run.tracker else {})
     return {**recorded, "guard": run.guard.state()}
 
@@ -330,7 +330,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(config: cfg.Config, console: Console, refused: UserError | None) -> bool:
-    """Whether the run came to its end; False if a signal stopped it. `refused`: what is wrong, said by all together."""
+    """Train, and tell whether the run came to its end; False if a signal stopped it. `refused`: an error of all."""
     with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, stop), Owner() as owner:
         run = setup(config, device, stop, console, owner)
         try:

@@ -111,7 +111,7 @@ def path(spots: Sequence[tuple[float, float]], series: Series, kind: str, more: 
 
 
 def hidden(spots: Sequence[tuple[float, float]], above: Sequence[tuple[float, float]]) -> bool:
-    """Whether more than two thirds of a line lie under another."""
+    """Tell whether more than two thirds of a line lie under another."""
     over = {round(across): down for across, down in above}
     near = [abs(down - over.get(round(across), math.inf)) < NEAR for across, down in spots]
     return sum(near) > 2 / 3 * len(near)

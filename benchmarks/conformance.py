@@ -1,4 +1,4 @@
-"""What sequence parallelism by others, and by dsp, makes of the same small models: the tables of docs/conformance.md.
+"""Sequence parallelism by others, and by dsp, on the same small models: the tables of docs/conformance.md.
 
     python benchmarks/conformance.py               runs every method and writes what became of it into the page
     python benchmarks/conformance.py dsp "ring"    these alone: the others' columns stay as they are
@@ -174,7 +174,7 @@ def measure(cell: Cell, method: Method | None = None) -> Answer:
 
 
 def collect(waiting: dict[Any, Any]) -> list[Answer]:
-    """What the ranks say, by their pipes, within LIMIT; within GRACE, once one of them has raised."""
+    """The answers of the ranks, by their pipes, within LIMIT; within GRACE, once one of them has raised."""
     answers: list[Answer] = []
     until = time.monotonic() + LIMIT
     while waiting and time.monotonic() < until:
@@ -214,7 +214,7 @@ def word(cell: Cell, verdict: Verdict, gradients: bool) -> str:
 
 
 def entry(cell: Cell, answer: Answer) -> str:
-    """Of the output; where that is exact, of the gradients."""
+    """The entry of the output; where that is exact, of the gradients."""
     gradients = answer.get("backward") or answer.get(METHODS[cell.method].gradients)
     if answer["output"].kind != "exact" or gradients is None or gradients.kind == "exact":
         return word(cell, answer["output"], False)
@@ -229,7 +229,7 @@ def over_ranks(found: dict[Cell, Answer], say: Callable[[Cell, Answer], str]) ->
 
 
 def entries(name: str, answers: dict[Cell, Answer]) -> dict[str, Entries]:
-    """What a method's answers put into each table."""
+    """The entries that a method's answers put into each table."""
     found: dict[str, Entries] = {table: {} for table in TABLES}
     method = METHODS[name]
     version = f"{method.package} {importlib.metadata.version(method.package).split('+')[0]}"

@@ -279,7 +279,7 @@ class Deep:
         return self.plans[key]
 
     def may_fit(self, dp: int, sp: int) -> bool:
-        """Whether a method that cuts no weights fits; the others take more."""
+        """Tell whether a method that cuts no weights fits; the others take more."""
         return self.memory.total(sp, shard=dp) <= self.steps.hardware.memory
 
     def forward(self, method: str, sp: int) -> float:

@@ -72,7 +72,7 @@ class Latents(Decoder):
 
 
 class FramesDecoder(Decoder):
-    """Of one that takes all frames as a batch."""
+    """A decoder that takes all frames as a batch."""
 
     def forward(self, z: Tensor) -> Tensor:
         return self.vae.decode(z, num_frames=z.shape[0], return_dict=False)[0]
@@ -459,13 +459,13 @@ HEAD = "| model | the one line | N | output | gradients | largest share | bytes 
 
 
 def version() -> str:
-    """Of what makes a row: this script and dsp."""
+    """A digest of what makes a row: this script and dsp."""
     files = sorted(Path(dsp.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *files))).hexdigest()[:8]
 
 
 def rows() -> dict[tuple[str, int], str]:
-    """Of the page, by model and number of ranks."""
+    """The rows of the page, by model and number of ranks."""
     table = PAGE.read_text().partition(MARK)[2].partition("<!-- end -->")[0]
     lines = re.findall(r"^(\| (.+?) \| .+? \| (\d) \| .*)$", table, re.M)
     return {(model, int(size)): line for line, model, size in lines if model in CASES}

@@ -1,4 +1,4 @@
-"""What benchmarks/faults.py breaks: files of a run, configurations, data files, and bytes of all of them."""
+"""Inputs that benchmarks/faults.py breaks: files of a run, configurations, data files, and bytes of all of them."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def damage(run: Path, chance: random.Random) -> str:
 
 
 def contents(checkpoint: Path) -> dict[str, bytes | None]:
-    """Of every file that a checkpoint has, its bytes; None for what is no file."""
+    """The bytes of every file of a checkpoint; None for an entry that is no file."""
     names = ("__0_0.distcp", ".metadata", "state.json", "manifest.json")
     return {name: (checkpoint / name).read_bytes() if _regular(checkpoint / name) else None for name in names}
 

@@ -63,7 +63,7 @@ PATIENT = ["train.timeout=120"]  # where nothing hangs: a machine may be busy
 
 
 class Report:
-    """What was found, by kind."""
+    """The findings, by kind."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}
@@ -152,7 +152,7 @@ def until(condition: Callable[[], Any], ranks: Ranks, seconds: float = 120.0, ev
 
 
 def unfinished(run: Path, since: int) -> bool:
-    """Whether a checkpoint is being written that was begun after `since` (ns), or was and is not whole."""
+    """Tell whether a checkpoint is being written that was begun after `since` (ns), or was and is not whole."""
     for path in run.glob("checkpoints/*.incomplete"):
         with suppress(OSError):
             if path.stat().st_mtime_ns > since:
@@ -177,7 +177,7 @@ class Runs:
         return [str(self.file), *own, *more]
 
     def same(self, directory: Path) -> bool:
-        """Whether what is recorded is the quiet curve, or its beginning, each step once."""
+        """Tell whether the records are the quiet curve, or its beginning, each step once."""
         found = [record for record in read_metrics(directory / "metrics.jsonl") if "loss" in record]
         return [(r["step"], r["loss"]) for r in found] == list(self.curve.items())[: len(found)]
 

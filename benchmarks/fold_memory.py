@@ -228,7 +228,7 @@ def picture(rows: list[dict[str, Any]], title: str) -> str:
 
 
 def compare_ways(residues: int, rows: int, depth: int) -> None:
-    """What each way to recompute activations takes on two ranks."""
+    """Compare the ways to recompute activations on two ranks."""
     print("| train.checkpoint_activations | MiB a rank | MiB sent | seconds of CPU | loss | gradients differ by |")
     print("|---|---|---|---|---|---|")
     found: dict[str, Any] = {}

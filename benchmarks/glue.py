@@ -1,4 +1,4 @@
-"""What glue costs a real model: diffusers' Latte, unmodified, against the same model with its switches written by hand.
+"""The cost of glue in a real model: diffusers' Latte, unmodified, against the same model with switches by hand.
 
     python benchmarks/glue.py [--ranks 2] [--frames 16] [--side 32] [--hidden 384] [--layers 4] [--repeat 15]
     python benchmarks/glue.py --tiny        # 4 frames of 8 x 8, hidden 16: host work alone

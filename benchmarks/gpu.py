@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def look(dry: bool, peak: float | None) -> Any:
-    """What GPU there is; in a process of its own, for one that has asked CUDA cannot fork any more."""
+    """The GPU that is there; looked for in a process of its own, for one that has asked CUDA cannot fork any more."""
     import torch
     from gpu_parts import Machine
 

@@ -29,7 +29,7 @@ KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": st
 
 
 class Failed(SystemExit):
-    """What a rank or a command said when it failed; it ends the program with that."""
+    """The message of a rank or a command that failed; it ends the program with that."""
 
 
 def command(*words: str) -> None:

@@ -1,4 +1,4 @@
-"""What the best linear denoiser reaches on a run's data: the floor that the demo's validation loss has to beat.
+"""The loss of the best linear denoiser on a run's data: the baseline of the demo's validation loss.
 
     python benchmarks/linear_denoiser.py configs/demo.yaml [key=value ...] [clips=40000]
 

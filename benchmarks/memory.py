@@ -81,7 +81,7 @@ class Measure:
         return max(took for took, _ in found), max(seconds for _, seconds in found)
 
     def warm(self, shape: Shape) -> None:
-        """What is loaded once is loaded, and connections are made."""
+        """Load what is loaded once, and make connections."""
         small = replace(shape, frames=2 * self.ranks.size, side=4, wide=0)
         for recompute in ("no", "again"):
             self(small, recompute)

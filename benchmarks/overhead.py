@@ -1,4 +1,4 @@
-"""What parallelize costs the host: microseconds a stage, an operation of glue, a step; the time to plan a large model.
+"""The host time of parallelize: microseconds a stage, an operation of glue, a step; the time to plan a large model.
 
     python benchmarks/overhead.py [--repeat 100] [--profile stage|switch|glue|step]
 
@@ -158,7 +158,7 @@ def stages_and_glue(mesh: DeviceMesh, repeat: int) -> list[str]:
 
 
 def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
-    """What a call of the model costs beside its stages and glue."""
+    """The host time of a call of the model beside its stages and glue."""
     one = Stages(1)
     dsp.parallelize(one, mesh, gather_output=False)
     runtime = one.forward.__self__

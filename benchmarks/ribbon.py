@@ -45,7 +45,7 @@ def plan(method: str, ranks: int = RANKS, layers: int = LAYERS) -> dsp.Plan:
 
 
 def layouts(method: str, row: StageRow) -> list[str]:
-    """What the activation is sharded over through one stage, from its start to its end."""
+    """The dim that the activation is sharded over through one stage, from its start to its end."""
     outside = row.layout or "whole"
     if method not in row.switch:
         return [outside]

@@ -169,7 +169,7 @@ def sweep_table(mode: str) -> Iterator[str]:
 
 
 def shares_table() -> Iterator[str]:
-    """Of a training step: the time of its bytes on the link, and what it takes more than without a limit."""
+    """Shares of a training step: the time of its bytes on the link, and what it takes more than without a limit."""
     found = read("cluster")
     if found is None:
         yield missing("cluster")
@@ -193,7 +193,7 @@ GOALS = {"ulysses": 1.32, "megatron_sp": 4.0}  # times DSP's step: the paper's l
 
 
 def verdict() -> Iterator[str]:
-    """What the steps come to: whether DSP is ever behind, and from which link on it leads by so much."""
+    """The verdict on the steps: whether DSP is ever behind, and from which link on it leads by so much."""
     found = read("cluster")
     if found is None:
         yield missing("cluster")
@@ -307,7 +307,7 @@ def memory_table() -> Iterator[str]:
 
 
 def rsa_table() -> Iterator[str]:
-    """What sequence parallelism fits, against tensor parallelism."""
+    """The sequences that fit with sequence parallelism, against tensor parallelism."""
     found = read("memory")
     rows = {(row["method"], row["ranks"]): row for row in found["rows"]} if found else {}
     n = max((ranks for _, ranks in rows), default=1)

@@ -1,4 +1,4 @@
-"""What the measurements of the methods share: the model, a step of it by a method, and the formulas of the paper.
+"""The shared parts of the methods' measurements: the model, a step of it by a method, the formulas of the paper.
 
 The model is the Transformer-2D of the paper: a layer is a spatial and a temporal block, attention and MLP each, over an
 activation (b t s c) of M bytes. A method shards it over N ranks; what one rank sends in a layer, in units of M, and of

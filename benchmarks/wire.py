@@ -95,7 +95,7 @@ def of_collective(ranks: Ranks, name: str, shared: bool) -> dict[str, Any]:
 
 
 def a_layer(ranks: Ranks, method: str, shape: Shape, recompute: str, shared: bool) -> dict[str, float]:
-    """What the rank that sends most sends in a layer, in bytes: kernel forward, backward; and count_comm, in all."""
+    """The bytes of the rank that sends most, in a layer: kernel forward, backward; and count_comm, in all."""
     shallow, deep = (
         ranks.ask("measure", method=method, shape=vars(replace(shape, depth=depth)), recompute=recompute, times=times)
         for depth, times in zip(DEPTHS, (3 if shared else 1,) * 2)

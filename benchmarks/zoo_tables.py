@@ -1,4 +1,4 @@
-"""What sequence parallelism costs each model of the zoo, by its plan, against the rivals' formulas.
+"""The cost of sequence parallelism for each model of the zoo, by its plan, against the rivals' formulas.
 
     python benchmarks/zoo_tables.py            prints the tables of docs/zoo.md
     python benchmarks/zoo_tables.py --write    and puts them into it

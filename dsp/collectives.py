@@ -52,7 +52,7 @@ for _op in (
 
 
 def inexact(x: Tensor) -> bool:
-    """Whether a tensor holds real or complex numbers, which may have a gradient."""
+    """Tell whether a tensor holds real or complex numbers, which may have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -167,7 +167,7 @@ for _name, _kernel in [
 
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
-    """What an op makes of a tensor without data: one of this shape."""
+    """Register the fake kernel of an op: its result for a tensor without data has this shape."""
     torch.library.register_fake(f"dsp::{name}", lambda x, *where: like(x, shape(x.shape, *where)), lib=_lib)
 
 

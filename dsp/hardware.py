@@ -1,4 +1,4 @@
-"""What a mesh axis runs on: links, memory and speed of a rank; and what a plan then takes in seconds.
+"""The hardware of a mesh axis: links, memory and speed of a rank; and the seconds that a plan takes on it.
 
 A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / bandwidth`` (Hockney's model): alpha is
 latency, what it takes however little it carries. Compute is counted FLOPs over the FLOP/s that a rank achieves, and,
@@ -82,14 +82,14 @@ class Exchange:
 
 
 def all_reduced(gradients: float, size: int, *, stride: int = 1, calls: int = 1) -> list[Exchange]:
-    """What averages so many bytes of gradients over ranks that all have them, as DDP does."""
+    """The traffic that averages so many bytes of gradients over ranks that all have them, as DDP does."""
     return [Exchange("all_reduce", 2 * gradients * (size - 1) / size, calls, size, stride)] if size > 1 else []
 
 
 def fully_sharded(
     weights: float, gradients: float, shard: int, *, replicate: int = 1, calls: int = 1, batches: int = 1
 ) -> list[Exchange]:
-    """What FSDP sends in a step in which `shard` neighbours share the weights, and `replicate` such groups have them.
+    """FSDP's traffic of a step where `shard` neighbours share the weights, in `replicate` such groups.
 
     weights, gradients: bytes of all that are gathered and of all that are averaged, each in its own dtype. Weights are
     gathered `calls` at a time for forward and again for backward, in each of `batches` that a step accumulates; then
@@ -105,7 +105,7 @@ def fully_sharded(
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the ranks of one mesh axis are, and how they are joined.
+    """The ranks of one mesh axis: their speed, memory, and the links between them.
 
     link: between the ranks of a node (a `Link`, or a name in `LINKS`); memory: bytes a rank has; flops: FLOP/s that a
     rank achieves on this model, such as 0.4 times the peak of its data sheet; network: the link between nodes, for an

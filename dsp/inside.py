@@ -1,4 +1,4 @@
-"""What a method does inside of a stage and around it (`dsp.embedded`), and what that sends."""
+"""The interface of embedded methods: their work inside of a stage and around it (`dsp.embedded`), and its traffic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Inside(Protocol):
         """How many numbers its weights have that are cut over ranks."""
 
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
-        """What one call with these tensors, which are whole, would send if the stage were sharded `along` a dim.
+        """The traffic of one call with these tensors, which are whole, if the stage were sharded `along` a dim.
 
         sizes: of the stage's dims.
         """
@@ -68,7 +68,7 @@ class Peers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a stage call runs on: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
+    """The place of a stage call: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
 
     axis: Axis
     dim: str | None
@@ -94,7 +94,7 @@ class Received(NamedTuple):
 
 
 class Around(Protocol):
-    """What a method does between a stage's layout for others and the one that it runs on (`dsp.embedded`)."""
+    """A method's work between a stage's layout for others and the one that the stage runs on (`dsp.embedded`)."""
 
     def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
         """Where the stage runs, and what it is given there, without dummy rows."""
@@ -102,7 +102,7 @@ class Around(Protocol):
     def leave(
         self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
     ) -> list[Tensor]:
-        """What it made there, with a dummy row where there is nothing else, in the layout that others see."""
+        """The stage's results in the layout that others see, with a dummy row where a rank has nothing else."""
 
     def share(self, sizes: Mapping[str, int], n: int) -> float:
-        """What the busiest of n ranks has of the work."""
+        """The busiest rank's share of the work, over n ranks."""

@@ -45,7 +45,7 @@ class Cut(NamedTuple):
         return (size // self.outer,) * self.outer if isinstance(self.outer, int) else self.outer
 
     def extent(self, size: int) -> Extent:
-        """What is dealt to the ranks, of a dim of `size`: the inner part of a fold, or the pieces of a join."""
+        """The part of a dim of `size` that is dealt to the ranks: the inner part of a fold, or the pieces of a join."""
         return size // self.outer if isinstance(self.outer, int) else self.outer
 
     def own(self, size: int, n: int, rank: int) -> int:
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
         return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.folds)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape can be sharded so."""
+        """Tell whether a tensor of this shape can be sharded so."""
         return self.dim < len(shape) and sum(self.pieces(shape[self.dim])) == shape[self.dim]
 
 
@@ -75,7 +75,7 @@ def cut_of(placement: Placement) -> Cut | None:
 
 
 def cuts_of(placements: Mapping[str, Placement]) -> dict[str, Cut]:
-    """Of those that shard."""
+    """The cuts of those placements that shard."""
     cuts = {name: cut_of(placement) for name, placement in placements.items()}
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
@@ -88,12 +88,12 @@ def chunk(size: int, n: int, rank: int) -> tuple[int, int]:
 
 
 def fold_fits(size: int, inner: int, n: int) -> bool:
-    """Whether ``(outer size inner)`` can keep `size` sharded: inner parts must not straddle ranks."""
+    """Tell whether ``(outer size inner)`` can keep `size` sharded: inner parts must not straddle ranks."""
     return inner == 1 or size % n == 0
 
 
 def unwritable(x: Tensor) -> bool:
-    """Whether autograd would not let a view of it that is made under no_grad be written where gradients are on."""
+    """Tell whether autograd would refuse a later write, with gradients on, into a view of x made under no_grad."""
     with torch._C.DisableTorchFunction():
         return not x.requires_grad
 
@@ -207,7 +207,7 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
 
 
 def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
-    """Whether two cuts are along dims of their own, so that one all-to-all leads from one to the other."""
+    """Tell whether two cuts are along dims of their own, so that one all-to-all leads from one to the other."""
     if one.dim != two.dim:
         return True
     if one.joined or two.joined:

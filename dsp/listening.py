@@ -1,4 +1,4 @@
-"""Who is told of collectives as they are made: whoever listens, and on the way back whoever listened to the forward.
+"""Observers of collectives. The backward of a collective tells the observer that was active in its forward.
 
 Backward may run in another thread than its forward, on CUDA always, and such a thread knows nothing of who listens in
 the first: so an autograd node keeps who is to be told of its backward.
@@ -19,7 +19,7 @@ class Listener(Protocol):
         """A collective is made: the name and the arguments of its op."""
 
     def way_back(self) -> Listener | None:
-        """Who is to be told of the backward of what is made now."""
+        """The observer of the backward of what is made now."""
 
 
 LISTENER: ContextVar[Listener | None] = ContextVar("dsp_listener", default=None)

@@ -52,12 +52,12 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     def small(self, n: int) -> bool:
-        """Whether it shares a collective with others, over n ranks."""
+        """Tell whether it shares a collective with others, over n ranks."""
         return fuses(math.prod(self.shape) * self.local.element_size(), n)
 
     @property
     def simple(self) -> bool:
-        """Whether both its dims are dims of the exchange, whole ones or joined."""
+        """Tell whether both its dims are dims of the exchange, whole ones or joined."""
         return self.src.dim != self.dst.dim and all(cut.outer == 1 or cut.joined for cut in (self.src, self.dst))
 
     @property
@@ -74,7 +74,7 @@ class Part(NamedTuple):
         return self.local.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i]
 
     def closed(self, came: Tensor, sp: Axis) -> Tensor:
-        """What came of it, in its own shape."""
+        """The result of the exchange, in the shape of the part."""
         return came if self.simple else came.reshape(sp.local_shape(self.shape, self.dst))
 
     def apart(self, sp: Axis) -> list[Part]:
@@ -93,7 +93,7 @@ class Part(NamedTuple):
         return found
 
     def together(self, made: list[Tensor]) -> Tensor:
-        """What came of its pieces, joined."""
+        """The results of its pieces, joined."""
         if len(made) == 1:
             return made[0]
         count = len(pieces_of(self.dst, self.shape)[1])

@@ -172,7 +172,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     sizes: dict[str, int] = {}
 
     def stated(part: Sequence[str]) -> list[str]:
-        """What is left without the sizes stated by numbers, as in 'x=b (t p), p=4'."""
+        """Split off the sizes that are stated by numbers, as in 'x=b (t p), p=4'."""
         left = list(part)
         ends = [i for i in range(len(part), 2, -1) if part[i : i + 1] in ([], [","])]  # 'x=1 t' is a tensor
         for at in [i - 2 for i in ends if part[i - 2] == "=" and part[i - 1].isdigit()]:

@@ -71,7 +71,7 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
 
 
 class SwitchHandle:
-    """What `start_switch` returns; `wait()` gives the switched DTensor."""
+    """The handle that `start_switch` returns; `wait()` gives the switched DTensor."""
 
     def __init__(self, finish: Any) -> None:
         self._finish = finish

@@ -1,4 +1,4 @@
-"""What is used of torch that it may change without notice: each under one name, with what it stands for here.
+"""The parts of torch that torch may change without notice: each under one name, with what it stands for here.
 
 `test_private.py` has a case of each name and says which one broke; no other file of dsp reaches behind torch's
 public names, but for `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
@@ -114,7 +114,7 @@ def graph_of(function: Any, *args: Any) -> Any:
 
 
 def compiler_loaded() -> bool:
-    """Whether anybody may have compiled anything."""
+    """Tell whether anybody may have compiled anything."""
     return "torch._dynamo" in sys.modules
 
 
@@ -147,7 +147,7 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def opened(x: DTensor) -> tuple[Tensor, DTensorSpec]:
-    """What a DTensor is made of, without autograd."""
+    """The parts of a DTensor, without autograd."""
     return x._local_tensor, x._spec
 
 

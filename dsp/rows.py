@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     spans: tuple[Span, ...]  # by rank
 
     def travel(self) -> bool:
-        """Whether anything has to be sent, of a sharded tensor."""
+        """Tell whether anything of a sharded tensor has to be sent."""
         n = len(self.spans)
         return any(lengths[r] for q, lengths in enumerate(meetings(self.size, self.spans)) for r in range(n) if r != q)
 
@@ -66,7 +66,7 @@ def meetings(size: int, spans: tuple[Span, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Way:
-    """Of one tensor, on one rank: where in its chunk the rows lie that others read, and where in its span theirs."""
+    """One tensor's exchange on one rank: where in its chunk lie the rows that others read, and in its span theirs."""
 
     def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
         n = len(spans)
@@ -160,7 +160,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _stays(op: str, x: Tensor, w: _Way) -> Tensor:
-    """What `op` makes on this rank where no rows of any rank travel: those that others read have no gradient."""
+    """The result of `op` on this rank where no rows of any rank travel: those that others read have no gradient."""
     start, length = w.given[w.rank]
     if op == "rows":
         return x.narrow(w.dim, start, length)

@@ -1,4 +1,4 @@
-"""What a rank sends to others in each collective, by the name of its op: a table that any op may be put into."""
+"""The bytes that a rank sends in each collective, by the name of its op: a table that any op may be put into."""
 
 from __future__ import annotations
 

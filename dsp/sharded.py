@@ -1,4 +1,4 @@
-"""What glue holds of a sharded tensor: this rank's part itself, as a thin subclass that knows its global shape.
+"""A sharded tensor as glue holds it: this rank's part, as a thin subclass that knows its global shape.
 
 Between the stages of a forward a model sees `Sharded` tensors. Their shape is the global one; what is done with them is
 done to the local data, by the rules of `dsp.rules` (see `dsp.run.glue`). To other code one reads as the DTensor that it

@@ -121,7 +121,7 @@ def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
 
 
 class Shared(RuntimeError):
-    """What does not shrink with the slice, such as random numbers."""
+    """An argument that does not shrink with the slice, such as random numbers."""
 
 
 # operations whose result is nothing but random numbers
@@ -204,7 +204,7 @@ class Probe:
         self.whole = [t.detach() for t in found]
 
     def recorder(self) -> Any:
-        """What records of the whole call what its slices need."""
+        """The recorder of what slices need to know of the whole call."""
         return Draws()
 
     def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:

@@ -37,11 +37,11 @@ class Option:
         return self.onto or self.name
 
     def share(self, n: int) -> float:
-        """What the busiest of n ranks has of the work: 7 frames on 4 ranks give it 2/7."""
+        """The busiest rank's share of the work: 7 frames on 4 ranks give it 2/7."""
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
 
     def moved(self, given: Sequence[At | None]) -> int:
-        """What is moved for it of tensors that lie so, in elements of all ranks, so that all choose alike."""
+        """The elements that all ranks together move for it, of tensors that lie so: all ranks choose alike."""
         return sum(
             math.prod(at.shape) * (1 if cut is not None else 1000)
             for at, cut in zip(given, self.cuts)
@@ -96,7 +96,7 @@ class Stage:
         return found or [Option(None, (None,) * len(bound), 1)]
 
     def adds_up(self, name: str, sizes: Mapping[str, int]) -> bool:
-        """Whether sums of all results may be left sharded along a dim."""
+        """Tell whether sums of all results may be left sharded along a dim."""
         return sizes.get(name, 1) > 1 and all((name,) in p.axes for p in self.pattern.outputs)
 
     def refuse_statistics(self, options: list[Option]) -> None:

@@ -1,4 +1,4 @@
-"""What is compiled runs operation by operation where dsp follows them, and as it is within stages."""
+"""torch.compile put aside: compiled code runs operation by operation where dsp follows it, and compiled in stages."""
 
 from __future__ import annotations
 

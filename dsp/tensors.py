@@ -95,7 +95,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def plainly(out: Any) -> Any:
-    """What was made under no_grad, without the gradient that torch says views have then: it leads nowhere."""
+    """Drop the gradient that torch gives to views made under no_grad: it leads nowhere."""
     if torch.is_grad_enabled() or (type(out) is Tensor and not out.requires_grad):
         return out
     if type(out) is tuple or type(out) is list:  # as of chunk; without the pytree, for it is called often

@@ -115,7 +115,7 @@ class World:
             yield from self.hold_globals(it.__globals__, it.__code__)
 
     def hold_globals(self, scope: dict[str, Any], code: CodeType) -> Iterator[Any]:
-        """What the code of a function names: globals, what it takes of modules, and methods of any class."""
+        """Hold what the code of a function names: globals, what it takes of modules, and methods of any class."""
         names, waiting = set[str](), [code]
         while waiting:
             now = waiting.pop()

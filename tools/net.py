@@ -89,7 +89,7 @@ def totals(found: Any) -> tuple[int, int]:
 
 
 def judged(name: str, before: Any, now: Any) -> str:
-    """What differs of one plan; "" where nothing does."""
+    """The difference of one plan; "" where there is none."""
     if before == now:
         return ""
     if isinstance(before, str) or isinstance(now, str):

@@ -222,7 +222,7 @@ class ModulatedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """What follows attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
+    """The end of attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
 
     With ``heads``, attention to text comes between the two, as in Block.
     """

@@ -108,7 +108,7 @@ def _hint(given: Any, valid: Iterable[str]) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type; lists pass for tuples (YAML has no tuples), ints for floats."""
+    """Tell whether a value has the annotated type; lists pass for tuples (YAML has no tuples), ints for floats."""
     args = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         return any(_fits(value, arg) for arg in args)

@@ -58,7 +58,7 @@ def scan(
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor | None = None) -> Tensor:
-    """What ``scan`` computes, one position after another: its definition."""
+    """The definition of ``scan``, one position after another."""
     q, k = (per_head(x, v.shape[2])[..., None] for x in (q, k))
     decay = log_decay.exp()[..., None] if log_decay.ndim == 4 else log_decay.exp()[..., None, None]
     state, out = torch.zeros_like(k[:, 0] * v[:, 0, :, None]), []

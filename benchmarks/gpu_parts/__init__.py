@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py runs, part by part: what they share.
+"""The parts of benchmarks/gpu.py: what they share.
 
 A part is a list of cases; a case gives a row of numbers, with ``ok`` where it is right or wrong, or ``aim`` and ``met``
 where it is a measurement with an aim. `runner` gives each part a process, a time limit and a place to leave its rows.

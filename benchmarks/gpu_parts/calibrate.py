@@ -1,4 +1,4 @@
-"""What the cost model should know of this GPU: the rates that explain steps and forwards of several shapes.
+"""The rates of this GPU for the cost model: they explain steps and forwards of several shapes.
 
 The model is that of `dsp.Plan.takes`: counted FLOPs over a rate, and bytes touched over another, operation by operation
 as they run uncompiled. Both rates are fitted by least squares of relative errors; each point is then predicted by a fit

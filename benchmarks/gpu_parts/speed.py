@@ -123,7 +123,7 @@ def by_kind(machine: Machine, run: Callable[[], object]) -> tuple[dict[str, floa
 
 
 def profiled(machine: Machine, run: Callable[[], object]) -> Row:
-    """What the profiler sees of one call; without it the other numbers stand."""
+    """The profile of one call; without it the other numbers stand."""
     try:
         busy, launches = by_kind(machine, run)
     except Exception as problem:
@@ -162,7 +162,7 @@ def step(machine: Machine, shape: Shape, again: str, kernel: str | None) -> Row:
 
 
 def judged(machine: Machine, value: float | None, aim: float) -> bool | None:
-    """Whether it is met; a dry run's numbers mean nothing."""
+    """Tell whether it is met; a dry run's numbers mean nothing."""
     return None if machine.dry or value is None else value >= aim
 
 

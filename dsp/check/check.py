@@ -145,7 +145,7 @@ class Check:
         return [("", args, kwargs)]
 
     def compare_call(self, single: nn.Module, parallel: nn.Module, mode: Mode, args: Any, kwargs: Any) -> list[str]:
-        """What one call has other in parallel."""
+        """The differences between one call on one process and the same call in parallel."""
         report = self.report
         mode.set(single)
         mode.set(parallel)
@@ -171,7 +171,7 @@ class Check:
 
 
 def _agreed(problems: list[str], axis: Axis) -> bool:
-    """Whether any rank has problems; then all take those of the first that has, and none goes on without the others."""
+    """Tell whether any rank has problems; all then take those of the first such rank, and none goes on alone."""
     count = torch.tensor(len(problems), device=axis.mesh.device_type)
     if not torch.ops.dsp.all_reduce(count, axis.group):
         return False

@@ -71,7 +71,7 @@ def projected(outputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Difference:
-    """How far a call is off: a sentence for each that is further than the tolerance."""
+    """The distance between two calls: a sentence for each value that is off by more than the tolerance."""
 
     output: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict)

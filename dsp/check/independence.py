@@ -42,7 +42,7 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
 
 
 def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
-    """What no slice was taken of."""
+    """The stages and dims of which no slice was taken."""
     ran = {stage.name for stage, *_ in calls}
     idle = [stage.name for stage in found if stage.name not in ran]
     if idle:

@@ -1,4 +1,4 @@
-"""How a model may be called: in training, in eval mode, without gradients; on a copy in float64 where that runs."""
+"""The modes in which a model may be called: in training, in eval mode, without gradients; float64 where that runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: i
 
 
 def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Call, tolerance: float) -> dict[str, float]:
-    """How far each gradient is off by rounding: where a model computes in a shorter type of its own, as the angles of a
+    """The rounding of each gradient: where a model computes in a shorter type of its own, as the angles of a
     timestep often are, a loss of another size gives other gradients."""
     found: dict[str, float] = {}
     for scale in (3.0, 5.0, 7.0):

@@ -1,4 +1,4 @@
-"""What `check` found."""
+"""The report of `check`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsp.text import number_of
 
 @dataclass
 class Report:
-    """What `check` found. True if nothing is wrong; ``print(report)`` says what was compared and how far it is off.
+    """The findings of `check`. True if nothing is wrong; ``print(report)`` says what was compared and how far off.
 
     Every rank has it, and rank 0 prints it (a report of problems: the first rank of each mesh): on the others
     ``str(report)`` is empty. `text` is the same on all.
@@ -46,7 +46,7 @@ class Report:
         return "" if self.silent else self.text()
 
     def text(self) -> str:
-        """What was compared and how far it is off, on any rank."""
+        """The report as text, on any rank: what was compared and how far it is off."""
         kind = str(self.dtype).removeprefix("torch.")
         lines = [f"check over {number_of(self.size, 'rank')} in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:

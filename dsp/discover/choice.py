@@ -65,11 +65,11 @@ class Choice(Folds):
                 self.visit(k)
 
     def refused(self, op: GlueOp) -> bool:
-        """Whether there is a sequence dim that an operation between submodules cannot run along."""
+        """Tell whether there is a sequence dim that an operation between submodules cannot run along."""
         return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
 
     def transparent(self, node: Node) -> bool:
-        """Whether glue can do all that a submodule does, along every dim that it is independent along."""
+        """Tell whether glue can do all that a submodule does, along every dim along which it is independent."""
         free = node.free()
         ops = [op for n in node.walk() for op in n.ops if op.live]
         return all(ok for op in ops for d, ok in op.accepts.items() if free & set(d.atoms()))
@@ -95,7 +95,7 @@ class Choice(Folds):
 
 
 def aligned(one: Node, g: Group, two: Node, h: Group) -> bool:
-    """Whether two calls of a submodule are independent along the same dim of the arguments that they share."""
+    """Tell whether two calls of a submodule are independent along the same dim of the arguments that they share."""
 
     def at(node: Node, group: Group, param: str) -> Any:
         i = node.params.index(param)

@@ -165,7 +165,7 @@ def axes_of(t: Tensor) -> Axes | None:
 
 
 def is_live(t: Tensor) -> bool:
-    """Whether a tensor is computed from the inputs whose dims are to be sharded."""
+    """Tell whether a tensor is computed from the inputs whose dims are to be sharded."""
     return bool(getattr(t, "_dsp_live", False))
 
 
@@ -238,7 +238,7 @@ class Follower(TorchFunctionMode):
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int
     ) -> Outcome | None:
-        """What the rule says on n ranks."""
+        """The rule's outcome on n ranks."""
         operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
         try:
             return Frame(name, *replaced(args, kwargs, operands), n).outcome()

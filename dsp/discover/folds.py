@@ -15,7 +15,7 @@ Chain = tuple[Dim, ...]
 
 
 class Symbol(NamedTuple):
-    """What has one name in a pattern: dims that lie side by side, and the groups they are free in (none: computed)."""
+    """The dims with one name in a pattern: they lie side by side; and the groups they are free in (none: computed)."""
 
     dims: Chain
     groups: tuple[int, ...]
@@ -85,7 +85,7 @@ class Folds:
         return found
 
     def symbols(self, node: Node, axis: list[Item]) -> list[Symbol]:
-        """What an axis is called: each free dim of its own, what is computed over in between as one."""
+        """The names of an axis: each free dim has its own, computed dims in between share one."""
         found: list[Symbol] = []
         for is_free, run in itertools.groupby(axis, lambda item: item[1] is not None):
             items = list(run)

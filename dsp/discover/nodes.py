@@ -120,7 +120,7 @@ SMALL = 4096  # numbers of a buffer that are compared one by one
 
 
 def held(buffer: Tensor) -> Any:
-    """What tells a buffer from another: a mask or a table may be of one shape and not the same."""
+    """The fingerprint of a buffer's contents: two masks of one shape may differ."""
     if buffer.is_meta or isinstance(buffer, FakeTensor):
         return tuple(buffer.shape)
     return tuple(buffer.shape), tuple(buffer.flatten().tolist()) if buffer.numel() <= SMALL else id(buffer)

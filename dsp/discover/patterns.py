@@ -77,7 +77,7 @@ class Patterns(Choice):
                     self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
 
     def units(self, axis: tuple[Dim, ...]) -> list[Chain]:
-        """What an axis of the model's own inputs is called: a fold if it can be opened."""
+        """The names of an axis of the model's own inputs: a fold if the axis can be opened."""
         wholes = self.wholes(axis)
         return wholes if len(wholes) < 2 or all(c in self.sizes for c in wholes) else [axis]
 

@@ -67,7 +67,7 @@ class Repeats:
         return found
 
     def told(self) -> list[str]:
-        """What was not verified, in a line for each kind of layer."""
+        """The layers that were not verified, one line for each kind."""
         kinds: dict[str, list[str]] = {}
         for path, first in self.first.items():
             kinds.setdefault(first, []).append(path)
@@ -78,7 +78,7 @@ class Repeats:
         return lines
 
     def kept(self, root: Node) -> bool:
-        """Whether the layers in the place of others hand on each dim where it was, as those that are skipped do."""
+        """Tell whether the layers that stand for others hand on each dim where it was, as the skipped ones do."""
         firsts = set(self.first.values())
         for node in root.walk():
             if node.path in firsts:
@@ -104,7 +104,7 @@ Passed = tuple[Any, tuple[int, ...], Any]  # what a layer was given, which of it
 
 
 def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
-    """What a call of a layer was like; None of one whose results are not like what it was given."""
+    """The description of a layer's call; None if its results do not look like its arguments."""
     given = [(tuple(t.shape), t.dtype) for t in tensors_in((args, kwargs))]
     leaves, how = pytree.tree_flatten(output)
     left, places = list(range(len(given))), list[int]()

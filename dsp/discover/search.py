@@ -172,7 +172,7 @@ class Search:
         node.outputs = [axes_of(t) or [] for t in tensors]
 
     def keep_names(self, node: Node, t: Tensor) -> None:
-        """Where input and output have one shape, an axis that the rules lost inside keeps its name, no more."""
+        """Keep the names of axes that the rules lost inside, where input and output have one shape."""
         mine, passed = axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == tuple(t.shape):
@@ -229,7 +229,7 @@ class Search:
     def ways(
         self, node: Node, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
     ) -> Iterable[tuple[Cut | None, ...]]:
-        """How the tensors of a call may be sliced together along a dim of one of them: the likeliest first."""
+        """The ways to slice the tensors of a call together along a dim of one of them, the likeliest first."""
         options: list[list[Cut | None]] = []
         for i, axes in enumerate(node.inputs):
             slots = [(d, c) for d, c in places(known(axes)) if (i, c) not in taken]
@@ -245,7 +245,7 @@ class Search:
             yield tuple(o[x] for o, x in zip(options, way))
 
     def inside(self, node: Node, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
-        """Where a dim of `size` may lie in an argument, for all that its sizes tell."""
+        """The places where a dim of `size` may lie in an argument, judged by sizes alone."""
         found = []
         for d, c in places(known(node.inputs[arg])):
             if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):

@@ -99,7 +99,7 @@ class Walk(TorchFunctionMode):
         return outcome.cut
 
     def parts(self, own: list[Operand], whole: list[Operand], cuts: Sequence[Cut | None]) -> bool:
-        """Whether tensors of the slice have the shapes of parts of those of the whole call."""
+        """Tell whether tensors of the slice have the shapes of parts of the whole call's tensors."""
         if len(own) != len(whole):
             return False
         for o, w, cut in zip(own, whole, cuts):

@@ -44,7 +44,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients of q, k and v, in fp32 at least.
+    """The share of one block in the gradients of q, k and v, in fp32 at least.
 
     `grad` and `out` (b n h e) and `lse` (b h n) are of all blocks together.
     """

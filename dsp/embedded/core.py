@@ -100,7 +100,7 @@ class AttentionCore(Distributed):
 
     @classmethod
     def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
-        """What runs this core by the method."""
+        """The module that runs this core by the method."""
         return cls(core, stage, along)
 
     def __init__(self, core: Stage, stage: Stage, along: str) -> None:
@@ -144,7 +144,7 @@ class AttentionCore(Distributed):
         return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
-        """What the busiest rank sends where each has its part of the places."""
+        """The bytes that the busiest rank sends where each rank has its part of the places."""
         raise NotImplementedError
 
     def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:

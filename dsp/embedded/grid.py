@@ -42,7 +42,7 @@ class Factors(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one rank knows of a stage call: the parts that are exchanged."""
+    """One rank's view of a stage call: the parts that are exchanged."""
 
     ranks: tuple[int, ...]  # N1 of them, among whom it is switched
     across: tuple[int, ...]  # what each of these has of `dim` inside
@@ -79,7 +79,7 @@ class Grid:
         return chunk_sizes(sizes[dim], switch)[0] / sizes[dim] * self.parts(sizes, n)[0] / sizes[self.along]
 
     def parts(self, sizes: Mapping[str, int], n: int) -> tuple[int, ...]:
-        """What each of N2 ranks holds of the dim that the stage computes over."""
+        """The part of the computed dim that each of N2 ranks holds."""
         switch, own = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
         return tuple(sum(own[i : i + switch]) for i in range(0, n, switch))
 
@@ -138,7 +138,7 @@ class Grid:
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
 
     def returned(self, block: Block, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor) -> Tensor:
-        """What a stage made, back along the dim that it computes over."""
+        """The results of a stage, brought back along the dim that the stage computes over."""
         dim, along = block.factors.dim, self.along
         held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
         made, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
@@ -164,7 +164,7 @@ class Grid:
     # --- what it sends ---
 
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
-        """Of the busiest rank, before and after the stage, which activation checkpoints of the stage do not repeat."""
+        """The busiest rank's traffic before and after the stage, which checkpoints of the stage do not repeat."""
         dim, n1, _ = self.factors(sizes, n)
         if along != self.along or n1 == 1:
             return Sends()

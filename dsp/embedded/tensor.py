@@ -158,7 +158,7 @@ class Region(Distributed):
         parts = chunk_sizes(size, n)
 
         def there_and_back(there: int, back: int) -> Sent:
-            """Of the rank that sends most in an all-gather of `there` bytes and a reduce-scatter of `back` bytes."""
+            """The busiest rank's traffic in an all-gather of `there` bytes and a reduce-scatter of `back` bytes."""
             sent = [(p * (n - 1) * there // size, (size - p) * back // size) for p in parts]
             gather, scatter = max(sent, key=sum)
             return {"gather": (gather, 1), "reduce_scatter": (scatter, 1)}

@@ -50,7 +50,7 @@ class Steps:
     batches: int = 1
 
     def timing(self, method: str, dp: int, sp: int, replicate: int = 1) -> Timing:
-        """Of dp groups of sp ranks, of which `replicate` sets have all weights each. ValueError if it cannot be."""
+        """The timing of dp groups of sp ranks, in `replicate` sets with all weights each. ValueError if impossible."""
         plan, shard = self.plan(method, sp), dp // replicate
         rest = self.parameters - plan.cut_weights
         weights = fully_sharded(
@@ -61,7 +61,7 @@ class Steps:
         return Timing(method, dp, sp, seconds, self.held(plan, shard, sp), self.tokens * self.batches * dp)
 
     def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
-        """Of all methods that can run so."""
+        """The timings of all methods that can run so."""
         found = []
         for method in METHODS if sp > 1 else ("dsp",):  # one rank has no method
             with suppress(ValueError):

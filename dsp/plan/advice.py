@@ -1,4 +1,4 @@
-"""What would help where glue runs whole: the question that `discover` asks, of single modules, at small sizes.
+"""Advice where glue runs whole: `discover`'s question, asked of single modules at small sizes.
 
 The trace knows how each module between stages is called, and which dims of the model its tensors carry. A copy of it
 with random weights is called on slices (`dsp.slices`) of random tensors, as short as it takes them. The dims along
@@ -76,7 +76,7 @@ def remedy(
 
 
 def tried_again(plan: Plan, what: Any, replan: Callable[[], Plan]) -> str:
-    """What a better plan changes; nothing if it is none, or cannot be made."""
+    """The change that a better plan brings; an empty text if there is none, or if it cannot be made."""
     try:
         better = replan()
     except Exception as reason:

@@ -53,7 +53,7 @@ class Sizing:
         return "\n".join([first, line, *rest, line, *self.verdict()])
 
     def verdict(self) -> list[str]:
-        """What the table comes to, in sentences."""
+        """The verdict on the table, in sentences."""
         memory = human(self.hardware.memory)
         if self.smallest is None or self.fastest is None:
             size = min(self.plans, key=lambda n: self.plans[n].peak)

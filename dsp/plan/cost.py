@@ -1,4 +1,4 @@
-"""What the ops of a plan take of the busiest rank: work, memory, and what is sent before each."""
+"""The cost of a plan's ops for the busiest rank: work, memory, and what is sent before each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsp.text import generic
 
 
 class Loads:
-    """What one rank has of each op: `shares` of what it computes, and `held`, bytes of the largest tensor that it
+    """The loads of one rank by op: `shares` of what it computes, and `held`, bytes of the largest tensor that it
     holds and of the largest that one process does."""
 
     def __init__(self, found: Solved) -> None:
@@ -28,7 +28,7 @@ class Loads:
         return self.trace.values[v].local_bytes(key, self.size)
 
     def share(self, step: Step) -> float:
-        """What the busiest rank computes of an op: its chunk of the sharded dim, or everything."""
+        """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
         stage, option = self.found.stage(step), step.way.option
         if stage is not None and option is not None:
             if stage.whole and stage.inside:  # its weights are cut instead
@@ -50,7 +50,7 @@ class Loads:
 
     @cached_property
     def flops(self) -> list[int]:
-        """Of each op in a step, on one process."""
+        """The FLOPs of each op in a step, on one process."""
         return [self.trace.forwards(event) * event.flops for event in self.trace.events]
 
     def touched(self, step: Step) -> float:
@@ -139,7 +139,7 @@ def apart(choice: Choice) -> bool:
 
 
 def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> str:
-    """What is sent before an op that runs `along` a dim, by its name for that, and what it sends by itself."""
+    """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
     needs = dict(zip(step.op.inputs, step.choice.needs))
     ends = [along if m.dst == needs.get(m.value, m.src) and along != m.src else m.dst for m in moves]
     texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]

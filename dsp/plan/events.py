@@ -1,4 +1,4 @@
-"""What a trace knows: the planner's problem, and where each of its decisions applies in a run."""
+"""The trace of a forward: the planner's problem, and where each of its decisions applies in a run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Trace:
     reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:
-        """What a step costs in forwards: backward is two, every activation checkpoint one more."""
+        """The cost of a step in forwards: backward is two, every activation checkpoint one more."""
         region = event.region is not None
         again = region + (event.own or (self.recompute and event.kind == "stage" and not region))
         return 1 + (2 + again) * event.grad

@@ -1,4 +1,4 @@
-"""What dims are called in a plan: by the user's own letters.
+"""The names of dims in a plan: the user's own letters.
 
 A dim that no pattern of its producer names is a stand-in (``dim2``) while a forward is recorded. Then it is called as
 the first stage calls it that may be sharded along it, or as what is computed from it is; an einsum's by its letter; and
@@ -36,7 +36,7 @@ def letter(record: Values, v: int, key: str) -> str:
 
 
 def letters_of(record: Values, op: Operation) -> Callable[[Tensor], list[str]]:
-    """What the dims of an operation's results are made of: dims of its first tracked tensor, but for an einsum."""
+    """The letters of an operation's results: dims of its first tracked tensor, but for an einsum."""
     if op.name == "einsum" and op.args and isinstance(op.args[0], str):
         wanted = list(op.args[0].replace(" ", "").partition("->")[2])
         if "." not in wanted:
@@ -51,7 +51,7 @@ def letters_of(record: Values, op: Operation) -> Callable[[Tensor], list[str]]:
 
 
 def of_pieces(record: Values, op: Operation, combo: Sequence[Layout], cut: Cut) -> str:
-    """What a dim is called that an operation joins: its pieces, as ``n+s``."""
+    """The name of a dim that an operation joins: its pieces, as ``n+s``."""
     laid, found = dict(zip(op.values, combo)), list[str]()
     for sym in op.syms:
         if sym is None:
@@ -63,7 +63,7 @@ def of_pieces(record: Values, op: Operation, combo: Sequence[Layout], cut: Cut) 
 
 
 def of_piece(key: str, joined: Cut, taken: Extent) -> str:
-    """What pieces of a joined dim are called that were taken of it, by their lengths."""
+    """The names of pieces taken of a joined dim, by their lengths."""
     names, pieces = key.rstrip("'").split("+"), joined.pieces(0)
     wanted = (taken,) if isinstance(taken, int) else taken
     starts = [i for i in range(len(pieces)) if pieces[i : i + len(wanted)] == wanted]

@@ -49,7 +49,7 @@ class Operation:
 
     @property
     def stretches(self) -> bool:
-        """Whether its result stands for more numbers than it takes memory for."""
+        """Tell whether its result stands for more numbers than it takes memory for."""
         return self.name in EXPANDED and self.outputs[0].numel() > self.tracked[0].numel()
 
     @property
@@ -110,7 +110,7 @@ class Ways:
 
     @property
     def narrow(self) -> bool:
-        """Whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
+        """Tell whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
         return bool(self.refusal or any(c.way for c in self.choices)) and not self.through
 
     @property

@@ -74,13 +74,13 @@ class Operations(Values):
             self.source(op, out, {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
 
     def note_compiled(self) -> None:
-        """What is compiled is followed between stages: that it is not compiled then has to be said."""
+        """Note what torch.compile was given between stages: it is followed there, uncompiled, and a plan says so."""
         for f in compiled_callers():
             own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
             self.compiled["" if own else getattr(f, "__qualname__", type(f).__name__)] = None
 
     def sharded(self, t: Tensor) -> bool:
-        """Whether a tensor that is read as a whole, without a trace of it, is a sharded one.
+        """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one.
 
         One that was stretched from whole ones, a mask as a rule, is not: from there on it stays whole.
         """
@@ -168,7 +168,7 @@ class Operations(Values):
         self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event)
 
     def found(self, op: Operation) -> Ways:
-        """How an operation may run."""
+        """The ways in which an operation may run."""
         if op.written and op.syms[0] is None:  # into a tensor that is whole: so must be what it writes
             found = Ways()
         elif op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
@@ -211,11 +211,11 @@ class Operations(Values):
         return self.ways(op, lambda v: True)
 
     def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
-        """Whether what looks like a view (by its rule, if `viewed`) is one."""
+        """Tell whether what looks like a view (by its rule, if `viewed`) is one."""
         return viewed or memory(out) == memory(x)  # on shards none can tell: the next rank may see it otherwise
 
     def torn(self, op: Operation) -> bool:
-        """Whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
+        """Tell whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
 
         A value of its own can be sharded along them; as a view it could not.
         """
@@ -287,7 +287,7 @@ class Operations(Values):
         return found
 
     def try_way(self, op: Operation, combo: Combo, found: Ways, apart: bool = False) -> None:
-        """What the rule says of operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
+        """The rule's outcome for operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
         cuts = op.cuts(dict(zip(op.values, combo)))
         outcome = op.outcome(cuts, apart)
         if apart and (isinstance(outcome, GlueError) or outcome.cut is None or not outcome.cut.joined):
@@ -339,7 +339,7 @@ class Operations(Values):
         return key
 
     def passing(self, op: Operation, outcome: Outcome, cuts: Mapping[int, Cut]) -> Passing | None:
-        """What the ranks send each other inside an operation: sums, numbers of each rank, or rows that others hold."""
+        """The traffic of ranks inside an operation: sums, numbers of each rank, or rows that others hold."""
         if outcome.numbers is not None:
             wide = max(summed_in(op.tracked[i].dtype).itemsize for i in cuts)
             each = (outcome.numbers.numel * wide * (self.n - 1),) * self.n

@@ -1,4 +1,4 @@
-"""What the functions of `flex_attention` read inside of a stage: places that a rank would count from its own first."""
+"""The places that functions of `flex_attention` read inside of a stage: a rank would count them from its own first."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Program:
         self.meet()
 
     def pushed(self, m: Move) -> bool:
-        """Whether the producer makes this move."""
+        """Tell whether the producer makes this move."""
         return self.push.get(m.value, "") == m.dst
 
     def pushes(self) -> dict[int, Layout]:
@@ -112,7 +112,7 @@ class Program:
         return script
 
     def write(self, script: Script, step: Step, homes: Mapping[int, Layout]) -> None:
-        """What the run has to know of one op."""
+        """Write into the script what the run has to know of one op."""
         event = step.event
         pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]
         if event.kind == "stage":

@@ -23,7 +23,7 @@ from dsp.tensors import constants_in, edge, leading_to, overwritten, tensors_in,
 
 
 class Saver(NamedTuple):
-    """What saves something for backward within an activation checkpoint: the event that comes at `at`, or else an
+    """An event that saves something for backward in an activation checkpoint: the one that comes at `at`, or else an
     operation that is none, before it, whose results are those edges (None: not known)."""
 
     region: int
@@ -34,7 +34,7 @@ class Saver(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a stage call takes, of one process: bytes of work, and saved for backward; `keeps` whether any were.
+    """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
     touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option.
     """
@@ -199,7 +199,7 @@ class Recorder(Operations):
         self.grads = [bool(edges & self.reached) for edges in self.edges]
 
     def leave_views(self) -> None:
-        """What is written in place, before or later, stays a view of what it is a view of, if it can."""
+        """Keep values that are written in place, before or later, as views of their base, if they can be."""
         for k, op in enumerate(self.ops):
             stay = [c for c in op.choices if not (c.way and c.way.copied)]
             if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
@@ -238,12 +238,12 @@ def with_asked(c: Choice, asked: Sequence[bool]) -> Choice:
 
 
 def adding_up(along: str, t: Tensor, sizes: Mapping[str, int], n: int) -> Passing:
-    """What is sent where a stage's results, one sum for each rank, are added up and left sharded along a dim."""
+    """The traffic that adds up a stage's results, one sum for each rank, and leaves them sharded along a dim."""
     value = Value("", ((along, sizes[along]),), t.element_size(), numel=t.numel())
     there = MOVES["reduce_scatter"].sent(value, None, along, n)
     return Passing("reduce_scatter", "gather", tuple(there), tuple(MOVES["gather"].sent(value, along, None, n)))
 
 
 def letters_in(p: TensorPattern) -> list[str]:
-    """What each axis of a tensor is called in a pattern: a fold by its last dim."""
+    """The name of each axis of a tensor in a pattern: that of a fold is its last dim's."""
     return [axis[-1] if axis else "" for axis in p.axes]

@@ -1,4 +1,4 @@
-"""What a run does where: the planner's decisions by order of stage calls and glue operations."""
+"""The script of a run: the planner's decisions by order of stage calls and glue operations."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class GlueStep:
 
     @cached_property
     def idle(self) -> bool:
-        """Whether it asks for nothing of an operation on whole tensors."""
+        """Tell whether it asks for nothing of an operation on whole tensors."""
         return self.source is None and not any(self.cuts or ()) and not any(self.push)
 
 
 @dataclass
 class Script:
-    """What a run does where: the planner's decisions by order of stage calls and glue operations."""
+    """The script of a run: the planner's decisions by order of stage calls and glue operations."""
 
     inputs: dict[str, Cut | None]
     stages: list[StageStep]
@@ -59,7 +59,7 @@ class Script:
     word: Any = field(default=None, repr=False, compare=False)  # what it promises of this rank, once that was asked
 
     def key(self) -> str:
-        """What has to be the same on all ranks."""
+        """The text that has to be the same on all ranks."""
         stages = [(s.name, s.option, s.onto, s.push, s.via) for s in self.stages]
         apart = sorted(self.copies), sorted(self.same), sorted(self.outputs.items()), sorted(self.inputs.items())
         return repr((stages, sorted(self.glue.items()), self.random_glue, self.names, apart))

@@ -45,7 +45,7 @@ class Skeleton:
         return self.memo[id(module)]
 
     def state(self, module: nn.Module, clone: nn.Module) -> dict[str, Any]:
-        """What a copy has, but for its submodules."""
+        """The attributes of a copy, but for its submodules."""
         state = dict(module.__dict__)
         forward = state.pop("forward", None)
         if checkpointed(forward) and id(module) not in self.staged:
@@ -71,7 +71,7 @@ def own_containers(value: Any) -> Any:
 
 
 def checkpointed(forward: Any) -> bool:
-    """Whether a module's forward was wrapped: ``module.forward = partial(checkpoint, module.forward, ...)``."""
+    """Tell whether a module's forward was wrapped: ``module.forward = partial(checkpoint, module.forward, ...)``."""
     return isinstance(forward, functools.partial) and forward.func is checkpoint
 
 

@@ -20,7 +20,7 @@ from dsp.text import Moving
 
 @dataclass(frozen=True)
 class Goal:
-    """What a plan is made for: `dsp.plan` has the first six.
+    """The goal of a plan: `dsp.plan` has the first six.
 
     again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
     what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
     @property
     def passing(self) -> Passing | None:
-        """What puts its parts together, if something has to."""
+        """The collective that puts the op's parts together, if there is one."""
         return self.way.passing
 
 
@@ -112,7 +112,7 @@ def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
 
 
 def _batch_alone(found: Solved) -> bool:
-    """Whether batch is all that is sharded, and a part of it as long as 1.5/N."""
+    """Tell whether batch is all that is sharded, and a part of it as long as 1.5/N."""
     cut = [(step, v, k) for step in found.steps for v, k in step.op.layouts(step.choice) if k is not None]
     sizes = (found.problem.values[v].extent(k) for _, v, k in cut)
     long = any(2 * found.size * chunk_sizes(size, found.size)[0] >= 3 * length(size) for size in sizes)
@@ -120,7 +120,7 @@ def _batch_alone(found: Solved) -> bool:
 
 
 def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
-    """Of every op the choices that compete by their bytes.
+    """The choices of every op that compete by their bytes.
 
     To share out a batch is what data parallelism is for, and here it may be 1. So it is not for stages, if all of them
     can be sharded along something else; nor for any op that has something else, if its parts would not be even: those

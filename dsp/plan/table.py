@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """What the axis of this plan sends in a step, by kind."""
+        """The traffic of this plan's axis in a step, by kind."""
         total = add_sent(*self.sends.values())
         return [Exchange(kind, nbytes, calls, self.size) for kind, (nbytes, calls) in total.items()]
 
@@ -267,7 +267,7 @@ class Plan:
         return ribbon(_folded(self.stages), about)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture, and the table."""
+        """The picture and the table, for a notebook."""
         return f"<div>{self.svg()}<pre>{escape(str(self))}</pre></div>"
 
     def _idle(self) -> list[str]:
@@ -295,7 +295,7 @@ class Plan:
 
 
 def _choices(r: Residual) -> str:
-    """What it costs to switch a residual stream, or its branches."""
+    """The cost of switching a residual stream, or its branches."""
 
     def cost(way: tuple[int, int]) -> str:
         return f"{human(way[0])} in {number_of(way[1], 'call')}"

@@ -206,7 +206,7 @@ class Tracer(Recorder, TorchFunctionMode):
         return args, kwargs
 
     def look_at_places(self) -> None:
-        """Whether flex_attention in the stage that ran reads places that are others on a part."""
+        """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
         stage, _, _, options = self.pending
         now, whole = self.now, self.attended
 

@@ -153,7 +153,7 @@ class Rehearsal:
         return sum(t.numel() * self.kind(t).itemsize for t in held.values())
 
     def hooks(self, tracer: Tracer) -> list[Any]:
-        """What tells the tracer of stages, of what communicates inside of them, and of the modules between."""
+        """Install the hooks that tell the tracer of stages, of what communicates inside, and of modules between."""
         handles: list[Any] = []
 
         def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None]) -> None:
@@ -175,7 +175,7 @@ class Rehearsal:
         return handles + self.precision.hooks(self.memo)
 
     def marks(self) -> list[Any]:
-        """What shows whether stages wrote to themselves."""
+        """The state that shows whether stages wrote to themselves."""
         return [fingerprint(self.memo[id(group[0])]) for group in self.groups]
 
     def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int, longest: tuple[int, bool]) -> Trace | None:

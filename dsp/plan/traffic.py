@@ -1,4 +1,4 @@
-"""What a step of a plan sends, by phase and by kind of collective, and where."""
+"""The traffic of a plan's step, by phase and by kind of collective, and where."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Traffic:
         self.sendings.append(sending)
 
     def count(self, phase: str, *sent: Sent) -> None:
-        """What is sent inside of stages, of which the busiest rank is known, as if every rank sent that."""
+        """Add the traffic inside of stages, known for the busiest rank, as if every rank sent that."""
         for kind, (nbytes, calls) in (item for one in sent for item in one.items()):
             self.add(phase, kind, [nbytes] * self.found.size, calls)
 
@@ -94,7 +94,7 @@ class Traffic:
     # --- what recomputation repeats ---
 
     def again(self, at: int, after: bool) -> bool:
-        """Whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
+        """Tell whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
         t = self.trace
         region = t.events[at].region if at >= 0 else None
         if region is None or region not in self.recomputing:
@@ -159,7 +159,7 @@ class Traffic:
 
 
 def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
-    """What the rank sends that sends most of all kinds together, by kind."""
+    """The traffic of the rank that sends most of all kinds together, by kind."""
     total = [sum(each) for each in zip(*(each for each, _ in kinds.values()))]
     rank = total.index(max(total)) if total else 0
     return {kind: (each[rank], calls) for kind, (each, calls) in kinds.items()}

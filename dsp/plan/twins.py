@@ -86,7 +86,7 @@ class _Reader:
 
 
 def fingerprint(module: nn.Module) -> Hashable:
-    """What a module's forward depends on, its numbers apart; and hooks of a distributed run."""
+    """The state that a module's forward depends on, its numbers apart; and hooks of a distributed run."""
     # a tensor that is no buffer keeps its data in a trace
     return _Reader(lambda _, t: ("tensor", id(t))).module(module)
 
@@ -100,7 +100,7 @@ def alike(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
-    """What a call depends on, the numbers apart; and the objects that must live as long as the key."""
+    """The key of a call, its numbers apart; and the objects that must live as long as the key."""
 
     def described(reader: _Reader, t: Tensor) -> Hashable:
         storage = t.untyped_storage()

@@ -78,7 +78,7 @@ class Values:
         self.longest = max(self.longest, nbytes)
 
     def long(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of them is longer than a rank's share of the longest."""
+        """Tell whether one of them is longer than a rank's share of the longest."""
         nbytes = max(t.numel() * t.element_size() for t in tensors)
         if self.n * nbytes > self.longest:
             self.held = min(self.held, nbytes)
@@ -105,7 +105,7 @@ class Values:
         t._dsp_sym = sym  # type: ignore[attr-defined]
 
     def sym(self, t: Tensor) -> Sym | None:
-        """What is known of a tensor, with the dims of its value that another use has named since."""
+        """The record of a tensor, with the dims of its value that another use has named since."""
         found: Sym | None = getattr(t, "_dsp_sym", None)
         if found is not None and found.of is not self.token:
             return None  # of an earlier call
@@ -122,7 +122,7 @@ class Values:
         return Cut(d, self.batch if fold else 1)
 
     def leads(self, value: int) -> bool:
-        """Whether the first dim of a value is as long as the batch, and so that, as a rule."""
+        """Tell whether the first dim of a value is as long as the batch, and so that, as a rule."""
         return self.shapes[value][:1] == (self.batch,)
 
     def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
@@ -143,7 +143,7 @@ class Values:
             sym.cuts[key] = cut
 
     def align(self, tracked: Sequence[Tensor], syms: Sequence[Sym | None]) -> None:
-        """What one operand may be sharded along, the others may be, too, where their dims meet."""
+        """Let each operand be sharded along what another one may be, where their dims meet."""
         known = {
             (c.dim - t.ndim, c.outer, t.shape[c.dim])
             for t, s in zip(tracked, syms) if s is not None

@@ -1,4 +1,4 @@
-"""What a block of code takes: peak bytes, FLOPs, bytes read and written, random numbers."""
+"""The cost of a block of code: peak bytes, FLOPs, bytes read and written, random numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 
 
 class Facts(NamedTuple):
-    """What an operation does, whatever it is given."""
+    """The facts of an operation that do not depend on its arguments."""
 
     flops: Callable[..., int] | None
     draws: bool  # random numbers
@@ -99,7 +99,7 @@ class Watch(TorchDispatchMode):
 
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is attention without dropout, which CUDA's kernels are tagged as random for, and draw nothing."""
+    """Tell whether it is attention without dropout: CUDA's kernels are tagged as random for it, and draw nothing."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args)), **kwargs}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0

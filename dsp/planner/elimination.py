@@ -107,7 +107,7 @@ class Elimination:
         return min(ways, key=lambda way: way[:2])
 
     def _outlook(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies, ahead: Copies) -> _Row:
-        """What all that may be asked of a value yet would cost: (more cost, largest relay) for each set of layouts."""
+        """The cost of all that may yet be asked of a value: (more cost, largest relay) for each set of layouts."""
         now = self.total(shape, starts, asked)[0]
         ways = (self.total(shape, starts, asked | more)[:2] for more in subsets(a for a in shape.layouts if a in ahead))
         return tuple((cost - now, relay) for cost, relay in ways)

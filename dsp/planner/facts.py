@@ -1,4 +1,4 @@
-"""What a problem implies, for both searches."""
+"""The facts that a problem implies, for both searches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shape:
         return max((self.local[a] for a in layouts), default=0)
 
     def replaces(self, a: Layout, b: Layout) -> bool:
-        """Whether a copy in a does for one in b that no op needs: as good a source, and no larger."""
+        """Tell whether a copy in a does for one in b that no op needs: as good a source, and no larger."""
         small = self.local[a] <= self.local[b] or not self.price[a, b]
         return small and all(self.price[a, c] <= self.price[b, c] for c in self.layouts if c != b)
 
@@ -89,7 +89,7 @@ class Run(NamedTuple):
 
 
 class Facts:
-    """What a problem implies: who produces a value, which layouts it may take, which ops want it and in which."""
+    """The facts that a problem implies: a value's producer, the layouts it may take, the ops that want it in which."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -120,7 +120,7 @@ class Facts:
         return found[::-1]
 
     def whole(self, v: int) -> bool:
-        """Whether a value is there on every rank, whatever is chosen: then any copy of it costs nothing."""
+        """Tell whether a value is there on every rank, whatever is chosen: then any copy of it costs nothing."""
         value, k = self.problem.values[v], self.producer[v]
         if value.fixed or k < 0:
             return None in value.home and not value.fixed
@@ -142,7 +142,7 @@ class Facts:
                     break
 
     def touches(self, k: int, i: int, limit: float) -> bool:
-        """Whether an op's choice needs or gives a value of more than `limit` bytes whole."""
+        """Tell whether an op's choice needs or gives a value of more than `limit` bytes whole."""
         op, values = self.problem.ops[k], self.problem.values
         return any(layout is None and values[v].nbytes > limit for v, layout in op.layouts(op.choices[i]))
 

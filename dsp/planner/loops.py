@@ -13,7 +13,7 @@ OFTEN = 16  # steps, each with a slice of one value
 
 
 def loops(problem: Problem) -> list[int]:
-    """Of each op the one whose choice it takes: for steps of a long loop that of the first, else its own.
+    """The op whose choice each op takes: for steps of a long loop that of the first, else its own.
 
     A loop is long where many of its steps take a slice of one value, so that what may have become of that value before
     each of them is beyond counting. A loop over layers, where each reads what the one before made, is none.
@@ -56,7 +56,7 @@ def runs(problem: Problem) -> list[int]:
 
 
 def _kind(problem: Problem, op: Op) -> Hashable:
-    """What ops that are alike share."""
+    """The properties that ops of a kind share."""
     choices = tuple((c.needs, c.gives, c.work, c.saved, c.bytes, c.calls, c.rank) for c in op.choices)
     values = tuple((problem.values[v].sizes, problem.values[v].fixed) for v in op.inputs + op.outputs)
     return op.name, choices, values
@@ -77,7 +77,7 @@ def _repeats(alike: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def _slices(problem: Problem, ops: Sequence[Op]) -> bool:
-    """Whether many of these each take a slice of one value."""
+    """Tell whether many of these each take a slice of one value."""
     size = [value.nbytes for value in problem.values]
     times = Counter(
         v for op in ops for v in set(op.inputs) if op.outputs and OFTEN * sum(size[w] for w in op.outputs) <= size[v]

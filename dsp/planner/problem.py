@@ -1,4 +1,4 @@
-"""What is planned: ops over values, the layouts that they offer, and what a move between two of them costs."""
+"""The planner's problem: ops over values, the layouts that they offer, and what a move between two of them costs."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class Op:
     choices: tuple[Choice, ...]
 
     def layouts(self, choice: Choice) -> Iterator[tuple[int, Layout]]:
-        """Of all that it reads and makes."""
+        """The layouts of all values that it reads and makes."""
         return zip(self.inputs + self.outputs, choice.needs + choice.gives)
 
     def share(self, choice: Choice, values: Sequence[Value], n: int) -> float:
-        """What the busiest of n ranks has of it: its chunk of the sharded dim, or everything."""
+        """The busiest rank's share of it: its chunk of the sharded dim, or everything."""
         cut = ((values[v], k) for v, k in self.layouts(choice) if k is not None)
         return next((value.local_bytes(k, n) / max(value.nbytes, 1) for value, k in cut), 1.0)
 
@@ -152,7 +152,7 @@ def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
 
 
 def fuses(nbytes: int, n: int) -> bool:
-    """Whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
+    """Tell whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
 
     The shared buffer costs a copy more on either side: for large tensors more than the call that it saves.
     """

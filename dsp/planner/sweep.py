@@ -32,7 +32,7 @@ class _Label(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """What may become of a value's copies: moves lead to `goal`, the op finds `keep`, the next one `after`."""
+    """One future of a value's copies: moves lead to `goal`, the op finds `keep`, the next one `after`."""
 
     cost: int
     largest: int
@@ -122,7 +122,7 @@ class Sweep:
     def _options(
         self, shape: Shape, held: Copies, needs: Copies, wanted: Copies
     ) -> tuple[list[_Option], list[_Option]]:
-        """What may become of the copies held before an op that needs some, if none must go, and if any may."""
+        """The futures of the copies held before an op that needs some, if none must go, and if any may."""
 
         def option(keep: Copies) -> _Option:
             cost, largest, goal = shape.spread(held, keep)
@@ -184,7 +184,7 @@ class Sweep:
         return best
 
     def beats(self, k: int, label: _Label, other: _Label) -> bool:
-        """Whether a label does as well as the other whatever follows."""
+        """Tell whether a label does as well as the other whatever follows."""
         gap, largest = other.cost - label.cost, label.largest
         if label.saved > other.saved:
             return False

@@ -1,4 +1,4 @@
-"""What each operation between stages ("glue") does to a sharded dim.
+"""The rules: how each operation between stages ("glue") treats a sharded dim.
 
 A rule reads an operation's arguments, tensors replaced by `Operand`s (global shape and cut), and says how the same
 operation runs on local parts: which whole operands to narrow, which size arguments to localize, and where the result is

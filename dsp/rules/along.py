@@ -96,7 +96,7 @@ def reduction(f: Frame) -> Outcome:
 
 
 def is_length(f: Frame, dims: int) -> bool:
-    """Whether a norm is the root of a sum of squares: of two dims "2" may be that of a matrix."""
+    """Tell whether a norm is the root of a sum of squares: of two dims "2" may be that of a matrix."""
     kind = f.get(1, "p" if "p" in f.kwargs else "ord")
     if f.kwargs.get("dtype") is not None or len(f.args) > 4:
         return False

@@ -37,7 +37,7 @@ class Operand:
 
 
 class Numbers(NamedTuple):
-    """What a rank says of its part, of the operation's arguments: so many numbers, in fp32 at least."""
+    """The numbers that a rank tells of its part of the operation's arguments: so many, in fp32 at least."""
 
     of: Callable[..., torch.Tensor]
     numel: int
@@ -103,7 +103,7 @@ class Frame:
         return found
 
     def outcome(self) -> Outcome:
-        """What the rule says. Raises GlueError where it refuses, or where there is none."""
+        """The rule's outcome. Raises GlueError where the rule refuses, or where there is none."""
         if self.name not in PIECEWISE and any(o.cut is not None and o.cut.joined for o in self.operands()):
             raise self.refuse("its rule knows no sharded dim that is joined of pieces")
         return RULES.get(self.name, no_rule)(self)
@@ -142,7 +142,7 @@ class Frame:
         return dim % ndim
 
     def dims(self, given: Any, ndim: int) -> list[int]:
-        """Of one, or of several."""
+        """One dim or several, as non-negative numbers."""
         return [self.normal(dim, ndim) for dim in ([given] if isinstance(given, int) else given)]
 
 

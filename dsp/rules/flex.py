@@ -22,7 +22,7 @@ OWN = "torch.nn.attention.flex_attention"  # the module of functions that read n
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What is behind torch's function of that name, as one operation of glue: (b h q c), lse and largest (b h q).
+    """torch's function of that name as one operation of glue: (b h q c), lse and largest (b h q).
 
     rest: the score function, the block mask as a tuple that ends in the mask function, scale and options. It compiles
     its kernel by itself, fused on any device but a CPU.
@@ -63,7 +63,7 @@ def kernel(backend: str) -> Callable[..., Any]:
 
 
 def rehearsed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What it makes of tensors without data, at the cost of attention without a mask."""
+    """The results for tensors without data, at the cost of attention without a mask."""
     groups = query.shape[1] // key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1)
     lse = out.mean(-1, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
@@ -158,7 +158,7 @@ class Local:
 
 
 def plain(function: Any) -> bool:
-    """Whether it is one of torch's own, which read no place."""
+    """Tell whether it is one of torch's own, which read no place."""
     return getattr(function, "__module__", "") == OWN and getattr(function, "__closure__", None) is None
 
 

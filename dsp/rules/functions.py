@@ -1,4 +1,4 @@
-"""What kind of torch function this is: its plain name, and which ones need care between stages."""
+"""The traits of torch functions: plain names, and which functions need care between stages."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d 
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call takes random numbers. Dropout of nothing takes none, nor does any outside of training."""
+    """Tell whether a call takes random numbers. Dropout of nothing takes none, nor does any outside of training."""
     if name not in RANDOM or "dropout" not in name:
         return name in RANDOM
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -146,7 +146,7 @@ def without_kind(args: Any, at: int) -> Any:
 
 
 class Function(NamedTuple):
-    """What glue knows of a torch function by itself."""
+    """The traits of one torch function."""
 
     name: str
     metadata: bool
@@ -155,7 +155,7 @@ class Function(NamedTuple):
     parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
 
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
-        """What it gives by its parts, each of them seen by `mode`; None of a call that is not written out."""
+        """The result by its parts, each of them seen by `mode`; None of a call that is not written out."""
         assert self.parts is not None
         if kwargs.get("out") is not None:
             return None
@@ -169,7 +169,7 @@ class Function(NamedTuple):
 
 @cache
 def taken(function: Callable[..., Any]) -> frozenset[str]:
-    """What it may be given by name."""
+    """The arguments that it takes by name."""
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -65,7 +65,7 @@ def einsum(f: Frame) -> Outcome:
 
 
 def by_equation(f: Frame, equation: str, operands: Sequence[Operand]) -> Outcome:
-    """Of a sum of products, or what mixes dims as one does, as einsum writes it."""
+    """A sum of products, or an operation that mixes dims as one does, as einsum writes it."""
     inputs, output = spelled_out(equation, [o.ndim for o in operands])
     terms = inputs.split(",")
     letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}

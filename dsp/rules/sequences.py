@@ -31,7 +31,7 @@ apart(FOURIER, mixed=transformed, filled=True)
 
 @rule("lstm gru rnn_tanh rnn_relu")
 def recurrent(f: Frame) -> Outcome:
-    """Of (l b c) and states (layers b c): samples are apart. What has the batch first is written out so."""
+    """A recurrence over (l b c) with states (layers b c): samples are apart. Batch first is written out so."""
     if f.kwargs or len(f.args) != 9 or not isinstance(f.args[2], (list, tuple)):
         raise f.refuse("it is given packed sequences")
     x, states, weights, _, _, dropout, train, _, batch_first = f.args

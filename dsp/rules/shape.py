@@ -126,7 +126,7 @@ def permuted(f: Frame) -> Outcome:
 
 
 def complex_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Of a part, which may lie otherwise in memory than the whole: its pairs of numbers side by side."""
+    """Complex numbers of a part, which may lie otherwise in memory than the whole: its pairs side by side."""
     *rest, last = x.stride()
     return torch.view_as_complex(x if last == 1 and all(s % 2 == 0 for s in rest) else x.contiguous())
 

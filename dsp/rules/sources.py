@@ -55,7 +55,7 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """Of `new_*` the first argument gives a type and a device; after the sizes of `full` comes the number."""
+    """The call that fills a part. In `new_*` the first argument gives a type and device; `full` has its number last."""
     assert f.func is not None
     like, rest = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
     value = rest[1:] if f.name.endswith("full") else ()

@@ -41,7 +41,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def made_in(f: Frame, t: Tensor) -> torch.dtype:
-    """What the plain operation makes of t's dtype: autocast may have a say."""
+    """The dtype that the plain operation makes of t's: autocast may have a say."""
     if not torch.is_autocast_enabled(t.device.type):
         return t.dtype
     return PLAIN[f.name](t.new_zeros(1, 1, 2)).dtype

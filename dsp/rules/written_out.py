@@ -116,7 +116,7 @@ def column_stack(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def difference(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor | None:
-    """Of rows that follow each other."""
+    """`torch.diff`: differences of rows that follow each other."""
     if prepend is not None or append is not None or x.dtype is torch.bool or n > x.shape[dim]:
         return None
     for _ in range(n):
@@ -160,7 +160,7 @@ def cross_entropy(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """Of (b classes ...) and classes (b ...); None of weighted classes, and of a target that is a distribution."""
+    """Cross-entropy of (b classes ...) and classes (b ...); None for class weights or distributions as targets."""
     if weight is not None or size_average is not None or reduce is not None or x.dim() == target.dim():
         return None
     x = x.log_softmax(int(x.dim() > 1))

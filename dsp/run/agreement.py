@@ -108,7 +108,7 @@ def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
 
 
 def same(axis: Axis, key: Any) -> bool:
-    """Whether what has this repr is the same on all ranks: 8 bytes a rank."""
+    """Tell whether what has this repr is the same on all ranks: 8 bytes a rank."""
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
     return alike(gathered(axis, torch.tensor([number(key)], device=device)))
 
@@ -136,7 +136,7 @@ def some(items: list[Any]) -> str:
 
 @cache
 def source() -> str:
-    """Of dsp, as no version number tells one checkout from another."""
+    """A digest of dsp's own source, since no version number tells one checkout from another."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=7).hexdigest()
 
@@ -251,7 +251,7 @@ def compared(v: Any) -> bool:
 
 
 def on_host(number: int, tensors: list[Tensor]) -> list[int]:
-    """What is compared of these inputs, where nothing waits for a device."""
+    """The numbers by which these inputs are compared, where nothing waits for a device."""
     sums = [number, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
     if len(sums) > SLOTS + 1:
         sums[SLOTS:] = [zlib.crc32(repr(sums[SLOTS:]).encode())]

@@ -57,12 +57,12 @@ class Way:
 
     @property
     def draws(self) -> bool:
-        """Whether it may draw random numbers: each rank has its own then."""
+        """Tell whether it may draw random numbers: each rank has its own then."""
         return self.option.name is not None and (self.step is None or self.step.random)
 
 
 def lies(value: Any) -> Any:
-    """What of a stage's argument its way depends on."""
+    """The part of a stage's argument that its way depends on."""
     kind = type(value)
     if kind is Sharded:
         return value.at
@@ -138,7 +138,7 @@ class StageCalls:
         return tuple(args), kwargs
 
     def way(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> Way:
-        """What the plan, or else a greedy choice, says of this call."""
+        """The plan's decision for this call, or else a greedy choice."""
         index, script = run.stage_index, run.script
         run.stage_index += 1
         run.where = ("stage", index, stage.name)
@@ -234,7 +234,7 @@ class StageCalls:
             run.mode.resume()
 
     def results(self, run: Run, inside: InStage, tensors: list[Tensor]) -> list[Tensor]:
-        """What a stage made, as the model sees it."""
+        """The results of a stage, as the model sees them."""
         stage, way, place, given = inside.stage, inside.way, inside.place, inside.given
         push = way.step.push if way.step is not None else [None] * len(tensors)
         if way.option.name is None:
@@ -299,13 +299,13 @@ class StageCalls:
 
 
 def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
-    """What the model gave to a stage that returned it as it was."""
+    """The model's own tensor for a result that a stage returned as it was given."""
     own = (x.shell for x in given if x.local is t and x.shell is not None and x.shell.at is at)
     return next(own, None)
 
 
 def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:
-    """Of a result of one dummy row none; of a view of the row one of the part that it stood for."""
+    """An empty result for one dummy row; for a view of the row a view of the part that the row stood for."""
     own = t.narrow(dim, 0, 0)
     of = next((x.part for x in given if x.local is not x.part and memory(x.local) == memory(t)), None)
     return own if of is None else of.view(own.shape)
@@ -319,7 +319,7 @@ def unpicklable() -> TypeError:
 
 
 def misread(stage: Stage, way: Way, place: Place, tensors: Sequence[Tensor], error: BaseException) -> str:
-    """Of a stage that raised `error` on a part, though on the whole it did not: what its pattern may have missed."""
+    """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
     name = way.option.name
     assert name is not None
     said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "

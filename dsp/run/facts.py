@@ -1,4 +1,4 @@
-"""What a recorded graph of a forward takes for given: what modules hold, numbers among the inputs, torch's state."""
+"""The assumptions of a recorded graph: what modules hold, numbers among the inputs, torch's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
 
 
 class Facts:
-    """Of the model, and of the call that was recorded."""
+    """Facts about the model, and about the call that was recorded."""
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
@@ -31,7 +31,7 @@ class Facts:
         self.kinds = [*map(kind_of, self.weights)]
 
     def hold(self, options: list[Any]) -> bool:
-        """Whether all is as it was."""
+        """Tell whether all is as it was."""
         if self.outside != outside(self.device) or self.kinds != [*map(kind_of, self.weights)]:
             return False
         try:
@@ -43,7 +43,7 @@ class Facts:
             return False
 
     def written(self) -> bool:
-        """Whether anybody wrote into a tensor that a module holds beside its weights."""
+        """Tell whether anybody wrote into a tensor that a module holds beside its weights."""
         return any(version(t) != before for t, before in self.versions)
 
 
@@ -71,7 +71,7 @@ def outside(device: str) -> tuple[Any, ...]:
 
 
 def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """What objects hold that are attributes of modules and no modules themselves, such as processors of attention."""
+    """The contents of objects that are attributes of modules and no modules, such as attention processors."""
     own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)}
     return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in own.values()]
 

@@ -57,7 +57,7 @@ def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], 
 
 
 def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
-    """Of whole results this rank's part where the plan wants it; in a run that has left its plan it may not fit."""
+    """This rank's part of whole results where the plan wants it; in a run that has left its plan it may not fit."""
     if not any(push):
         return out
     axis = run.axis
@@ -98,7 +98,7 @@ def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor
 
 
 def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
-    """What was made of local parts, in global shape, and where the plan wants it."""
+    """The results of local parts in global shape, where the plan wants them."""
     outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
     assert outcome is not None
     made, lent, same = [], [], list[Sharded | None]()
@@ -140,7 +140,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
 
 
 def as_copy(op: Operation, t: Tensor, local: Tensor) -> None:
-    """What would be a view of the operation's first argument, of which `local` is the part, on one device."""
+    """Mark a result as a copy that is a view of the operation's first argument on one device; `local` is its part."""
     if memory(t) == memory(local):  # no rank reads rows of another one
         return
     op.run.mark(t, lent_by(op.tensors[0]) or memory(op.tensors[0]))

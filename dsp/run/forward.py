@@ -63,15 +63,15 @@ class Run:
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
     def left(self, index: int) -> bool:
-        """Whether neither a plan nor a record tells what this glue operation does."""
+        """Tell whether neither a plan nor a record tells what this glue operation does."""
         return index < 0 or self.strayed is not None
 
     def planned(self, index: int) -> bool:
-        """Whether a plan made ahead tells what this glue operation does."""
+        """Tell whether a plan made ahead tells what this glue operation does."""
         return self.script is not None and not self.script.recorded and not self.left(index)
 
     def keep(self, key: Any, recipe: Any) -> None:
-        """How all that have this key run from now on."""
+        """Keep how all that have this key run from now on."""
         if len(self.recipes) >= RECIPES:
             self.recipes.clear()
         self.recipes[key] = recipe
@@ -291,7 +291,7 @@ class Run:
         self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]
 
     def tore(self, x: Sharded, t: Tensor) -> None:
-        """What is a view of x on one device is a copy on this rank, whose part of x lies otherwise in memory."""
+        """Note that t, a view of x on one device, is a copy on this rank, whose part of x lies otherwise in memory."""
         if t.numel():
             self.mark(t, x.__dict__.get("_dsp_lent") or memory(x))
 
@@ -329,7 +329,7 @@ class Run:
         return made
 
     def push_all(self, parts: Sequence[Part]) -> list[Tensor]:
-        """What an operation or stage made, switched to where the plan wants it."""
+        """The results of an operation or stage, switched to where the plan wants them."""
         moving = [p for p in parts if p.dst != p.src]
         moved = iter(switch_all(moving, self.axis) if moving else ())
         return [next(moved) if p.dst != p.src else p.local for p in parts]
@@ -363,6 +363,6 @@ class InStage(NamedTuple):
 
 
 def current_place() -> Place | None:
-    """Of the stage call that runs now; None outside of one."""
+    """The place of the stage call that runs now; None outside of one."""
     current = ACTIVE.get()
     return None if current is None or current[1].in_stage is None else current[1].in_stage.place

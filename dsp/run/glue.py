@@ -229,7 +229,7 @@ class Glue(TorchFunctionMode):
         return follow(op, recipe)
 
     def watched(self, t: Sharded) -> bool:
-        """Whether others may have to see what is written into it, beside those that share its memory."""
+        """Tell whether others may have to see a write into it, beside those that share its memory."""
         return bool(self.run.lent) or "_dsp_lent" in t.__dict__ or torch.is_inference_mode_enabled()
 
     def quickly(self, recipe: Recipe, quick: Quick, args: Any, kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ class Glue(TorchFunctionMode):
         return out
 
     def pushed(self, recipe: Recipe, out: Any) -> Any:
-        """What was made of local parts, switched to where the plan wants it."""
+        """The result of local parts, switched to where the plan wants it."""
         assert recipe.outcome is not None
         cut = recipe.outcome.cut
         assert cut is not None
@@ -299,7 +299,7 @@ class Glue(TorchFunctionMode):
         return map_tensors(out, map(claim, self.run.push_all(parts), recipe.ats))
 
     def goes_ahead(self, parts: Sequence[Part]) -> bool:
-        """Whether all may be under way while the forward goes on. Not what is computed again from a checkpoint, whose
+        """Tell whether all may be under way while the forward goes on. Not what a checkpoint computes again, whose
         forward may end before it comes."""
         script, size = self.run.script, self.run.axis.size
         if saving_hooks(False) is not None or script is None or script.compiled or self.run.by_graph:
@@ -321,7 +321,7 @@ class Glue(TorchFunctionMode):
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
-    """Whether one of LOOKS by this recipe reads no number of its first argument indeed."""
+    """Tell whether one of LOOKS by this recipe reads no number of its first argument indeed."""
     quick = recipe.quick if recipe is not None and recipe.ready else None
     if quick is None or quick.moves or quick.pushes:
         return False
@@ -332,12 +332,12 @@ def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -
 
 
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:
-    """Whether these are as many tensors as a plan has cuts for, and can be cut so."""
+    """Tell whether these are as many tensors as a plan has cuts for, and can be cut so."""
     return len(cuts) == len(tensors) and all(c is None or c.fits(t.shape) for c, t in zip(cuts, tensors))
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:
-    """Whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
+    """Tell whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, (DTensor, Sharded)) or (type(a) in (list, tuple) and dtensors(a, None)):
             return True

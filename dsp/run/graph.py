@@ -217,7 +217,7 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
 
 
 def carried(given: Tensor, local: Tensor) -> Tensor:
-    """What stands in for an input of the forward."""
+    """The stand-in for an input of the forward."""
     if not isinstance(given, Sharded):
         return local
     t = carry(local, given.at)
@@ -315,14 +315,14 @@ def collectives(graph: torch.fx.Graph) -> list[Any]:
 
 
 def told(argument: Any) -> bool:
-    """Whether an argument of a node is no other node, nor a list of such."""
+    """Tell whether an argument of a node is no other node, nor a list of such."""
     return isinstance(argument, (int, str)) or (
         isinstance(argument, (list, tuple)) and all(isinstance(a, int) for a in argument)
     )
 
 
 def shapes(graph: torch.fx.Graph) -> list[Any]:
-    """What a compiler may decide by."""
+    """The shapes that a compiler may decide by."""
     return [(str(node.target), [tuple(t.shape) for t in tensors_in(node.meta.get("val"))]) for node in graph.nodes]
 
 

@@ -28,7 +28,7 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Copies:
-    """What was made of a tensor in other layouts (None: whole), which it holds itself, as it was `version` writes ago.
+    """A tensor's copies in other layouts (None: whole), which the tensor holds itself, as it was `version` writes ago.
 
     Its own part is not among them. It is a view of the tensor, and so keeps it: nobody would ever let go of either.
     """
@@ -72,7 +72,7 @@ class Home:
 
 
 def home_of(t: Sharded) -> Home:
-    """Of the tensor that `t` is a view of, or of itself."""
+    """The home of the tensor that `t` is a view of, or of `t` itself."""
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t = view[0]
     return Home(t)
@@ -84,7 +84,7 @@ def forget(t: Sharded) -> None:
 
 
 def views_of(t: Sharded) -> list[View]:
-    """What made `t` of its home, in order."""
+    """The operations that made `t` of its home, in order."""
     views = []
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t, made = view

@@ -26,7 +26,7 @@ def without_data(value: Any) -> bool:
 
 
 def given(x: DTensor) -> bool:
-    """Whether a sharded input is a leaf or comes from elsewhere, so that nobody averages the gradient it receives."""
+    """Tell whether a sharded input is a leaf or comes from elsewhere, so that nobody averages its gradient."""
     node, index = x.grad_fn, x.output_nr
     while node is not None and node.name() in PASSING:
         node, index = node.next_functions[index]

@@ -33,7 +33,7 @@ MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ":
 
 @dataclass(eq=False, slots=True)
 class Tally:
-    """What this rank sent in one phase of a step, or is to send, and where."""
+    """One rank's traffic in one phase of a step, sent or planned, and where."""
 
     bytes: int = 0
     calls: int = 0
@@ -55,7 +55,7 @@ class Tally:
 
 
 class Word:
-    """What a plan promises of this rank, by phase."""
+    """The traffic that a plan promises of this rank, by phase."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.script = plan.script
@@ -65,7 +65,7 @@ class Word:
 
     @property
     def returns(self) -> bool:
-        """Whether anything is to be sent on the way back."""
+        """Tell whether anything is to be sent in backward."""
         return any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
     def broken(self, phase: str, made: Tally, astray: str) -> str:
@@ -80,7 +80,7 @@ class Word:
 
 
 class Account:
-    """What one forward and its backward passes send, held against a word; `say` is told where that is not kept."""
+    """The traffic of one forward and its backward passes, compared with a word; `say` is told of a difference."""
 
     def __init__(self, word: Word, run: Run, say: Callable[[str], None]) -> None:
         self.word, self.say, self.astray = word, say, ""

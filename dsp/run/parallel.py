@@ -115,7 +115,7 @@ def parallelize(
 
 @dataclass(eq=False)
 class Kind:
-    """What is known of calls whose inputs have one signature, of which `number` is made.
+    """The state of calls whose inputs have one signature, of which `number` is made.
 
     sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
     told: what was said of runs that send other than planned. graphs: those of ``compile``. astray: the key of a plan
@@ -134,7 +134,7 @@ class Kind:
 
 
 class Runtime:
-    """What `parallelize` adds to a model: hooks, plans by input signature, and the check that ranks agree."""
+    """The runtime that `parallelize` adds to a model: hooks, plans by input signature, the check that ranks agree."""
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
@@ -315,7 +315,7 @@ class Runtime:
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
     def account(self, plan: Plan, kind: Kind, run: Run) -> Account:
-        """Of a run that says so, once, if it sends other than its plan."""
+        """The account of a run, which says so, once, if the run sends other than its plan."""
         if plan.script.word is None:
             plan.script.word = Word(plan, self.axis.rank)
 
@@ -327,7 +327,7 @@ class Runtime:
         return Account(plan.script.word, run, say)
 
     def kind_of(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[Kind, bool]:
-        """What is known of calls with such inputs, and whether it was found out now."""
+        """The state of calls with such inputs, and whether it was made now."""
         kind = self.kinds.get(key)
         if kind is not None:
             self.kinds.move_to_end(key)

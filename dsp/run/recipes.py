@@ -67,7 +67,7 @@ class Odd(Exception):
 
 
 def key_of(values: Iterable[Any]) -> tuple[Any, ...]:
-    """What of arguments a recipe depends on. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
+    """The key of arguments for a recipe. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
     key: list[Any] = []
     for v in values:
         kind = type(v)
@@ -115,7 +115,7 @@ class Operation:
 
     @property
     def copies(self) -> bool | None:
-        """Whether it makes memory of its own where it might return a view; None if no plan tells."""
+        """Tell whether it makes memory of its own where it might return a view; None if no plan tells."""
         script = self.run.script
         if self.what.name not in DENSE or script is None or not self.run.planned(self.index):
             return None
@@ -123,7 +123,7 @@ class Operation:
 
     @property
     def views(self) -> bool:
-        """Whether it is a view on one device, and may yet be a copy on a rank whose part lies otherwise in memory."""
+        """Tell whether it is a view on one device, and may yet be a copy on a rank whose part lies otherwise."""
         return self.what.name in FOLDS and (self.what.name not in DENSE or self.copies is False)
 
     def frame(self, cuts: Sequence[Cut | None]) -> Frame:
@@ -139,7 +139,7 @@ def cut_at(t: Sharded | None) -> Cut | None:
 
 
 def derive(op: Operation) -> Recipe:
-    """What the plan, or else the rule alone, says of an operation."""
+    """Derive how an operation runs, from the plan or else from the rule alone."""
     run, asked, changing = op.run, op.asked, op.what.changing
     # another whole tensor needs no move: the rule narrows it to what the others need
     wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]

@@ -184,7 +184,7 @@ def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> No
 
 
 def steps_of(script, values: dict[str, float]) -> Any:
-    """What benchmarks/cluster.py would write where the cost model is true, with these parameters."""
+    """The file that benchmarks/cluster.py would write where the cost model is true, with these parameters."""
     cost, rivals = script("cost_model"), script("rivals")
     shape = rivals.Shape(hidden=32, heads=4, depth=1, frames=8, side=4)
     row = {"seconds": {"median": 1.0, "least": 1.0, "most": 1.0}}

@@ -1,4 +1,4 @@
-"""What others make of the same models: verdicts are computed rightly, and the page has the rows of the script."""
+"""Conformance: verdicts are computed rightly, and the page has the rows of the script."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def turned(run: Any, *args: Any) -> Any:
 
 @pytest.mark.measurement
 def test_a_ring_that_is_turned(script) -> None:
-    """What diffusers' ring gets wrong beyond two ranks is the way that gradients go round it, and nothing else."""
+    """diffusers' ring is wrong beyond two ranks by the way that gradients go round it, and by nothing else."""
     cell, ring = script.Cell("attention", "even", "ring", 3), script.METHODS["ring"]
     assert script.entry(cell, script.measure(cell)) == "gradients **wrong**"
     mended = dataclasses.replace(ring, run=partial(turned, ring.run))

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 
 def at_work(which: str, tmp_path: Path) -> Any:
-    """What parts leave, run as the command runs them: forked from a process that has used no thread of torch."""
+    """The results of parts, run as the command runs them: forked from a process that has used no thread of torch."""
     command = [sys.executable, str(ROOT / "tests/benchmarks/failing_parts.py"), which, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

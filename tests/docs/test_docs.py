@@ -37,7 +37,7 @@ def python(path: Path) -> list[Block]:
 
 
 def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> list[str]:
-    """What each piece of code prints, run one after the other in one namespace; errors name the line of the page."""
+    """The output of each piece of code, run one after the other in one namespace; errors name the line of the page."""
     printed = []
     space = {"__name__": "__main__", **names}
     for text, line in code:
@@ -50,7 +50,7 @@ def execute(path: str, code: list[tuple[str, int]], names: dict[str, Any]) -> li
 
 
 def on_rank(mesh: DeviceMesh, path: str, code: list[tuple[str, int]]) -> list[str]:
-    """What is found ahead of a run is the same on every rank: here the first tells it the others."""
+    """Run pieces on one rank. Results found ahead of a run are the same on all: the first rank tells the others."""
 
     def told(alone: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

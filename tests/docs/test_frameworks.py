@@ -38,7 +38,7 @@ class Along(nn.Module):
 
 
 def single(clip: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """What the examples train, in one process: the weights before and after, and the last gradient norm."""
+    """The training of the examples in one process: weights before and after, and the last gradient norm."""
     torch.manual_seed(0)
     model = nn.Sequential(Along(2), Along(1))
     data = torch.randn(4, 7, 5, 16)

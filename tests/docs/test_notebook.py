@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 
 
 def shown(source, space):
-    """What a notebook would show of a cell: the value of its last line, if it is an expression."""
+    """The value of a cell's last line, if it is an expression, as a notebook would show it."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "plan.ipynb", "exec"), space)

@@ -139,7 +139,7 @@ def gradient(mesh: DeviceMesh) -> Any:
 
 
 def test_a_wrong_gradient_is_named(ranks) -> None:
-    """What slices of the forward do not show."""
+    """Slices of the forward do not show it."""
     report = ranks(gradient, 2)[0]
     assert report.output < 1e-12
     assert not report.ok

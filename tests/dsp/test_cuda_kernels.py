@@ -1,4 +1,4 @@
-"""What only a GPU can run, against the same on the CPU."""
+"""Kernels that only a GPU can run, against the same on the CPU."""
 
 import pytest
 import torch

@@ -196,7 +196,7 @@ class Between(nn.Module):
 
 
 def of(f: Any) -> str | None:
-    """What discover says of an odd module; None if it may stay between stages."""
+    """discover's pattern of an odd module; None if it may stay between stages."""
     stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
     assert stages["space"] == "b t [s c]"
     assert stages["time"] == "b [t] s [c]"
@@ -333,7 +333,7 @@ def test_folds() -> None:
 
 
 class FoldedAtEntry(nn.Module):
-    """What no input shows apart is one dim for one stage, and two for the other."""
+    """A dim that no input shows apart: one dim for one stage, two for the other."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What only CUDA meets, without a GPU: fake tensors on device "cuda", and fake process groups of up to 1024 ranks.
+"""CUDA's own paths without a GPU: fake tensors on device "cuda", fake process groups of up to 1024 ranks.
 
 A fake tensor has a device and no data. So what mixes devices raises, and so does what reads a number of a tensor: on a
 GPU the host would wait for it. Backward does not run on fake CUDA tensors without a GPU; it does on meta tensors.
@@ -139,7 +139,7 @@ def run(case: str, n: int, rank: int, cast: bool) -> list[Any]:
 )  # fmt: skip
 @pytest.mark.usefixtures("unanswered")
 def test_models_stay_on_the_device(case: str) -> None:
-    """Of eight ranks the last: it holds nothing of 7 frames, rows or residues."""
+    """The last of eight ranks holds nothing of 7 frames, rows or residues."""
     alone = run(case, 1, 0, False)
     assert run(case, 8, 7, False) == alone
     assert {device for _, _, device in alone} == {CUDA}
@@ -227,7 +227,7 @@ def test_many_ranks_send_what_the_plan_says(n: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1024, 4096), (2, 1030, 700)])
 def test_sizes_of_a_switch_over_1024_ranks(shape: tuple[int, int, int]) -> None:
-    """What a rank sends to another is what that one expects, whatever is uneven or empty; a billion elements in all."""
+    """Each rank sends what its peer expects, whatever is uneven or empty; a billion elements in all."""
     n, (batch, t, s), channels = 1024, shape, 256
     of_t, of_s = chunk_sizes(t, n), chunk_sizes(s, n)
     some = [*range(0, n, 50), t % n, n - 1]

@@ -1,4 +1,4 @@
-"""What dsp uses of torch that is not public still is what dsp takes it for: a case is named after what would break."""
+"""The parts of torch that are not public still are what dsp takes them for: a case is named after what would break."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Noting(torch.autograd.Function):
 
 
 def compiling() -> None:
-    """What compiles within a region where the compiler is put aside, under a mode that sees ops; and flex_attention."""
+    """Compiled calls in a region where the compiler is put aside, under a mode that sees ops; and flex_attention."""
     from torch.nn.attention import flex_attention
 
     double, seen = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True), list[bool]()
@@ -233,7 +233,7 @@ def batch_norms() -> None:
 
 
 def module_dicts() -> None:
-    """What a model's skeleton copies, and the wrapper of torch.compile that names are read through."""
+    """The dicts that a model's skeleton copies, and the wrapper of torch.compile that names are read through."""
     module = nn.Linear(2, 2)
     for name in "_parameters _buffers _modules _forward_hooks _forward_pre_hooks _backward_hooks".split():
         assert isinstance(module.__dict__[name], dict), name
@@ -266,7 +266,7 @@ def transforms() -> None:
 
 
 def saving_hooks() -> None:
-    """Whether anybody looks at what is saved for backward."""
+    """Tell whether anybody looks at what is saved for backward."""
     assert private.saving_hooks(False) is None
     with torch.autograd.graph.save_on_cpu():
         assert private.saving_hooks(False) is not None
@@ -274,7 +274,7 @@ def saving_hooks() -> None:
 
 
 def compilers() -> None:
-    """What a compiler is not to follow is called when the compiled function runs, and what it raises gets out."""
+    """Calls that a compiler is not to follow run when the compiled function runs, and their errors get out."""
 
     @private.uncompiled
     def refuse() -> None:

@@ -1,4 +1,4 @@
-"""What glue holds of a sharded tensor: it reads as a DTensor, and autograd functions of others may have it."""
+"""The sharded tensor of glue: it reads as a DTensor, and autograd functions of others may have it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
 
 @pytest.mark.slow
 def test_others_that_are_known(ranks: Any) -> None:
-    """Of one pool, one after the other: a row each in no page."""
+    """Classes beyond the table, one after the other in one pool: a row each in no page."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import diffusers_models
 

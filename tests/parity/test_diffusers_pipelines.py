@@ -110,7 +110,7 @@ def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole:
 
 
 def test_what_is_known_is_what_the_table_shows() -> None:
-    """Of each class the line in the package is the one that benchmarks/diffusers_models.py holds to one process."""
+    """The package's line of each class is the one that benchmarks/diffusers_models.py holds to one process."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import diffusers_models
 

@@ -30,7 +30,7 @@ FILES = sorted(HOME.rglob("*.py"))
 
 
 def place(parts: tuple[str, ...]) -> tuple[int, int]:
-    """Of a layer, and of a file in its room; a room's own `__init__` comes last in it, the library's last of all."""
+    """The place of a layer, and of a file in its room; a room's `__init__` is its last, the library's last of all."""
     layer, *file = parts
     if layer == "__init__":
         return len(LAYERS), 0

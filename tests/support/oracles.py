@@ -1,4 +1,4 @@
-"""What the tests of the video models share: taking the weights of an independent implementation, and comparing."""
+"""Helpers of the video models' tests: taking the weights of an independent implementation, and comparing."""
 
 import warnings
 from collections.abc import Callable, Mapping

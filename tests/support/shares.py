@@ -1,4 +1,4 @@
-"""What a rank holds beside one process: the elements of the tensors that a step makes."""
+"""A rank's share of one process: the elements of the tensors that a step makes."""
 
 from __future__ import annotations
 

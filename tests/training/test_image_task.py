@@ -44,7 +44,7 @@ def test_digit_images_are_those_of_scikit_learn():
 
 
 def test_histograms_know_what_can_be_known():
-    """Of images in which a row of fair coins is repeated."""
+    """Images in which a row of fair coins is repeated."""
     torch.manual_seed(0)
     images = torch.randint(2, (4000, 1, 1, 6)).expand(-1, 1, 5, -1)
     train, judged = images[:3000], images[3000:]

@@ -36,7 +36,7 @@ def test_the_page_has_every_row():
 
 @pytest.mark.parametrize("name", slow_but(NAMES, "4-128-720m-128-2-64-1", "6-8-3b-16-8-1-1"))
 def test_a_row(name):
-    """What the file asks for, and what its plan sends: a switch a block, M/N bytes of which (N-1)/N go elsewhere."""
+    """A row of the table and its plan: a switch a block, M/N bytes of which (N-1)/N go elsewhere."""
     table, gpus, size, *numbers = name.split("-")
     frames, sp, dp, batch = map(int, numbers)
     config = cfg.load(arguments(name))

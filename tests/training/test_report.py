@@ -21,7 +21,7 @@ NEVER_CLOSED = {"meta", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Whether every tag is closed, and what the page would fetch."""
+    """A parser that checks that every tag is closed, and lists what the page would fetch."""
 
     def __init__(self, text):
         super().__init__()
@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 
 def directory(path, **options):
-    """What a run leaves, in small."""
+    """The files of a run, in small."""
     (path / "samples").mkdir(parents=True)
     config = cfg.defaults("digits")
     config.name, config.train.steps = path.name, 40

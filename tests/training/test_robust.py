@@ -1,4 +1,4 @@
-"""What a run of weeks meets: bad steps, slow disks, slow data; and schedules and optimizers, exact as ever."""
+"""A run of weeks: bad steps, slow disks, slow data; and schedules and optimizers, exact as ever."""
 
 import importlib
 import math
@@ -232,7 +232,7 @@ def test_processes_make_what_a_thread_makes(run, trainer):
 
 @pytest.mark.slow
 def test_processes_keep_up_with_a_step():
-    """What takes three times a step to make is there in time from four processes, and not from a thread."""
+    """Batches that take three times a step are there in time from four processes, and not from a thread."""
 
     class Slow:
         device, size = torch.device("cpu"), 1

@@ -100,7 +100,7 @@ def refused(capsys, *arguments):
 
 
 def test_a_run_shows_samples_under_real_clips(run, data):
-    """Of the largest shape, decoded, with their captions."""
+    """Clips of the largest shape, decoded, with their captions."""
     with Image.open(run / "samples/step-00000002.gif") as gif:
         assert gif.n_frames == 5
         assert gif.info["duration"] == round(1000 / 12 / 10) * 10
@@ -171,7 +171,7 @@ def test_prompts_make_clips(run, tmp_path, capsys):
 
 
 def drawn(mesh, config, arguments):
-    """What one rank of the mesh draws and decodes: latents, and pixels on the first."""
+    """The clips that one rank of the mesh draws and decodes: latents, and pixels on the first."""
     from argparse import ArgumentParser
 
     task = cfg.create_task(cfg.load([config]))

@@ -1,4 +1,4 @@
-"""What ranks know of each other: two watches in one process, joined by a socket."""
+"""The watch of ranks: two watches in one process, joined by a socket."""
 
 import contextlib
 import json

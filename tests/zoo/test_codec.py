@@ -119,7 +119,7 @@ def test_images_are_taken_a_few_at_a_time(saved, monkeypatch):
 
 @pytest.mark.parametrize("size", [(4, 4), (11, 5), (9, 23), (16, 3)])
 def test_tiles_blend_to_the_whole_where_they_agree(saved, size):
-    """What maps every cell by itself must come out the same, whatever the tiles; none is larger than asked for."""
+    """A map of every cell by itself comes out the same, whatever the tiles; none is larger than asked for."""
     vae, seen = Autoencoder.load(saved / "AutoencoderKL"), []
 
     def enlarge(z):

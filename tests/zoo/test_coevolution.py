@@ -1,4 +1,4 @@
-"""What an alignment says of contacts: against loops, somebody else's implementation, and figures of real alignments."""
+"""Contacts from alignments: against loops, somebody else's implementation, and figures of real alignments."""
 
 import os
 from pathlib import Path

@@ -149,7 +149,7 @@ def test_iddpm_of_a_model_without_variance_is_the_squared_error():
 
 @pytest.mark.parametrize("kind", [RectifiedFlow, IDDPM])
 def test_objective_of_a_slice_is_the_slice_of_the_objective(kind):
-    """What sharding along t or w relies on: bit for bit, uneven and empty slices too."""
+    """Sharding along t or w relies on this: bit for bit, uneven and empty slices too."""
     x, noise = tensors(*SHAPE)
     objective = kind(Fixed(2))
     timestep = objective.sample_timestep(torch.tensor([0.0001, 0.6]))

@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
 
 def watch(mesh, name):
-    """What a batch, a training step and a prediction make on this rank, in three parts."""
+    """The tensors that a batch, a training step and a prediction make on this rank, in three parts."""
     config = cfg.defaults("protein_embedded")
     config.model.name, config.model.size, config.model.overrides = name, "test", dict(CHANNELS)
     if name == "evoformer":

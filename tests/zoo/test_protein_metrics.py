@@ -97,7 +97,7 @@ def test_distance_lddt_against_loops():
 
 
 def test_lddt_of_calpha_atoms_against_biotite():
-    """Of a prediction that has all distances of contact atoms right: how far it can get is the geometry's."""
+    """A prediction with all distances of contact atoms right: how far it can get is the geometry's."""
     structure = pytest.importorskip("biotite.structure")
     ceilings = []
     for protein in every_protein():
@@ -219,7 +219,7 @@ def test_objective_against_loops():
 
 
 def mean_of(*terms):
-    """Of the loss and the weight of each term in turn."""
+    """The mean of the loss and the weight of each term in turn."""
     return sum(dsp.mean(loss, weight) for loss, weight in zip(terms[::2], terms[1::2]))
 
 

@@ -90,7 +90,7 @@ TIME = {
 
 
 def translate(theirs):
-    """What an oracle has for its parameters (weights or gradients), under the names and in the layout of ours."""
+    """An oracle's parameters (weights or gradients), under the names and in the layout of ours."""
     order = [1, 2, 3, 0, 4]  # theirs are r w k v g, ours w k v r g
     time = {name: theirs[f"time.{source}"] for name, source in TIME.items()}
     time["mix"] = time["mix"][order]

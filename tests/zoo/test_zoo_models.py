@@ -1,4 +1,4 @@
-"""What every video model of the zoo owes: counts, any lengths, stages that are what they say, weights that learn."""
+"""The contract of every video model: counts, any lengths, stages that are what they say, weights that learn."""
 
 import inspect
 import sys

@@ -67,7 +67,7 @@ PHASES = "forward", "backward", "recompute"
 
 @dataclass
 class Verdict:
-    """What one rank, or all of them, say of a program on n ranks."""
+    """The verdict of one rank, or of all, on a program on n ranks."""
 
     kind: str = "ok"  # ok, refused, or a kind of failure
     reason: str = ""
@@ -82,7 +82,7 @@ class Verdict:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes two failures the same: numbers, names of variables and shapes do not matter."""
+        """The key under which two failures are the same: numbers, names of variables and shapes do not matter."""
         return self.kind, re.sub(r"\[[^]]*\]|\([\d, ]*\)|'[^']*'|-?\d+(\.\d+)?(e[-+]\d+)?", "#", self.reason)[:100]
 
 
@@ -99,7 +99,7 @@ class Count(dsp.count_comm):
         self.memory: list[tuple[StorageWeakRef, str]] = []
 
     def left(self) -> str:
-        """What still has memory, now that nobody is to hold anything of it; a backend's threads let go a bit later."""
+        """The tensors that still have memory when nobody is to hold them; a backend's threads let go a bit later."""
         for _ in range(100):
             self.memory = [(memory, name) for memory, name in self.memory if not memory.expired()]
             if not self.memory:
@@ -193,7 +193,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
 
 
 def astray(model: nn.Module, single: nn.Module, inputs: dict[str, Tensor], mesh: DeviceMesh) -> list[str]:
-    """What differs when a forward leaves its plan, when that is recorded, and when it goes by the record; and back."""
+    """The differences when a forward leaves its plan, when that is recorded, and when it goes by the record."""
     problems = []
     for other, times in ((True, 3), (False, 2)):
         model.other = single.other = other
@@ -213,7 +213,7 @@ def astray(model: nn.Module, single: nn.Module, inputs: dict[str, Tensor], mesh:
 def parallel_step(
     model: nn.Module, inputs: dict[str, Tensor], mesh: DeviceMesh
 ) -> tuple[Step, dict[str, list[int]], int, Count]:
-    """What `step` does, over ranks; what it sends but for the loss, which is no part of a plan; the largest tensor."""
+    """`step` over ranks; what it sends but for the loss, which is no part of a plan; the largest tensor."""
     n, leaves = mesh.size(), leaves_of(inputs)
     for p in model.parameters():
         p.grad = None
@@ -302,7 +302,7 @@ def batch(mesh: DeviceMesh, texts: list[str], check: list[bool]) -> list[Verdict
 
 
 def joined(verdicts: Sequence[Verdict]) -> Verdict:
-    """What the ranks say together."""
+    """The verdict of all ranks together."""
     raised = [v for v in verdicts if v.kind in ("RAW", "HANG", "refused")]
     if raised:
         first = min(raised, key=lambda v: ("RAW", "refused", "HANG").index(v.kind))

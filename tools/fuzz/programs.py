@@ -109,7 +109,7 @@ class Cross(Piece):
 
 
 class Pool(Piece):
-    """What came in, and its mean along one dim."""
+    """The input, and its mean along one dim."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.tanh(x @ self.w("w", x.shape[-1], x.shape[-1]))
@@ -650,7 +650,7 @@ def step(model: nn.Module, inputs: dict[str, Tensor], shift: float = 0.0) -> Ste
 
 
 def sound(text: str) -> bool:
-    """Whether one process runs it, to numbers that do not hang on rounding, and into gradients."""
+    """Tell whether one process runs it, to numbers that do not hang on rounding, and into gradients."""
     try:
         with float64(), warnings.catch_warnings():
             warnings.simplefilter("error")

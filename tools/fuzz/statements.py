@@ -708,7 +708,7 @@ def attention(w: Writer) -> Var:
 
 @statement(1.5)
 def convolution(w: Writer) -> Var:
-    """What acts on each sample of a batch: (n c l) or (n c h w)."""
+    """A convolution, which acts on each sample of a batch: (n c l) or (n c h w)."""
     dims = 2 if w.chance(0.3) else 1
     x = w.pick(ndim=(2 + dims, 5), ok=lambda v: w.size(v.axes[-1]) <= 12)
     lead, spatial, c = x.axes[: x.ndim - 1 - dims], x.axes[-1 - dims : -1], x.axes[-1]

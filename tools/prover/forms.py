@@ -44,7 +44,7 @@ def logits(length: int) -> Tensor:
 
 
 def weights(width: int) -> list[Tensor]:
-    """Of a recurrence of width 2 in one direction, which reads 3 features."""
+    """The weights of a recurrence of width 2 in one direction, which reads 3 features."""
     return [x(width, 3), x(width, 2), x(width), x(width)]
 
 

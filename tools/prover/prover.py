@@ -64,7 +64,7 @@ class Call:
 
 @dataclass
 class Proof:
-    """What a rule takes of one call over n ranks: for every combination of layouts "ok", "refused" or what is wrong."""
+    """A rule's answer to one call over n ranks: for every combination of layouts "ok", "refused" or what is wrong."""
 
     call: Call
     n: int
@@ -268,7 +268,7 @@ class _Whole:
         return "ok"
 
     def summed(self, outcome: Outcome) -> Any:
-        """What a rank calls: a mean over all ranks is a sum first."""
+        """The function that a rank calls: a mean over all ranks is a sum first."""
         if outcome.reduce is not None and self.call.name == "mean":
             return torch.Tensor.sum
         return outcome.func or self.call.func

@@ -35,7 +35,7 @@ class Bucket:
         return self.frames * self.height * self.width
 
     def holds(self, frames: int, height: int, width: int, fps: float) -> bool:
-        """Whether a clip belongs here. Nothing is cut or resized: the shape is the bucket's own."""
+        """Tell whether a clip belongs here. Nothing is cut or resized: the shape is the bucket's own."""
         rate = self.fps is None or abs(fps - self.fps) <= _SAME_RATE * self.fps
         return rate and (frames, height, width) == self.shape
 

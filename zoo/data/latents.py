@@ -38,7 +38,7 @@ class LatentError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What encoded the clips of a folder. Latents are (z - shift) * scale, of about unit variance.
+    """The encoder of a folder's clips. Latents are (z - shift) * scale, of about unit variance.
 
     `shift` and `scale` are one number, or one a channel.
     """

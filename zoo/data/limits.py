@@ -31,7 +31,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: str | bytes, each: int = 8) -> Any:
-    """What a JSON text holds. A ValueError if it is none, or nested too deeply.
+    """The value of a JSON text. A ValueError if it is not JSON, or nested too deeply.
 
     So it is if a long one has, on average, less than `each` bytes for a name, a list or an object: every one of them
     takes a hundred bytes of memory or more.
@@ -46,5 +46,5 @@ def parse_json(text: str | bytes, each: int = 8) -> Any:
 
 
 def read_json(path: Path, most: int, each: int = 8) -> Any:
-    """What a JSON file of at most `most` bytes holds. A ValueError or an OSError."""
+    """The value of a JSON file of at most `most` bytes. A ValueError or an OSError."""
     return parse_json(read_bytes(path, most), each)

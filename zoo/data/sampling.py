@@ -18,7 +18,7 @@ __all__ = ["Clip", "VideoDataset", "batch_indices", "frame_range", "generator", 
 
 
 class Clip(TypedDict):
-    """What `VideoDataset.clip` returns: `x` of shape [c, frames asked for, h, w] in [-1, 1], and a class or None."""
+    """The result of `VideoDataset.clip`: `x` of shape [c, frames asked for, h, w] in [-1, 1], and a class or None."""
 
     x: Tensor
     label: int | None

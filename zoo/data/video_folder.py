@@ -37,7 +37,7 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class Video:
-    """What the scan keeps of a file: its size, and when its frames and its keyframes are shown."""
+    """The scan's record of a file: its size, and when its frames and its keyframes are shown."""
 
     path: Path
     times: list[int]  # in ticks, ascending, one a frame
@@ -203,7 +203,7 @@ def files(root: Path) -> list[Path]:
 
 
 def probe(path: Path, verify: bool = False) -> Video | str:
-    """What there is to know of a file without decoding more than its first frame, or why it cannot be used.
+    """Describe a file without decoding more than its first frame, or say why it cannot be used.
 
     `verify` decodes it to its end.
     """

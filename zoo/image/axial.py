@@ -132,7 +132,7 @@ def neighbours(x: Tensor, dim: int) -> Tensor:
 
 
 class Previous(nn.Module):
-    """What is known of every channel of an image (b c h w) from those before it, with the rows above and below.
+    """Features of every channel of an image (b c h w) from those before it, with the rows above and below.
 
     For a channel: the values from 0 to 1 of those before it, zeros for the others, and which channel it is, (2 c)
     numbers; three rows make ((b c) h w e).

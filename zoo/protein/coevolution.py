@@ -1,4 +1,4 @@
-"""What an alignment says of contacts without a model that was trained: mutual information, and direct couplings.
+"""Contacts from an alignment without a trained model: mutual information, and direct couplings.
 
 Columns that are in contact change together. Mutual information counts that pair by pair. Direct coupling analysis asks
 which pairs explain it all: of a Potts model p(x) ~ exp(sum_i h_i(x_i) + sum_ij e_ij(x_i, x_j)) the couplings e are, in
@@ -128,7 +128,7 @@ def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, p
 
 
 def coupling_feature(msa: Tensor) -> Tensor:
-    """What a model is told of every pair [r, r] of an alignment [s, r]: its direct couplings, in units of `relative`.
+    """The couplings of every pair [r, r] of an alignment [s, r] as a model's input, in units of `relative`.
 
     Zero if there is a single row.
     """
@@ -151,7 +151,7 @@ def relative(score: Tensor) -> Tensor:
 
 
 def _norms(coupling: Tensor) -> Tensor:
-    """Of couplings [i, 20, r, 20] that are zero with a gap, the norms [i, r] in the zero-sum gauge."""
+    """The norms [i, r], in the zero-sum gauge, of couplings [i, 20, r, 20] that are zero with a gap."""
     left, right = (coupling.sum(dim, keepdim=True) / _CLASSES for dim in (1, 3))
     both = left.sum(3, keepdim=True) / _CLASSES
     return (coupling - left - right + both).square().sum((1, 3)).sqrt()

@@ -18,7 +18,7 @@ CLASSES = 23
 
 
 class Prediction(NamedTuple):
-    """What a model of proteins returns."""
+    """The output of a model of proteins."""
 
     msa_logits: Tensor  # (b s r 23): the token at each place of the alignment
     distogram_logits: Tensor  # (b i j bins): the distance of each pair, the same for i j and j i

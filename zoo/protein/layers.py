@@ -438,7 +438,7 @@ class TriangleAttention(nn.Module):
 
 
 class PairBlock(nn.Module):
-    """What both blocks do to z (b i j c): four triangle updates and a transition (AF2 algorithm 6, lines 6 to 10)."""
+    """The update of z (b i j c) in both blocks: triangles and a transition (AF2 algorithm 6, lines 6 to 10)."""
 
     def __init__(
         self, c_z: int, hidden: int, heads: int, head_dim: int, factor: int, dropout: float, version: int, chunk: int

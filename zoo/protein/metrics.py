@@ -23,7 +23,7 @@ RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues
 
 
 def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
-    """Of each range, and of pairs of two chains ("inter"), the pairs i < j that belong to it: [r, r] bool."""
+    """For each range, and for pairs of two chains ("inter"), the pairs i < j that belong to it: [r, r] bool."""
     apart = (residue_index[:, None] - residue_index).abs()
     same, upper = asym_id[:, None] == asym_id, torch.ones_like(apart, dtype=torch.bool).triu(1)
     ranges = {name: same & upper & (apart >= low) & (apart < high) for name, (low, high) in RANGES.items()}

@@ -1,4 +1,4 @@
-"""What models of proteins are trained for: hidden letters of the alignment, and distances of pairs.
+"""The objectives of models of proteins: hidden letters of the alignment, and distances of pairs.
 
 Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, v classes.
 """
@@ -118,7 +118,7 @@ class ProteinObjective(nn.Module):
 
 
 class Frequencies:
-    """What needs no model: frequencies in training samples (without a batch dim), as a prediction for others.
+    """A baseline without a model: frequencies in training samples (without a batch dim), as a prediction for others.
 
     A hidden letter is given the frequencies of what is left of its column and, as a prior of one row, of all training
     data; those of the first row cost nothing, as models are given the sequence besides (AF2's are too). A distance is

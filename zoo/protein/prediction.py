@@ -1,4 +1,4 @@
-"""What is read off a model of proteins, where its logits are: of 64 numbers a pair two are left.
+"""Predictions read off the logits of a model of proteins: two numbers of the 64 of each pair.
 
 Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, v classes.
 """

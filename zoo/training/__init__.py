@@ -1,4 +1,4 @@
-"""What a training run needs beside a model: its configuration, its tasks, its checkpoints and its records."""
+"""The parts of a training run beside its model: configuration, tasks, checkpoints and records."""
 
 import importlib.util
 import sys
@@ -71,7 +71,7 @@ def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:
 
 
 def one_line(error: object) -> str:
-    """What an error says, in one line that is safe to print."""
+    """The message of an error, in one line that is safe to print."""
     return printable(" ".join(str(error).split()))[:500]
 
 

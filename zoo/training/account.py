@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and at its end."""
+"""The lines that a run prints at its start and at its end."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ def closing(run: Any) -> Iterator[str]:
 
 
 def table(records: Sequence[Mapping[str, Any]], floors: Sequence[Floor]) -> Iterator[str]:
-    """What was measured last on held-out data, beside floors of the same measure."""
+    """The last measures on held-out data, beside baselines of the same measure."""
     found: dict[str, float] = {}
     for record in records:
         found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}

@@ -58,7 +58,7 @@ class Contents:
     orders: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is stored, as a nested dict of tensors; and the optimizer's settings, which are not."""
+        """The stored tensors, as a nested dict; and the optimizer's settings, which are not stored."""
         tensors: dict[str, Any] = {"model": get_model_state_dict(self.model, options=TRAINED)}
         if self.average:
             tensors["average"] = self.average.values
@@ -173,7 +173,7 @@ def _in_own_order(tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: s
 def _copy_rows(
     stored: Mapping[str, Any], tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = ""
 ) -> None:
-    """What `_in_own_order` made, back into the tensors that it was made of."""
+    """Copy the tensors of `_in_own_order` back into those that they were made of."""
     for key, value in tree.items():
         order = orders.get(key, orders.get(name))
         if isinstance(value, Mapping):

@@ -98,13 +98,13 @@ def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.de
 
 
 def create_show(task: Task) -> Show:
-    """What is shown of a task."""
+    """The pictures of a task."""
     name = task.config.data.name
     return _made(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
 
 
 def create_infer(task: Task) -> Infer:
-    """What infer.py makes with a task's model."""
+    """The part of infer.py that uses a task's model."""
     name, show = task.config.data.name, create_show(task)
     return _made(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
 

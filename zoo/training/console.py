@@ -1,4 +1,4 @@
-"""What a run prints, kept in its directory as `console.log`: what was said before a crash is still there after it."""
+"""The console of a run, kept in its directory as `console.log`: lines from before a crash are still there after it."""
 
 import contextlib
 import os

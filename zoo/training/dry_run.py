@@ -56,7 +56,7 @@ def dry_run(config: Config) -> None:
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """What runs out of memory inside says what it would have needed."""
+    """Add to an out-of-memory error raised inside how much memory would have been needed."""
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class Memory:
-    """What a rank holds in training, for any number of ranks and any way to recompute activations."""
+    """The memory of a rank in training, for any number of ranks and any way to recompute activations."""
 
     def __init__(self, config: Config, task: Task, model: nn.Module):
         self.config, self.width = config, compute_dtype(config).itemsize
@@ -176,7 +176,7 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
 
 
 def known_hardware(config: Config) -> dsp.Hardware | None:
-    """What the configuration says that it runs on, if it does."""
+    """The hardware that the configuration names, if it does."""
     options = config.hardware
     if options.device is None:
         return None
@@ -188,5 +188,5 @@ def known_hardware(config: Config) -> dsp.Hardware | None:
 
 
 def step_bytes(config: Config, plan: dsp.Plan) -> int:
-    """What sequence parallelism sends in a step: forward, backward, and again where something is recomputed."""
+    """The bytes of sequence parallelism in a step: forward, backward, and again where something is recomputed."""
     return sum(plan.bytes.values()) * config.train.accumulation

@@ -1,4 +1,4 @@
-"""What a forward keeps for backward, computed without allocating it: fake tensors go through the model."""
+"""The activations that a forward keeps for backward, computed on fake tensors, without allocating them."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ class Saved:
 
 @dataclass
 class Activations:
-    """What one forward keeps for backward, parameters not counted."""
+    """The bytes that one forward keeps for backward, without parameters."""
 
     always: list[Saved]
     opened: list[Saved]  # what the largest recomputed module makes again, when backward has come to it
@@ -55,7 +55,7 @@ def total(saved: Iterable[Saved]) -> int:
 
 
 class Keeping:
-    """What autograd saves of a model, by storage, and in which calls of `modules`, the outermost first."""
+    """The tensors that autograd saves, by storage, and the calls of `modules` that saved them, the outermost first."""
 
     def __init__(self, model: nn.Module, modules: Collection[nn.Module]):
         self.names = {module: name for name, module in model.named_modules() if module in modules}
@@ -107,7 +107,7 @@ class Keeping:
             self.kept[self.path][key] = replace(saved, stage=self.place)
 
     def where_recomputed(self, modules: Collection[nn.Module]) -> Activations:
-        """What is kept where backward knows of these modules the inputs alone, and opens one at a time."""
+        """The bytes that are kept where backward has these modules' inputs alone, and opens one at a time."""
         held: dict[tuple[Call, ...], dict[Any, Saved]] = {}
         for path, saved in self.kept.items():
             held.setdefault(tuple(call for call in path if call[0] in modules), {}).update(saved)

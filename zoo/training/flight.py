@@ -1,4 +1,4 @@
-"""What each rank was in, and what it had sent last, when a run hung or lost a rank.
+"""The flight record of a run that hung or lost a rank: what each rank was in, and what it had sent last.
 
     runs/<name>/flight/20260101-120000/rank-0.json    by every rank that still can; the time is that of the start
     python -m zoo.training.flight runs/<name>         of the latest: a line a rank, and who is behind
@@ -28,7 +28,7 @@ def folder(run: Path) -> Path:
 
 
 def write(folder: Path, rank: int, progress: Any, fault: str) -> None:
-    """What this rank does, into `folder`. Nothing that goes wrong here may keep a rank from leaving."""
+    """Write what this rank does into `folder`. Nothing that goes wrong here may keep a rank from leaving."""
     try:
         place, waits = progress.where()
         found = {

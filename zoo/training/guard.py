@@ -37,16 +37,16 @@ class Guard:
         self.kept: Kept | None = None  # a copy of weights that are known to work
 
     def state(self) -> dict[str, Any]:
-        """What `Guard` takes up again, as JSON."""
+        """The state that `Guard` takes up again, as JSON."""
         counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.sound, "taken": self.taken}
         return {"norms": list(self.norms), **counts}
 
     def copies(self, step: int, loss: float) -> bool:
-        """Whether the weights, which gave this loss in `step`, are to be kept."""
+        """Tell whether the weights, which gave this loss in `step`, are to be kept."""
         return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
 
     def takes(self, step: int, loss: float, norm: float, run: Any) -> bool:
-        """Whether `run` takes a step. What is skipped is said and recorded; Diverged if it were too many."""
+        """Tell whether `run` takes a step. A skipped step is said and recorded; Diverged if there were too many."""
         why = self.reason(step, loss, norm)
         if why:
             self.check(step, why, last=step == run.config.train.steps)

@@ -18,7 +18,7 @@ from zoo.training.task import Task
 
 
 class Part(NamedTuple):
-    """What a process beside a rank made of a tensor that is divided: the rank makes it a DTensor."""
+    """A divided tensor's part, made by a process beside a rank: the rank makes it a DTensor."""
 
     name: str
     local: Tensor
@@ -57,7 +57,7 @@ def batches(
 
 
 class Wanted(Dataset[Any]):
-    """What the processes make, by its place."""
+    """The batches that the processes make, by their place."""
 
     def __init__(self, task: Task, make: Callable[..., Any], wanted: Sequence[tuple[Any, ...]]):
         self.task, self.make, self.wanted = task, make, wanted

@@ -72,7 +72,7 @@ def base_of(model: nn.Module) -> str:
 
 
 def plain_name(name: str) -> str:
-    """What a tensor is called in the model without adapters; '' for those of an adapter.
+    """The name of a tensor in the model without adapters; '' for those of an adapter.
 
     >>> plain_name("final.linear.base_layer.weight"), plain_name("final.linear.lora_A.default.weight")
     ('final.linear.weight', '')

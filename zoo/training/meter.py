@@ -1,4 +1,4 @@
-"""What a run measures of itself between two lines of the log: time, tokens, FLOPs, and how long it waited for data."""
+"""Measurements of a run between two lines of the log: time, tokens, FLOPs, and how long it waited for data."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -73,7 +73,7 @@ class Meter:
             self.first, self.sums, self.settled = sums, Sums(), now
 
     def read(self, left: int) -> dict[str, float]:
-        """What there is to record of the steps since the last time; `left`: steps to come. Collective."""
+        """The record of the steps since the last time; `left`: steps to come. Collective."""
         sums = self.sums if self.sums.steps or self.first is None else self.first
         wait = ranks.greatest(sums.waited / sums.seconds)  # of the rank that waited longest
         found = {

@@ -1,4 +1,4 @@
-"""What the trainer does to a model of the zoo before the first step: plan, recompute, compile, weights."""
+"""The preparation of a model of the zoo before the first step: plan, recompute, compile, weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def repeated_stages(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """What keeps its inputs alone, for each value of train.checkpoint_activations, which keep less and less.
+    """The modules that keep their inputs alone, by value of train.checkpoint_activations, most kept first.
 
     A block is what the first `*` of a pattern stands for: one layer with all its stages, or a stage that is one.
     """

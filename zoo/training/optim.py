@@ -1,4 +1,4 @@
-"""What makes a step of the gradients: optimizers, norms, averaged weights."""
+"""The update of the weights: optimizers, gradient norms, averaged weights."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +15,7 @@ from zoo.training.sections import Optim
 
 
 def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
-    """What updates the weights; vectors (biases, scales) are not decayed.
+    """The optimizers of the weights; vectors (biases, scales) are not decayed.
 
     muon makes the update of every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al.,
     2025), and leaves vectors and kernels of convolutions to AdamW. Both are torch's own; its Adafactor takes no sharded

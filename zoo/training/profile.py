@@ -81,7 +81,7 @@ class Profiler:
                 say(f"memory of the same steps: {self._held(found, rank)}")
 
     def _held(self, found: Any, rank: int) -> Path:
-        """What torch knows of memory: of a GPU a snapshot for pytorch.org/memory_viz, of a CPU each operation's."""
+        """torch's record of memory: of a GPU a snapshot for pytorch.org/memory_viz, of a CPU each operation's."""
         if self.device.type == "cuda":
             path = self.directory / f"memory-rank-{rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))

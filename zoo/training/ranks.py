@@ -1,4 +1,4 @@
-"""What the ranks of a run must do together: start, agree, stop."""
+"""The steps that all ranks of a run take together: start, agree, stop."""
 
 import json
 import logging
@@ -293,7 +293,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank received a signal. Asked once a step: the run gets on."""
+        """Tell whether this rank received a signal. Asked once a step: the run gets on."""
         self.progress.count += 1
         return bool(self.name)
 

@@ -69,7 +69,7 @@ def flush(path: Path) -> None:
 
 
 class Summary:
-    """What a checkpoint says of the records before it: how many, and a checksum; taken as they come."""
+    """A checkpoint's summary of the records before it: how many, and a checksum; taken as they come."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
         self.count, self.sum = 0, hashlib.sha256()

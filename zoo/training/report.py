@@ -51,7 +51,7 @@ text { font-size: 12px; fill: #1f2328 } .title { font-weight: 600; font-size: 13
 
 @dataclass
 class Run:
-    """What a run's directory tells."""
+    """A run, as its directory describes it."""
 
     directory: Path
 
@@ -142,7 +142,7 @@ def _results(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _judges(floor: str, key: str) -> bool:
-    """Whether a floor is one of this measure: `x_floor` of the loss, `x_floor_<measure>` of another."""
+    """Tell whether a baseline belongs to this measure: `x_floor` to the loss, `x_floor_<measure>` to another."""
     _, _, of = floor.partition("_floor")
     return (of.removeprefix("_") or "loss") == key.removeprefix("val_")
 

@@ -6,7 +6,7 @@ from zoo.training.sections import Optim
 
 
 def due(every: int, step: int, steps: int) -> bool:
-    """Whether something that happens every so many steps (0: never), and after the last, happens after `step`."""
+    """Tell whether something that happens every so many steps (0: never), and after the last, happens after `step`."""
     return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
 

@@ -9,7 +9,7 @@ from zoo.training.config import Config, to_dict, to_yaml
 
 
 class Sink(Protocol):
-    """What takes the numbers of a step, pictures, and at the end the rest."""
+    """A receiver of the numbers of a step, of pictures, and at the end of the rest."""
 
     def log(self, step: int, record: Mapping[str, Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What the trainer does not know about a run: its data and loss, what is shown of it, what a trained model is for.
+"""A task: a run's data and loss, its pictures, and the use of a trained model, none of which the trainer knows.
 
 A kind of data has two modules of its own, of one name, which `zoo.training.parts.TASKS` gives for each data set:
 
@@ -34,7 +34,7 @@ Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
 
 @dataclass
 class Floor:
-    """What a model has to beat: the loss, or another measure, of something that needs no training, or hardly any."""
+    """A baseline that a model has to beat: the loss, or another measure, of something that hardly needs training."""
 
     key: str  # in the records
     name: str  # for the reader
@@ -155,7 +155,7 @@ class Task(ABC):
         return 0
 
     def batch_tokens(self, bucket: int = 0) -> int:
-        """Of one batch of a bucket, for the throughput."""
+        """The tokens of one batch of a bucket, for the throughput."""
         return self.tokens * self.config.train.batch
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
@@ -220,7 +220,7 @@ class Show:
                 raise UserError(f"sample.every={self.config.sample.every}: {where} has no method {name}; set it to 0")
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:
-        """What the model makes, always from the same noise or inputs; called on every rank."""
+        """The model's samples, always from the same noise or inputs; called on every rank."""
         raise NotImplementedError
 
     def write(self, samples: Any, path: Path) -> Mapping[str, float]:

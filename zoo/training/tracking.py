@@ -47,7 +47,7 @@ def open_run(config: Config, owner: Owner) -> Path:
 
 
 def changes(directory: Path, config: Config) -> list[str]:
-    """What differs from the configuration that the run in `directory` had, as 'key: before -> now'."""
+    """The differences to the configuration that the run in `directory` had, as 'key: before -> now'."""
     try:
         before = {key: value for key, value, _ in leaves(load([str(directory / "config.yaml")]))}
     except UserError:  # it was written by another version
@@ -111,7 +111,7 @@ class Tracker:
 
 
 def higher(key: str) -> bool:
-    """Whether more of a measure is better: of losses and distances less is, of what else there is more."""
+    """Tell whether more of a measure is better: of losses and distances less is, of all others more."""
     return "loss" not in key and "distance" not in key
 
 

@@ -62,7 +62,7 @@ def restored(task: Task, directory: Path, step: int | None, device: torch.device
 
 
 def load_model(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
-    """What the task infers with, with the weights of a checkpoint, shared by all ranks."""
+    """The module that the task infers with, with the weights of a checkpoint, shared by all ranks."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
     predictor = task.predictor(restored(task, directory, step, device, averaged))
     user_error(dsp.parallelize, predictor, mesh["sp"])
@@ -82,7 +82,7 @@ def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., No
 
 
 def arguments(parser: ArgumentParser, infer: Infer, out: Path) -> None:
-    """What infer.py can be told about a run, and `Run.sample` by the same names."""
+    """The options of infer.py for a run, which `Run.sample` takes by the same names."""
     parser.add_argument("--out", type=Path, default=out, help="directory for the results")
     parser.add_argument(
         "--weights", choices=("averaged", "last"), default="averaged",
@@ -109,7 +109,7 @@ class Run:
         self.files: list[Path] = []
 
     def sample(self, *files: str | Path, **options: Any) -> Any:
-        """What infer.py makes with these options, such as ``label=[3, 7], frames=16`` or, of proteins, files.
+        """Make samples with these options, such as ``label=[3, 7], frames=16`` or, of proteins, files.
 
         Clips are (n c t y x) uint8, images (n c h w), predictions of proteins a list; on rank 0, None elsewhere. The
         files that infer.py writes are written too, under `out`, and named in `files`. A UserError names a wrong option.

@@ -1,4 +1,4 @@
-"""What the ranks of a run know of each other besides what they compute: who lives, who gets on, who met an error.
+"""The watch that ranks keep on each other outside of torch: who lives, who gets on, who met an error.
 
 Every rank has a connection to rank 0, outside of torch, and a thread that says once a second how far the rank is. So a
 process that ends is seen at once, by its connection; one that is stopped, by its silence; one that hangs, by a count of
@@ -79,7 +79,7 @@ class Peer:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[Mapping[str, Any]]:
-        """What came since; at last `{"end": True}`, once the connection is closed."""
+        """The messages since the last call; at last `{"end": True}`, once the connection is closed."""
         try:
             data = self.socket.recv(1 << 16)
         except (BlockingIOError, InterruptedError, TimeoutError):
@@ -147,7 +147,7 @@ class Watch:
             self._end(f"error on rank {self.rank}: {text}", status)
 
     def verdict(self, seconds: float) -> bool:
-        """Whether, within so long, another rank is to blame for what this one met; then it has been printed."""
+        """Tell whether, within so long, another rank is to blame for what this one met; then it has been printed."""
         self.mine.set()
         return self.known.wait(seconds)
 
@@ -265,7 +265,7 @@ class Watch:
 
 
 def own_code(file: str) -> bool:
-    """Whether a file is one of this project's."""
+    """Tell whether a file is one of this project's."""
     name = Path(os.path.relpath(file, HOME) if os.path.isabs(file) else "..")
     return name.parts[0] in OWN and name.name not in ("watch.py", "ranks.py")
 

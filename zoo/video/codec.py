@@ -52,7 +52,7 @@ TILE = 512  # pixels a side of what is decoded at once, where nobody says otherw
 
 
 class Encoding(nn.Module):
-    """What encodes a batch of videos (b c t h w), or of images (b c h w), as a module: ranks may share its work."""
+    """The encoder of a batch of videos (b c t h w), or of images (b c h w), as a module: ranks may share its work."""
 
     def __init__(self, module: Any):
         super().__init__()
@@ -63,7 +63,7 @@ class Encoding(nn.Module):
 
 
 class Decoding(Encoding):
-    """What decodes them."""
+    """The decoder of latents, as such a module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module.decode(x).sample

@@ -186,7 +186,7 @@ class Fork(nn.Module):
 
 
 def modulations(cond: Tensor, dim: int, *rows: int) -> list[Tensor]:
-    """What each stage of a block is told: its own rows of adaLN-single's (b k), or all of the embedding (b dim)."""
+    """The modulation of each stage of a block: its rows of adaLN-single's (b k), or the embedding (b dim)."""
     if cond.shape[-1] == dim:
         return [cond] * len(rows)
     return list(cond.split([n * dim for n in rows], dim=-1))

@@ -95,7 +95,7 @@ class VideoFeatures:
         return norm(tokens.mean(1)) if norm is not None else tokens[:, 0]
 
     def prepared(self, clips: Tensor) -> Tensor:
-        """What the network is fed: (n t 3 h w) of its frames and size, normalised."""
+        """The network's input: (n t 3 h w) of its frames and size, normalised."""
         config = self.model.config
         frames = torch.linspace(0, clips.shape[2] - 1, config.num_frames).round().long()
         x = clips[:, :, frames].to(self.device).float().expand(-1, 3, -1, -1, -1) / 255
@@ -125,7 +125,7 @@ class FrameProbe:
         return torch.from_numpy(self.machine.predict(_rows(clips))).view(len(clips), clips.shape[2])
 
     def shares(self, clips: Tensor, labels: Sequence[int]) -> dict[str, float]:
-        """What share of the frames, and of the clips by vote, shows the class that was asked for."""
+        """The share of the frames, and of the clips by vote, that show the class that was asked for."""
         seen, asked = self(clips), torch.tensor(labels)
         return {
             "frames recognised": (seen == asked[:, None]).double().mean().item(),

@@ -109,7 +109,7 @@ def library(name: str) -> Any:
 
 
 def sha256(files: Sequence[Path]) -> str:
-    """Of the names, sizes and contents of files."""
+    """A digest of the names, sizes and contents of files."""
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.name} {path.stat().st_size}\n".encode())

@@ -47,7 +47,7 @@ class Config(ScanConfig):
 
 
 def to_previous(x: Tensor) -> Tensor:
-    """What leads from each position of (b n c) to the one before it, from the first to zero: the token shift."""
+    """The token shift: from each position of (b n c) to the one before it, from the first to zero."""
     return F.pad(x, (0, 0, 1, -1)) - x
 
 

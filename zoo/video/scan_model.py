@@ -1,4 +1,4 @@
-"""What the video models of scans share: residual blocks that scan each frame, or each patch through time, in turn.
+"""The video models of scans: residual blocks that scan each frame, or each patch through time, in turn.
 
 ``order`` "st" alternates the two; "sst" scans space twice, then time. The models differ in their mixers.
 

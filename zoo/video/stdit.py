@@ -198,7 +198,7 @@ def make_layer(config: Config, first: bool) -> Layer | Pair:
 
 
 class Told(nn.Module):
-    """What the model is told of the video, to be added to the timestep's embedding: (b c) over space, (b c) over time.
+    """The conditions of the video, added to the timestep's embedding: (b c) over space, (b c) over time.
 
     v2: height, width and aspect ratio over space, length and frame rate over time. v3: the frame rate over both.
     """

@@ -148,7 +148,7 @@ class ImageAttention(CrossAttention):
 
 
 class Update(nn.Module):
-    """What follows self-attention ``y`` (b n h e): its residual on the stream (b n c), attention to text, the MLP."""
+    """The rest of a block after self-attention ``y`` (b n h e): its residual, attention to text, the MLP."""
 
     def __init__(self, dim: int, heads: int, mlp: int, image: bool = False):
         super().__init__()

@@ -207,7 +207,7 @@ def written(mesh: DeviceMesh, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
 def test_writing_into_a_part_is_an_error(ranks, method: str) -> None:
-    """What a stage is given after a switch is a copy: what it wrote there would be lost."""
+    """A stage's argument after a switch is a copy: a write into it would be lost."""
     ranks(written, 4, method)
 
 

@@ -98,7 +98,7 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
 
 @pytest.mark.slow
 def test_large_tensors_switch_alone(ranks) -> None:
-    """Of x, y and the mask x is too large to share: two calls, in the plan as in the run."""
+    """x is too large to share a switch with y and the mask: two calls, in the plan as in the run."""
     shape = 1, 160, 128
     for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
         assert counted == planned

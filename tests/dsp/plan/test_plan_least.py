@@ -67,7 +67,7 @@ class Alignment(nn.Module):
     ("n", "batch", "most"), [(2, 2, 0), (2, 4, 0), (3, 3, 0), (2, 3, 0.34), (3, 2, 0.21)]
 )  # of activations, for two layers: the tokens that are numbered before they are told apart by batch switch to it
 def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, batch: int, most: float) -> None:
-    """What an operation returns is named after the operand whose cut it carries on: not all its dims are batch.
+    """A result is named after the operand whose cut it carries on: not all its dims are batch.
 
     Where the batch does not divide, no fold with it keeps it: it comes back, by name, where the fold is taken apart.
     """

@@ -43,7 +43,7 @@ class Unnamed(nn.Module):
 
 
 class Shaped(nn.Module):
-    """What is made of rows takes the shape of samples, as many as there are rows."""
+    """A result of rows that takes the shape of samples, as many as there are rows."""
 
     def __init__(self) -> None:
         super().__init__()

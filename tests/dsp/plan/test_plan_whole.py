@@ -1,4 +1,4 @@
-"""What runs whole on every rank is said: which operation, what it costs, and the line of stages that would help."""
+"""Work that runs whole on every rank is said: the operation, its cost, and the line of stages that would help."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None 
 
 
 def test_a_fold_that_is_opened_is_switched_once(ranks) -> None:
-    """Of 2 samples on 3 ranks, for both recurrences: no cut of the fold looks like one of its samples."""
+    """2 samples on 3 ranks, for both recurrences: no cut of the fold looks like one of its samples."""
     results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
     for own, promised, plan, told in results:
         assert own == promised
@@ -272,7 +272,7 @@ def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
 
 
 def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = False, stop: bool = True) -> Any:
-    """What this rank sent by phase, what its plan says, and what was said of three steps."""
+    """The traffic of this rank by phase, that of its plan, and what was said of three steps."""
     model = dsp.parallelize(Two(), mesh, gather_output=False)
     x = torch.randn(1, 5, 7, toys.C, generator=torch.Generator().manual_seed(0))
 

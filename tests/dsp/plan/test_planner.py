@@ -260,7 +260,7 @@ def test_a_long_search_is_cut_short(monkeypatch):
 
 
 def test_a_cut_search_finds_what_fits(monkeypatch):
-    """Of what it keeps, half is light: a plan that fits is found though it is not the best."""
+    """Half of the plans that it keeps are light: one that fits is found though it is not the best."""
     problem = u_net(2)
     free = solve(problem)
     tight = replace(problem, capacity=free.peak * 9 // 10)

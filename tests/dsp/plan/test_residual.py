@@ -1,4 +1,4 @@
-"""What it costs to switch a residual stream, or its branches: by hand, and from models."""
+"""The cost of switching a residual stream, or its branches: by hand, and from models."""
 
 from __future__ import annotations
 

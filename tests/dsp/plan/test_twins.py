@@ -131,7 +131,7 @@ class View(nn.Module):
 
 
 class InPlace(nn.Module):
-    """What comes out of a stage is no leaf: the next may write to it."""
+    """A stage's result is no leaf: the next stage may write to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ ENDS = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, *rest: Any, scale: Any = None) -> Any:
-    """Of (total h d): each sample by itself, and the logarithm of its sum of exponentials, (h total)."""
+    """Attention of (total h d), each sample by itself, and the logarithm of its sum of exponentials, (h total)."""
     each = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(each, 1) for t in (k, v))
     of = [torch.bucketize(torch.arange(len(t)), ends[1:], right=True) for t, ends in ((q, q_ends), (k, k_ends))]

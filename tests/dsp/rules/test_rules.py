@@ -1,4 +1,4 @@
-"""What a rule must not refuse: along how many dims it takes an operation. That it is right test_prover.py shows."""
+"""The dims along which a rule has to take an operation. That it is right test_prover.py shows."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ WITH_SIZES = "dsp.moves", "dsp.plan.program", "dsp.plan.traffic"  # they ask whe
 
 
 def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part], Tensor]) -> Tensor:
-    """What comes late for certain: until it is waited for there are no numbers."""
+    """A switch that surely comes late: until it is waited for there are no numbers."""
     made = launch(run, part)
     with torch._C.DisableTorchFunction():
         room = made.data

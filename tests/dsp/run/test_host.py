@@ -1,4 +1,4 @@
-"""What the host language lets go wrong: ranks that are told different things, threads, copies, tests of a type."""
+"""Mistakes that the host language allows: ranks told different things, threads, copies, tests of a type."""
 
 from __future__ import annotations
 

@@ -631,7 +631,7 @@ def test_a_run_that_left_its_plan_is_exact_where_a_rank_holds_no_head(ranks) -> 
 
 
 class Kept:
-    """What a caller hands over for a model to write into, such as a cache of keys: what it has seen, and how many."""
+    """An object that a caller hands over for a model to write into, such as a cache of keys, with a count."""
 
     def __init__(self) -> None:
         self.seen, self.rows = 0, list[Tensor]()

@@ -1,4 +1,4 @@
-"""What a model keeps between calls and writes into, such as a cache of keys: sharded, and exact for all chunks."""
+"""State that a model keeps between calls and writes into, such as a cache of keys: sharded, exact for all chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, DIM, ROOM = 3, 4, 40
 
 
 class Attention(nn.Module):
-    """Of a chunk of frames over all so far; their keys and values stay in `kept`, made at the first chunk."""
+    """Attention of a chunk of frames over all so far; keys and values stay in `kept`, made at the first chunk."""
 
     def __init__(self, keep: str) -> None:
         super().__init__()

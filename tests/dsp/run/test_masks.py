@@ -1,4 +1,4 @@
-"""What a boolean mask writes into a sharded tensor: exact, and without communication where the mask lies as it does."""
+"""Writes by a boolean mask into a sharded tensor: exact, without communication where the mask lies as it does."""
 
 from __future__ import annotations
 

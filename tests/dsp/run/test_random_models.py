@@ -625,7 +625,7 @@ def forward(self, x: (b, t, s, c)):
 
 
 def test_reading_memory_as_it_lies_is_refused(ranks) -> None:
-    """Of what is gathered it lies otherwise than on one process."""
+    """A gathered tensor lies otherwise in memory than on one process."""
     (verdict,) = Judge(ranks)([STRIDED], 3)
     assert verdict.kind == "refused", verdict
     assert "as_strided() between stages" in verdict.reason

@@ -78,7 +78,7 @@ def test_frame_ranges():
 
 
 def check_dataset(data) -> Tensor:
-    """What every data set promises: shape, range, purity, and that a range of frames is the slice of the clip."""
+    """The promises of every data set: shape, range, purity, and that a range of frames is the slice of the clip."""
     clip = data.clip(1, 2)
     x = clip["x"]
     assert x.shape == (data.shape[0], data.frames, *data.shape[1:])
@@ -335,7 +335,7 @@ def test_frames_are_scaled_to_cover_and_cut(tmp_path):
 
 
 def test_a_rotation_tag_is_obeyed(tmp_path):
-    """What phones write: the pixels lie on their side and a matrix says how to turn them."""
+    """Phones write pixels on their side, and a matrix that says how to turn them."""
     write(tmp_path / "plain.mp4", "libx264", n=2)
     write(tmp_path / "turned.mp4", "libx264", n=2, rotation=90)
     plain = decode_all(tmp_path / "plain.mp4")[0]

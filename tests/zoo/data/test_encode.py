@@ -137,7 +137,7 @@ def clipped(mesh, path: Path, latent: torch.Tensor, expect: torch.Tensor, tile: 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_encode_and_decode_a_clip_together(clips, encoders, tmp_path, whole_world, n):
-    """What one rank cannot hold: the clips and the latents of one process, to rounding."""
+    """Clips that one rank cannot hold: the clips and latents of one process, to rounding."""
     options = ["--vae", encoders / "wan", "--clips-per-video", 1]
     alone, out = tmp_path / "alone", tmp_path / "out"
     assert run(clips, alone, encoders, *options, buckets=["9x16x24"]) == 0

@@ -105,7 +105,7 @@ def test_every_split_keeps_a_clip_of_every_shape_to_train_on(tmp_path):
 
 
 def test_an_epoch_goes_through_all_shards_in_no_order(tmp_path):
-    """What stands in the place of a shuffle buffer: neighbours in a batch are seldom neighbours on the disk."""
+    """In place of a shuffle buffer: neighbours in a batch are seldom neighbours on the disk."""
     folder = LatentFolder(latent_folder(tmp_path / "data", {(5, 4, 6): 60}))
     clips = folder.clips[0]
     assert len({entry.shard for entry in clips}) >= 20

@@ -508,7 +508,7 @@ def test_a_bad_file_is_skipped_with_one_line_whatever_it_raises(tmp_path, monkey
 
 
 def test_other_tables_are_not_held(tmp_path):
-    """What is not read of an mmCIF takes no memory, and what repeats is held once."""
+    """Unread tables of an mmCIF take no memory, and repeated ones are held once."""
     text = gzip.decompress((STRUCTURES / "1A8O.cif.gz").read_bytes()).decode()
     (tmp_path / "large.cif").write_text(text + "loop_\n_x.a\n_x.b\n" + "123456 abcdefgh\n" * 20_000)
     table = structure._Table(io.StringIO((tmp_path / "large.cif").read_text()))

@@ -194,7 +194,7 @@ _LOWER, _SKIP = 254, 253
 
 
 def _classes(rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Of all characters of all rows, one after another, what they are; and the row that each belongs to."""
+    """The class of each character of all rows, one row after another; and the row that each belongs to."""
     raw = "".join(rows).encode("latin-1", "replace")
     letters = np.frombuffer(raw, np.uint8)
     classes = encode(raw)

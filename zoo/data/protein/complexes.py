@@ -77,7 +77,7 @@ def as_a3m(protein: Protein) -> str:
 
 
 def _places(protein: Protein) -> dict[int, np.ndarray]:
-    """Of each entity the residues [copies, residues]."""
+    """The residues of each entity [copies, residues]."""
     found = {}
     for entity in range(int(protein.entity_id.max()) + 1):
         copies = np.unique(protein.asym_id[protein.entity_id == entity])
@@ -94,7 +94,7 @@ def _entity(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:
-    """Whether they are one sequence; X, on either side, is anything."""
+    """Tell whether they are one sequence; X, on either side, is anything."""
     if query.shape != sequence.shape:
         return False
     return bool(((query == sequence) | (query == UNKNOWN) | (sequence == UNKNOWN)).all())

@@ -45,7 +45,7 @@ class EmbeddedProteins:
 
 
 def sources() -> dict[str, str]:
-    """Of each structure the package that it was taken from, and the file there."""
+    """The package and the file that each structure was taken from."""
     return dict(zip(_arrays()["name"].tolist(), _arrays()["source"].tolist()))
 
 

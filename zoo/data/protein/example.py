@@ -1,4 +1,4 @@
-"""What a model is trained on: a crop of a protein, some rows of its alignment, some of their letters hidden.
+"""A training example: a crop of a protein, some rows of its alignment, some of their letters hidden.
 
 All that is drawn comes from one `torch.Generator`, so an example is a pure function of its seed. Letters: s rows of the
 alignment, t of the extra one, r residues, i j the residues of a pair.
@@ -127,7 +127,7 @@ class Example:
         }
 
     def single(self) -> dict[str, Tensor]:
-        """What is known of each residue: `sequence`, `residue_index`, `asym_id` [r] int64 and `mask` [r] bool."""
+        """The features of each residue: `sequence`, `residue_index`, `asym_id` [r] int64 and `mask` [r] bool."""
         protein, missing = self.protein, self.residues - len(self.protein)
         values = {
             "sequence": (torch.from_numpy(protein.msa[0].astype(np.int64)), UNKNOWN),
@@ -174,7 +174,7 @@ class Example:
         return {"couplings": F.pad(told, (0, 0, 0, self.residues - told.shape[1], 0, len(rows) - len(told)))}
 
     def _along(self, around: int) -> np.ndarray:
-        """Of each residue those from `around` before it along its chain to as many behind [r, 2 around + 1].
+        """For each residue those from `around` before it along its chain to as many behind [r, 2 around + 1].
 
         The number of residues stands for one that is not there.
         """

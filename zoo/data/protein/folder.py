@@ -72,7 +72,7 @@ def read_protein(
 
 
 def reason(error: Exception) -> str:
-    """What a reader of files says, or that a parser stumbled."""
+    """The message of a reader's error, or that a parser stumbled."""
     return str(error) if isinstance(error, ValueError | OSError) else f"damaged: {type(error).__name__}: {error}"
 
 

@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
 
 
 def alike(a: Protein, b: Protein) -> bool:
-    """Whether a chain of one is a relative of a chain of the other."""
+    """Tell whether a chain of one is a relative of a chain of the other."""
     aligner = PairwiseAligner(mode="local", open_gap_score=-11, extend_gap_score=-1)
     aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
     for x in sequences(a):

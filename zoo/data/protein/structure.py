@@ -245,7 +245,7 @@ class _Unread(list[str]):
 
 
 class _Table(MMCIF2Dict):
-    """Of a file with other large tables, or with many columns, only what is read."""
+    """The columns that are read, of a file with other large tables or with many columns."""
 
     def __setitem__(self, key: str, value: list[str]) -> None:
         if len(self) > MOST_NAMES:

@@ -1,1 +1,1 @@
-"""What is shown of a model: samples during a run, what it has to beat, and what infer.py makes with it."""
+"""The pictures of a model: samples during a run, its baselines, and what infer.py makes with it."""

@@ -29,7 +29,7 @@ class Clips:
 
 
 class Pixels:
-    """What stands for the autoencoder where a model works on pixels."""
+    """The stand-in for an autoencoder where a model works on pixels."""
 
     factor, causal = (1, 1, 1), False
 

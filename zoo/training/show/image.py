@@ -1,4 +1,4 @@
-"""What is shown of an image model: images drawn value by value, and the bits of histograms; and what infer.py draws."""
+"""The pictures of an image model: images drawn value by value, the bits of histograms; and what infer.py draws."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence

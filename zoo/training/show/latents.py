@@ -1,4 +1,4 @@
-"""What is shown of a video model on latents, and what infer.py makes: captions are embedded, latents decoded."""
+"""The pictures of a video model on latents, and of infer.py: captions are embedded, latents decoded."""
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What infer.py's options cannot be, whatever the task."""
+"""The checks of infer.py's options, whatever the task."""
 
 import math
 import os

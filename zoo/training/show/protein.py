@@ -1,4 +1,4 @@
-"""What is shown of a protein model: contacts of held-out proteins; and what infer.py predicts from files."""
+"""The pictures of a protein model: contacts of held-out proteins; and what infer.py predicts from files."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
@@ -76,7 +76,7 @@ class Show(task.Show):
     task: Task
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> list[Predicted]:
-        """What the model says of held-out proteins, some letters hidden as in validation."""
+        """Predict held-out proteins, some letters hidden as in validation."""
         made, chosen = [], self.task.validation_examples(self.config.sample.proteins)
         for i, example in enumerate(chosen):
             drawn = example()
@@ -230,7 +230,7 @@ class Infer(task.Infer):
     def predict(
         self, model: Callable[..., Any], protein: Protein, rows: int, options: Namespace, device: torch.device
     ) -> Predicted:
-        """What the model says from so many rows; fewer are among the more, if only the number differs."""
+        """Predict from so many rows; fewer are among the more, if only the number differs."""
         protein = self.show.task.told(protein, (protein.name, protein.sequence, len(protein.msa)))
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         example = draw(protein, "inference", options.seed, **sizes, share=0)

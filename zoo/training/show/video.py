@@ -1,4 +1,4 @@
-"""What is shown of a video model: clips drawn from noise, and the floor of a linear denoiser; and what infer.py draws.
+"""The pictures of a video model: clips drawn from noise, a linear denoiser as baseline; and what infer.py draws.
 
 A training run, every now and then, draws clips of the classes or captions of real ones, and shows each under the real
 one; infer.py draws what it is asked for. Letters: n clips, c channels, t frames, h w height and width in latent cells
@@ -55,7 +55,7 @@ class Show(task.Show):
     task: Task
 
     def codec(self, path: Path | None, device: torch.device) -> Any:
-        """What decodes the model's clips: `Pixels`, or the autoencoder at `path` (None: where the data says)."""
+        """The decoder of the model's clips: `Pixels`, or the autoencoder at `path` (None: where the data says)."""
         return Pixels(self.task.channels)
 
     def ready(self) -> None:
@@ -129,7 +129,7 @@ class Show(task.Show):
 
     @cached_property
     def probe(self) -> FrameProbe:
-        """What tells classes apart: fitted to single frames of training clips."""
+        """The classifier of classes: fitted to single frames of training clips."""
         data, frames = self.task.train, self.task.clip[0]
         chosen = ((i % len(data), i // len(data), range(i % frames, i % frames + 1)) for i in range(PROBE_FRAMES))
         return FrameProbe(data.clip(*one) for one in chosen)
@@ -188,7 +188,7 @@ class Show(task.Show):
 
 
 def columns(n: int) -> int | None:
-    """Of a grid of n whose rows are full, if there is one."""
+    """The columns of a grid of n whose rows are full, if there is one."""
     return max((columns for columns in range(2, 9) if n % columns == 0), default=None)
 
 

@@ -1,1 +1,1 @@
-"""What runs train on: data, batches, and the loss of the model on them."""
+"""The tasks: data, batches, and the loss of the model on them."""

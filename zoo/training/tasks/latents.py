@@ -75,7 +75,7 @@ class Task(video.Task):
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """What the folder is of; None without one, in a dry run."""
+        """The manifest of the folder; None without one, in a dry run."""
         path = self.config.data.path
         return None if path is None else user_error(read_manifest, Path(path), prefix="data: ")
 
@@ -193,7 +193,7 @@ class Task(video.Task):
         return {"x": self.part("x", x, frames), **self.tell(folder, entries, drop)}
 
     def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
-        """What the model takes beside these clips: their captions, the empty one where `drop`, and their sizes (b)."""
+        """The conditions of these clips: their captions, the empty one where `drop`, and their sizes (b)."""
         told: dict[str, Tensor] = {}
         if "context" in self.takes:
             captions = [folder.caption(None if dropped else entry) for entry, dropped in zip(entries, drop)]
@@ -210,12 +210,12 @@ class Task(video.Task):
 
 
 def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
-    """What the noise of a sample is drawn from: its clip's name, so that it stays when other clips are added."""
+    """The seed of a sample's noise: its clip's name, so that it stays when other clips are added."""
     return [hash_seed("clip", entry.name, epoch) for entry, epoch in zip(entries, epochs)]
 
 
 def sizes_told(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
-    """What a model can be told of a clip beside its caption: frames and pixels, not latent cells."""
+    """The conditions of a clip beside its caption: frames and pixels, not latent cells."""
     rate = fps if frames > 1 else _IMAGE_FPS
     sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": rate}
     return {name: float(size) for name, size in sizes.items()}

@@ -236,7 +236,7 @@ class Task(task.Task):
         return replace(protein, couplings=self._couplings[known_as])
 
     def _inputs(self, examples: Sequence[Example], recycles: int) -> Inputs:
-        """What this rank holds of a batch."""
+        """This rank's part of a batch."""
 
         def stacked(of: Callable[[Example], dict[str, Tensor]]) -> dict[str, Tensor]:
             parts = [of(example) for example in examples]

@@ -151,7 +151,7 @@ class Task(task.Task):
 
     @property
     def masked(self) -> bool:
-        """Whether samples are trained with clean frames among the noised ones."""
+        """Tell whether samples are trained with clean frames among the noised ones."""
         return self.config.objective.first_frame + self.config.objective.random_frames > 0
 
     @property
@@ -160,7 +160,7 @@ class Task(task.Task):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a frame."""
+        """The shape of a frame."""
         return self.channels, *self.clip[1:]
 
     def open(self) -> None:
@@ -222,12 +222,12 @@ class Task(task.Task):
                 raise UserError(f"objective.{other[0]} is an option of objective.name={name}, not of {options.name}")
 
     def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
-        """What the model, which takes `inputs`, has to fit: channels, classes and channels of captions (0: none)."""
+        """The data that the model, which takes `inputs`, has to fit: channels, classes, caption channels (0: none)."""
         data = self.config.data
         return data.channels, data.classes, data.caption_channels
 
     def tokens_of(self, clip: tuple[int, int, int]) -> int:
-        """Of a clip (t h w)."""
+        """The tokens of a clip (t h w)."""
         return prod(ceil(n / p) for n, p in zip(clip, self.patch))
 
     def objective(self, model: nn.Module) -> nn.Module:
@@ -249,7 +249,7 @@ class Task(task.Task):
         return self._example(b, self.clip) | self.told(torch.zeros(b, dtype=torch.long), self.clip)
 
     def _example(self, batch: int, clip: tuple[int, int, int]) -> dict[str, Tensor]:
-        """What the objective takes of `batch` clips beside what its model is told."""
+        """The objective's arguments for `batch` clips beside the conditions of its model."""
         shape = (batch, self.channels, *clip)
         inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(batch)}
         if self.config.objective.name == "iddpm":
@@ -273,7 +273,7 @@ class Task(task.Task):
         return seeded_uniform(seed, step, ids, name="label") < share_dropped
 
     def _random(self, objective: Any, step: int, ids: Sequence[int], clip: tuple[int, int, int]) -> Inputs:
-        """What is drawn for training samples of one shape: noise, its level, which frames have none."""
+        """Random numbers of training samples of one shape: noise, its level, which frames have none."""
         (frames, *size), options = clip, self.config.objective
         seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
@@ -320,7 +320,7 @@ class Task(task.Task):
         return {"x": self.part("x", x, self.clip[0]), **self.told(labels, self.clip)}
 
     def told(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
-        """What the model takes beside clips of one shape and of these classes (b), `num_classes` for none."""
+        """The conditions of clips of one shape and of these classes (b), `num_classes` for none."""
         (frames, height, width), told = clip, {"label": labels}
         if "context" in self.takes:
             told["context"], told["context_mask"] = spell(labels)

@@ -1,0 +1,20 @@
+"""The style of docstrings: they begin with a noun or an imperative verb."""
+
+import ast
+import re
+
+from tests.support.paths import ROOT
+
+FOLDERS = ("dsp", "zoo", "tests", "tools", "benchmarks")
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))] + sorted(ROOT.glob("*.py"))
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            if text and re.match(r"(What|Whether|Of)\b", text):
+                found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
