@@ -61,11 +61,13 @@ MOST_COUNT = {"train.seed": 2**63 - 1, "data": 2**20}  # of a key or a section; 
 
 @dataclass
 class Config:
-    name: str | None = option(None, "name of the run; null for the name of the file")
-    runs_dir: str = option("runs", "the run's files go to <runs_dir>/<name>/")
-    resume: bool = option(False, "continue the run of this name from its latest sound checkpoint")
-    dry_run: bool = option(False, "print the plan, memory, bytes and time (hardware.device) a rank; allocates nothing")
-    task: str | None = option(None, "what trains on the data, or your own package.module; null: what suits data.name")
+    name: str | None = option(None, "name of the run; null: the name of the file")
+    runs_dir: str = option("runs", "folder of runs; files go to <runs_dir>/<name>/")
+    resume: bool = option(False, "continue the run of this name from its latest intact checkpoint")
+    dry_run: bool = option(False, "print plan, memory, bytes and (with hardware.device) time a rank; allocate nothing")
+    task: str | None = option(
+        None, "task that trains on the data, or your own package.module; null: the one of data.name"
+    )
     model: Model = field(default_factory=Model)
     init: Init = field(default_factory=Init)
     lora: Lora = field(default_factory=Lora)

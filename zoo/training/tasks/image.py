@@ -31,21 +31,21 @@ DATA: dict[str, type] = {"digit_images": Digits}
 
 @dataclass
 class Objective:
-    name: str = option("bits_per_dim", "the loss: minus the log-likelihood, in bits a value", choices=("bits_per_dim",))
+    name: str = option("bits_per_dim", "loss: negative log-likelihood in bits a value", choices=("bits_per_dim",))
 
 
 @dataclass
 class Eval:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     images: int = option(96, "validation images, the same at every validation", least=1)
-    floors: bool = option(False, "also fit histograms to the data, for comparison")
+    floors: bool = option(False, "also report histograms fitted to the data, as a baseline")
 
 
 @dataclass
 class Sample:
     every: int = option(0, "steps between sampled images; 0 for none", least=0)
-    images: int = option(10, "images sampled, from the same noise every time", least=1)
-    temperature: float = option(1.0, "1 draws from what was learned, less from its likelier part", least=0)
+    images: int = option(10, "images to sample, always from the same noise", least=1)
+    temperature: float = option(1.0, "sampling temperature; below 1 favours likely values", least=0)
 
 
 class Task(task.Task):

@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 @dataclass
 class Latents:
     classes: ClassVar[int | None] = None
-    name: str = option("latent_folder", "latents and text embeddings under one folder, which zoo.video.encode made")
+    name: str = option("latent_folder", "folder of latents and text embeddings, written by zoo.video.encode")
     path: str | None = option(None, "the folder; required", file=True)
-    buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; none for all there are")
-    balance: bool = option(False, "more samples a batch of smaller shapes, as many as have the cells of the largest")
-    verify: bool = option(False, "read every shard once at the start, and compare it with its checksum")
+    buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; empty: all in the folder")
+    balance: bool = option(False, "give smaller shapes larger batches, up to the cells of the largest shape")
+    verify: bool = option(False, "compare every shard with its checksum at the start")
     validation: float = option(0.05, "share of the clips held out for validation, in whole videos", least=0, most=1)
 
 
@@ -62,7 +62,7 @@ DATA: dict[str, type] = {"latent_folder": Latents}
 @dataclass
 class Sample(video.Sample):
     vae: str | None = option(
-        None, "folder of the autoencoder that decodes them; null for where the manifest says", file=True
+        None, "folder of the autoencoder that decodes samples; null: the one in the manifest", file=True
     )
 
 

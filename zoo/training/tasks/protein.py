@@ -37,16 +37,18 @@ _COUPLINGS_KEPT = 1024  # proteins whose couplings are kept
 class Synthetic:
     name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
     residues: int = option(48, "residues of a family", least=8)
-    rows: int = option(32, "rows of its alignment that a sample has", least=1)
-    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
+    rows: int = option(32, "alignment rows in a sample", least=1)
+    extra_rows: int = option(0, "additional rows for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
     families: int = option(512, "families for training", least=1)
-    depth: int = option(64, "rows drawn of each", least=1)
+    depth: int = option(64, "alignment rows drawn for each family", least=1)
     coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
-    kinds: bool = option(False, "families of many kinds: other laws, strengths and depths; relatives, gaps, insertions")
-    without: list[str] = option([], "structures that are not used: relatives of what the model is to be judged on")
-    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
-    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
+    kinds: bool = option(False, "vary the families: laws, strengths, depths, relatives, gaps, insertions")
+    without: list[str] = option([], "structures to leave out, such as relatives of the test proteins")
+    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
+    around: int = option(
+        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
+    )
 
 
 @dataclass
@@ -55,12 +57,14 @@ class Embedded:
         "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
     )
     residues: int = option(128, "residues of a crop", least=8)
-    rows: int = option(1, "rows of the alignment; there is one", least=1)
-    extra_rows: int = option(0, "further rows, for a model with an extra alignment; they are all padding", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
-    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
-    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
-    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
+    rows: int = option(1, "alignment rows; there is one", least=1)
+    extra_rows: int = option(0, "additional rows for a model with an extra alignment; all padding", least=0)
+    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
+    crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
+    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
+    around: int = option(
+        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
+    )
 
 
 @dataclass
@@ -68,13 +72,15 @@ class Folder:
     name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
     path: str | None = option(None, "the folder; required", file=True)
     residues: int = option(256, "residues of a crop", least=8)
-    rows: int = option(128, "rows of the alignment that a sample has", least=1)
-    extra_rows: int = option(0, "further rows, for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters to be guessed", least=0.01, most=1)
-    crop: str = option("contiguous", "how long proteins are cut", choices=("contiguous", "spatial"))
+    rows: int = option(128, "alignment rows in a sample", least=1)
+    extra_rows: int = option(0, "additional rows for a model with an extra alignment", least=0)
+    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
+    crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
-    couplings: bool = option(False, "tell the model what direct couplings of the whole alignment say of each pair")
-    around: int = option(0, "and of the pairs around it, so many residues either way along both chains", least=0)
+    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
+    around: int = option(
+        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
+    )
 
 
 class Data(task.Data, Protocol):
@@ -93,25 +99,25 @@ DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Emb
 
 @dataclass
 class Objective:
-    name: str = option("alphafold", "masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",))
-    contacts: float = option(
-        0.0, "weight of what the distances say of contact, of pairs 12 residues apart and more", least=0
+    name: str = option(
+        "alphafold", "loss: masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",)
     )
-    recycles: int = option(0, "most further passes, each from what the last one made; a step draws 0 to all", least=0)
+    contacts: float = option(0.0, "weight of a contact loss, on pairs at least 12 residues apart", least=0)
+    recycles: int = option(0, "maximum number of recycling passes; each step draws a number up to it", least=0)
 
 
 @dataclass
 class Eval:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     proteins: int = option(16, "validation samples, the same at every validation", least=1)
-    floors: bool = option(False, "also report what needs no model: frequencies, and mutual information")
+    floors: bool = option(False, "also report baselines without a model: frequencies and mutual information")
 
 
 @dataclass
 class Sample:
-    every: int = option(0, "steps between predictions whose contacts are judged and drawn; 0 for none", least=0)
-    proteins: int = option(16, "held-out proteins predicted, the same every time", least=1)
-    drawn: int = option(3, "of these in the picture: those with most contacts", least=1)
+    every: int = option(0, "steps between predictions whose contacts are scored and drawn; 0: none", least=0)
+    proteins: int = option(16, "held-out proteins to predict, the same every time", least=1)
+    drawn: int = option(3, "proteins in the picture: those with most contacts", least=1)
 
 
 class Dataset(Protocol):

@@ -58,7 +58,7 @@ class VideoFolder:
     height: int = option(256, "rows of pixels", least=1)
     width: int = option(256, "columns of pixels", least=1)
     stride: int = option(1, "take every n-th frame of a video", least=1)
-    fps: float | None = option(None, "or take frames at this rate; null for the video's own", least=0)
+    fps: float | None = option(None, "or take frames at this rate; null: the video's own", least=0)
     validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
     verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
 
@@ -88,50 +88,54 @@ DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
 
 @dataclass
 class Objective:
-    name: str = option("rectified_flow", "the loss", choices=("rectified_flow", "iddpm"))
+    name: str = option("rectified_flow", "loss", choices=("rectified_flow", "iddpm"))
     levels: str = option(
-        "logit_normal", "rectified_flow: how noise levels are drawn", choices=("logit_normal", "uniform")
+        "logit_normal", "rectified_flow: distribution of noise levels", choices=("logit_normal", "uniform")
     )
-    loc: float = option(0.0, "logit_normal: the mean of a level's logit; above 0 more noise")
-    scale: float = option(1.0, "logit_normal: its standard deviation", least=0)
+    loc: float = option(0.0, "logit_normal: mean of a level's logit; above 0 means more noise")
+    scale: float = option(1.0, "logit_normal: standard deviation of a level's logit", least=0)
     shift: float = option(
-        1.0, "rectified_flow: levels u become s u / (1 + (s - 1) u), in samples too (SD3 3, Wan 3 to 5)", least=0
+        1.0,
+        "rectified_flow: shift s of levels, u to s u / (1 + (s - 1) u), in sampling too (SD3 3, Wan 3 to 5)",
+        least=0,
     )
     shift_cells: int | None = option(
-        None, "cells of a clip, t h w, that shift is for; others by the root (Open-Sora 1.2: 4096); null: all", least=1
+        None,
+        "clip size t h w for which shift holds; other sizes scale by the root (Open-Sora 1.2: 4096); null: all",
+        least=1,
     )
-    prediction: str = option("noise", "iddpm: what the model predicts", choices=("noise", "velocity"))
-    min_snr: float | None = option(None, "iddpm: weigh errors by min-SNR (published: 5); null: all alike", least=0)
+    prediction: str = option("noise", "iddpm: the model's target", choices=("noise", "velocity"))
+    min_snr: float | None = option(None, "iddpm: min-SNR weight of errors (published: 5); null: no weights", least=0)
     label_dropout: float = option(
-        0.1, "share of samples trained without their class or caption, for guidance", least=0, most=1
+        0.1, "share of samples trained without class or caption, for guidance", least=0, most=1
     )
-    first_frame: float = option(0.0, "share of samples whose first frame is given clean (stdit 2, 3)", least=0, most=1)
-    random_frames: float = option(0.0, "share of samples of which any frames but one are given clean", least=0, most=1)
+    first_frame: float = option(0.0, "share of samples with a clean first frame (stdit 2, 3)", least=0, most=1)
+    random_frames: float = option(
+        0.0, "share of samples with clean frames at random, all but one at most", least=0, most=1
+    )
 
 
 @dataclass
 class Judged:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     clips: int = option(16, "validation samples, the same at every validation", least=1)
-    levels: int = option(8, "fixed noise levels each is judged at", least=1)
+    levels: int = option(8, "fixed noise levels at which each sample is scored", least=1)
 
 
 @dataclass
 class Eval(Judged):
-    linear_floor: bool = option(
-        False, "also fit the best linear denoiser to the data, for comparison (small clips only)"
-    )
+    linear_floor: bool = option(False, "also report the best linear denoiser as a baseline (small clips only)")
 
 
 @dataclass
 class Sample:
     every: int = option(0, "steps between sampled clips; 0 for none", least=0)
-    clips: int = option(4, "clips sampled, from the same noise every time, each under a real one", least=1)
+    clips: int = option(4, "clips to sample, always from the same noise, each shown under a real one", least=1)
     steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
-    metrics: bool = option(False, "report how like the real clips they are: statistics; classes, by a probe of pixels")
+    metrics: bool = option(False, "compare samples with real clips: statistics, and classes by a probe of pixels")
     features: str | None = option(
-        None, "with metrics, folder of a published VideoMAE: report its Fréchet distance too", file=True
+        None, "with metrics: folder of a published VideoMAE, for its Fréchet distance", file=True
     )
 
 
