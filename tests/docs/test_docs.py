@@ -124,6 +124,7 @@ def test_the_readme_runs(ranks) -> None:
     compare(README, code, printed)
 
 
+@pytest.mark.slow
 def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     """Its blocks that make a mesh, word for word, in new processes: with nothing that the page lacks; printed once."""
     (code,) = [block.text for block in python(README) if "init_device_mesh" in block.text]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.slow import slow_but
 
 ENDS = {
     "an error": ("sys.exit('error: a number is missing')", 1, "error: a number is missing\n"),
@@ -18,7 +19,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", slow_but(ENDS, "a status"))
 def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None:
     """Two jobs at a time do not meet at one port."""
     end, status, said = ENDS[how]

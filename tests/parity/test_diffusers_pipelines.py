@@ -222,6 +222,7 @@ def saved(folder: Path) -> None:
     pipe.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_the_readmes_pipeline_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     """Word for word but for the clip's size, in new processes: on two ranks what one makes."""
     readme = (ROOT / "README.md").read_text()

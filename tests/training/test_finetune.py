@@ -51,6 +51,7 @@ def test_no_video_is_on_both_sides(tmp_path):
     assert train.clips == held_out.clips
 
 
+@pytest.mark.slow
 def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     first = run("name=first", *SHORT, "train.ema=0.5")
     assert export.main([str(first)]) == 0

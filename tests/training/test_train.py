@@ -471,6 +471,7 @@ def test_the_estimate_of_activations_is_what_is_kept(run):
     assert both < by_block < none
 
 
+@pytest.mark.slow
 def test_wandb_offline_holds_the_same(run):
     directory = run("wandb.mode=offline", "train.steps=2", "sample.every=2")
     run("wandb.mode=offline", "train.steps=3", "sample.every=2", "resume=true")
