@@ -37,7 +37,9 @@ def check(model: Any) -> Model:
     if "config" not in missing and not is_dataclass(model.config):
         missing.append("config")
     if missing:
-        lines = [f"{type(model).__name__} is no model of the zoo yet; it lacks, or has of another type:"]
+        lines = [
+            f"{type(model).__name__} does not meet the contract of a model of the zoo; missing, or of another type:"
+        ]
         raise TypeError("\n".join(lines + [f"  {name}: {wanted[name]}" for name in wanted if name in missing]))
     return cast(Model, model)
 

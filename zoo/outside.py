@@ -20,7 +20,7 @@ def outside(name: str, group: str) -> Any:
         return entry.load()
     path, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*path.split("."), *attribute.split(".") * bool(attribute))):
-        raise ValueError(f"{name!r} is no name that Python could import; write package.module:Class")
+        raise ValueError(f"{name!r} cannot be imported by Python; write package.module:Class")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

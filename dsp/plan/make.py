@@ -122,7 +122,7 @@ def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[
         stages = getattr(model, "stages", None) or stages_for(model)
         if stages is None:
             raise NotationError(
-                f"{type(model).__name__} has no stages attribute, and is none of the classes that dsp knows; pass "
+                f"{type(model).__name__} has no stages attribute, and dsp does not know its class; pass "
                 'stages={...}, for example {"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
             )
     found, root = find_stages(model, stages)

@@ -157,7 +157,7 @@ class Recorder(Operations):
         taken = [b.param for b in bound]
         for name in given.keys() - set(taken):
             raise NotationError(
-                f"given names {name!r}, which is none of the tensors that the model takes: {', '.join(taken)}"
+                f"given names {name!r}, which is not a tensor argument of the model; those are {', '.join(taken)}"
                 if taken
                 else f"given names {name!r}: the stages need a root pattern that declares it"
             )

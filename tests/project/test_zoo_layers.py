@@ -43,7 +43,7 @@ def imports_what_it_may(path):
 
 def test_what_a_model_lacks_is_named():
     bare = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="Linear is no model of the zoo yet") as error:
+    with pytest.raises(TypeError, match="Linear does not meet the contract of a model of the zoo") as error:
         check(bare)
     assert all(f"  {name}: " in str(error.value) for name in members(Model))
     model = zoo.create("latte", "test")

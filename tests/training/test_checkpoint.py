@@ -223,9 +223,9 @@ def _in_place(name, make):
 
 
 FORGED = [
-    (_in_place("manifest.json", lambda p: p.symlink_to("/dev/zero")), "manifest.json is no regular file"),
-    (_in_place("manifest.json", os.mkfifo), "manifest.json is no regular file"),
-    (_in_place("manifest.json", Path.mkdir), "manifest.json is no regular file"),
+    (_in_place("manifest.json", lambda p: p.symlink_to("/dev/zero")), "manifest.json is not a regular file"),
+    (_in_place("manifest.json", os.mkfifo), "manifest.json is not a regular file"),
+    (_in_place("manifest.json", Path.mkdir), "manifest.json is not a regular file"),
     (_in_place("manifest.json", lambda p: p.symlink_to(p)), "manifest.json"),
     (_in_place("__0_0.distcp", os.mkfifo), "__0_0.distcp is missing"),
     (_in_place(".metadata", lambda p: p.symlink_to("/dev/zero")), ".metadata is missing"),

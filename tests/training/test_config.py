@@ -136,7 +136,7 @@ def test_files_that_would_not_end(tmp_path):
     os.mkfifo(tmp_path / "fifo.yaml")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     for name in ("fifo", "zero"):
-        with pytest.raises(UserError, match="is no regular file"):
+        with pytest.raises(UserError, match="is not a regular file"):
             cfg.load([str(tmp_path / f"{name}.yaml")])
 
 

@@ -251,7 +251,7 @@ def test_other_models(run, capsys, model):
         (["model.overrides.in_channels=4"], "the data has 2 channels and the model takes 4: set model.overrides.in_ch"),
         (["model.overrides.caption_channels=8"], f"captions have {TEXT} channels and the model takes 8"),
         (["data.buckets=[9x9x9]"], "fits the bucket 9x9x9; there are 5x4x6, 3x6x4, 1x4x4"),
-        (["data.buckets=[9x9]"], "data.buckets: '9x9' is no bucket"),
+        (["data.buckets=[9x9]"], "data.buckets: invalid bucket '9x9'"),
         (["data.path=/nowhere"], "error: data: no such folder: /nowhere"),
         (["data.path=null"], "data.path is not set"),
         (["data.path=null", "dry_run=true"], "data.buckets has to say what the clips are"),

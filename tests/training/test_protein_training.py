@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_said(run, capsys, overrides, message):
 
 def test_a_model_of_something_else_is_refused(run, capsys):
     run(expect=2, model="{name: latte, size: test}")
-    assert "model latte is not one of proteins: it takes x" in capsys.readouterr().err
+    assert "model latte is not a model of proteins: its inputs are x" in capsys.readouterr().err
 
 
 def task(rank=0, size=1, **data):

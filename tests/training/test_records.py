@@ -107,7 +107,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     for name in ("fifo", "zero", "folder"):
-        with pytest.raises(UserError, match=f"{name} is no regular file; move it away"):
+        with pytest.raises(UserError, match=f"{name} is not a regular file; move it away"):
             read_metrics(tmp_path / name)
 
 

@@ -280,7 +280,7 @@ def test_clips_go_on_from_a_frame(run, models, tmp_path, capsys):
         (("--first-frame", tmp_path / "seed-0.mp4"), "5 of 5 frames, which leaves none to make; --hold takes fewer"),
         (("--first-frame", tmp_path / "first.png", "--hold", 2), "has 1 frames, fewer than --hold 2"),
         (("--first-frame", tmp_path / "nothing.png"), "no such file"),
-        (("--first-frame", run / "config.yaml"), "is no image or video that can be read"),
+        (("--first-frame", run / "config.yaml"), "cannot be read as an image or video"),
     ):
         assert message in refused(capsys, run, *asked, *options)
 
@@ -307,7 +307,7 @@ def test_what_cannot_be_made_is_one_line(runs, run, models, tmp_path, capsys):
     assert "--negative-prompt is what guidance leads away from" in refused(
         capsys, *prompt, "--negative-prompt", "rain", "--guidance", 1
     )
-    assert "--format avi: 'avi' is none of gif, mp4" in refused(capsys, *prompt, "--format", "avi")
+    assert "--format avi: unknown format 'avi'; expected one of gif, mp4" in refused(capsys, *prompt, "--format", "avi")
     assert "--steps 0: must be at least 1" in refused(capsys, *prompt, "--steps", 0)
     assert "--fps 0.0: must be above 0" in refused(capsys, *prompt, "--fps", 0)
     assert not list(tmp_path.glob("seed*"))

@@ -238,7 +238,7 @@ def test_what_is_no_autoencoder(saved, tmp_path, monkeypatch):
     whole = weights.read_bytes()
 
     configure(vae, _class_name="UNet2DModel")
-    with pytest.raises(CodecError, match="UNet2DModel is none of the autoencoders known here: AutoencoderKL, "):
+    with pytest.raises(CodecError, match="unknown autoencoder UNet2DModel; known are AutoencoderKL, "):
         Autoencoder.load(vae)
     configure(vae, _class_name="AutoencoderKL", latent_channels=8)
     with pytest.raises(CodecError, match="AutoencoderKL cannot be loaded"):

@@ -120,7 +120,7 @@ def test_weights_of_another_model_are_refused():
         zoo.from_reference("stdit", {k: v for k, v in state.items() if k != "final_layer.linear.bias"}, **given)
     with pytest.raises(ValueError, match=r"unknown: blocks.0.attn.q_norm.weight"):
         zoo.from_reference("stdit", {**state, "blocks.0.attn.q_norm.weight": torch.ones(12)}, **given)
-    with pytest.raises(ValueError, match="hidden=48 is no published size of v1: pass heads="):
+    with pytest.raises(ValueError, match="hidden=48 is not a published size of v1; pass heads="):
         zoo.from_reference("stdit", state)
     state["pos_embed"] = zoo.layers.sincos(torch.arange(4) / 0.5, 48)[None]
     zoo.from_reference("stdit", {**state, "y_embedder.y_embedding": torch.zeros(7, 20)}, **given)

@@ -52,7 +52,8 @@ def parse_bucket(text: str) -> Bucket:
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", str(text))
     if match is None or not all(float(n) for n in match.groups() if n):
         raise ValueError(
-            f"{text!r} is no bucket: expected frames x height x width in latent cells, such as 16x32x32 or 16x32x32@24"
+            f"invalid bucket {text!r}: expected frames x height x width in latent cells, such as 16x32x32 or "
+            "16x32x32@24"
         )
     frames, height, width = (int(n) for n in match.groups()[:3])
     return Bucket(frames, height, width, float(match[4]) if match[4] else None)

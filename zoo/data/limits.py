@@ -20,7 +20,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
         if status.st_size > most:
             raise ValueError(f"{path} has {status.st_size:,} bytes, where at most {most:,} are expected")

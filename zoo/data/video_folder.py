@@ -182,7 +182,7 @@ def read_frames(path: Path, height: int, width: int, most: int | None = None) ->
                 if len(pixels) == most:
                     break
     except (_av().error.FFmpegError, VideoError) as error:
-        raise VideoError(f"{path} is no image or video that can be read: {error}") from error
+        raise VideoError(f"{path} cannot be read as an image or video: {error}") from error
     if not pixels:
         raise VideoError(f"{path}: no frame of it can be decoded")
     return torch.stack(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1

@@ -77,7 +77,7 @@ def description(path: Path, model: Any) -> dict[str, Any]:
         return dict(found["config"])
     convert = getattr(sys.modules[type(model).__module__], "diffusers_config", None)
     if convert is None or "_class_name" not in found:
-        raise ValueError(f"{folder / 'config.json'} is not one of {type(model).__name__}")
+        raise ValueError(f"{folder / 'config.json'} is not the configuration of a {type(model).__name__}")
     return asdict(convert(found))
 
 

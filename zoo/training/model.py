@@ -43,7 +43,9 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
             user_error(initial.refuse_described, task)  # says more: what to write, if it is that
         if isinstance(error, UserError) or not config.model.overrides:
             raise
-        raise UserError(f"model: with {config.model.overrides} it is none: {one_line(error)}") from error
+        raise UserError(
+            f"model: cannot build {config.model.name} with overrides {config.model.overrides}: {one_line(error)}"
+        ) from error
     return model, objective, stages
 
 

@@ -77,7 +77,7 @@ class Parts:
             raise UserError(f"data.name={self.data}: DATA of {where} has no options of that name")
         found = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
         if not (isinstance(found, type) and is_dataclass(found)):
-            raise UserError(f"data.name={self.data} is no dataclass, of options with a method datasets(seed)")
+            raise UserError(f"data.name={self.data} is not a dataclass; expected options with a method datasets(seed)")
         if all(f.name != "name" for f in fields(found)):
             named = ("name", str, option(self.data, "the data set"))
             found = make_dataclass(found.__name__, [named], bases=(found,), namespace={"__doc__": found.__doc__})

@@ -146,7 +146,9 @@ class Pipeline:
         if not options.fps > 0:
             raise UserError(f"--fps {options.fps}: must be above 0")
         if unknown := sorted(set(formats) - {"gif", "mp4"}):
-            raise UserError(f"--format {options.format}: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+            raise UserError(
+                f"--format {options.format}: unknown format {unknown[0]!r}; expected one of {', '.join(FORMATS)}"
+            )
         if "mp4" in formats and options.out is not None:
             user_error(need_av)
         source, kind = self.published, type(self.published).__name__

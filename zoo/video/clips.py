@@ -38,7 +38,7 @@ class Bucket:
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", text)
         if not match or not min(int(match[1]), int(match[2]), int(match[3]), float(match[4] or 1)) > 0:
             raise ClipError(
-                f"{text!r} is no size of clips: it is FRAMESxHEIGHTxWIDTH, as 17x256x256, or with @FPS, @24"
+                f"invalid bucket {text!r}: expected FRAMESxHEIGHTxWIDTH[@FPS], such as 17x256x256 or 17x256x256@24"
             )
         return cls(int(match[1]), int(match[2]), int(match[3]), float(match[4]) if match[4] else None)
 
@@ -165,7 +165,7 @@ def _rows(table: Path) -> Iterator[tuple[int, str, str]]:
         try:
             rows = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
         except ValueError as error:
-            raise ClipError(f"{table}: a line is no JSON: {error}") from None
+            raise ClipError(f"{table}: a line is not JSON: {error}") from None
     else:
         raise ClipError(f"{table}: captions are read from .csv and .jsonl files, not from {table.suffix or 'this'}")
     for line, row in rows:

@@ -98,7 +98,7 @@ class Autoencoder:
         folder, config = configuration(Path(path), "vae")
         name = config.get("_class_name")
         if name not in AUTOENCODERS:
-            raise CodecError(f"{folder}: {name} is none of the autoencoders known here: {', '.join(AUTOENCODERS)}")
+            raise CodecError(f"{folder}: unknown autoencoder {name}; known are {', '.join(AUTOENCODERS)}")
         if config.get("timestep_conditioning") or any(config.get("decoder_inject_noise") or ()):
             raise CodecError(f"{folder}: this {name} decodes with noise and a time step, which is not supported")
         files = weights(folder, "diffusion_pytorch_model")

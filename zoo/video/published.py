@@ -388,7 +388,7 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
     if wanted is None:
         raise CodecError(f"{file} is not there: it says how the model is sampled; a scheduler can be named")
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise CodecError(f"{wanted} is no scheduler of diffusers")
+        raise CodecError(f"{wanted} is not a scheduler of diffusers")
     own = inspect.signature(kind).parameters
     changes = {key: shift for key in ("shift", "flow_shift") if shift is not None and key in own}
     if shift is not None and not changes:

@@ -384,7 +384,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
         raise ValueError(f"these weights are of another model; missing: {missing.args[0]}") from None
     if version == "v1" and "heads" not in overrides:
         if hidden != SIZES["v1-XL/2"]["hidden"]:
-            raise ValueError(f"hidden={hidden} is no published size of v1: pass heads=")
+            raise ValueError(f"hidden={hidden} is not a published size of v1; pass heads=")
         found["heads"] = SIZES["v1-XL/2"]["heads"]
     model = STDiT(Config(**{**found, **overrides}))
     config = model.config

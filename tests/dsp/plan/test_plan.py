@@ -112,5 +112,7 @@ def test_an_input_that_arrives_sharded_is_planned_from_where_it_lies() -> None:
     assert min(sum(plan.bytes.values()) for plan in (here, there)) >= sum(
         dsp.plan(toy, kwargs=kwargs, size=2, gather_output=False).bytes.values()
     )
-    with pytest.raises(ValueError, match="given names 'y', which is none of the tensors that the model takes: x, cond"):
+    with pytest.raises(
+        ValueError, match="given names 'y', which is not a tensor argument of the model; those are x, cond"
+    ):
         dsp.plan(toy, kwargs=kwargs, size=2, given={"y": Shard(1)})

@@ -63,7 +63,7 @@ def test_names_of_buckets():
     assert parse_bucket("16x32x24@23.976") == Bucket(16, 32, 24, 23.976)
     assert [str(parse_bucket(text)) for text in ("4x8x6", "4x8x6@24.0")] == ["4x8x6", "4x8x6@24"]
     for text in ("16x32", "16x32x", "16 x 32 x 32", "0x3x3", "3x3x3@0", "3x3x3@", "-1x2x2", "axbxc", ""):
-        with pytest.raises(ValueError, match="is no bucket: expected frames x height x width in latent cells"):
+        with pytest.raises(ValueError, match="expected frames x height x width in latent cells"):
             parse_bucket(text)
 
 

@@ -223,7 +223,9 @@ class Infer(task.Infer):
     ) -> list[Path]:
         formats, watch = options.format.split(","), Stopwatch()
         if unknown := sorted(set(formats) - set(FORMATS)):
-            raise ValueError(f"--format {options.format}: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+            raise ValueError(
+                f"--format {options.format}: unknown format {unknown[0]!r}; expected one of {', '.join(FORMATS)}"
+            )
         for name in ("clips", "frames", "height", "width", "hold", "steps"):
             if (getattr(options, name, None) or 1) < 1 or getattr(options, name, None) == 0:
                 raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")

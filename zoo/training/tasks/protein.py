@@ -154,7 +154,9 @@ class Task(task.Task):
         model = self.create()
         self.inputs = list(inspect.signature(model.forward).parameters)
         if "msa" not in self.inputs:
-            raise UserError(f"model {self.config.model.name} is not one of proteins: it takes {', '.join(self.inputs)}")
+            raise UserError(
+                f"model {self.config.model.name} is not a model of proteins: its inputs are {', '.join(self.inputs)}"
+            )
         if (bins := getattr(model.config, "bins", BINS)) != BINS:
             raise UserError(
                 f"the data has {BINS} bins of distance and the model {bins}: set model.overrides.bins={BINS}"
