@@ -43,7 +43,8 @@ from torch.utils import _pytree as pytree
 import dsp
 from dsp.slices import cast
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/diffusers.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, GUIDE = DOCS / "diffusers-measured.md", DOCS / "diffusers.md"
 MARK = "<!-- table: models -->\n"
 
 
@@ -478,6 +479,20 @@ def write(name: str, n: int, made: str) -> None:
     before, _, rest = PAGE.read_text().partition(MARK)
     table = "\n".join([HEAD, "|---" * 8 + "|", *(have[key] for key in order)])
     PAGE.write_text(f"{before}{MARK}{table}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}")
+    GUIDE.write_text(guide(GUIDE.read_text()))
+
+
+def guide(text: str) -> str:
+    """The guide with its table of classes: of all rows of a class the largest errors, and the share on most ranks."""
+    lines = ["| class | line | outputs | gradients | share on 2, 3, 4 ranks |", "|---" * 5 + "|"]
+    have = rows()
+    for name, case in CASES.items():
+        own = [have[key].split(" | ")[3:6] for key in have if key[0] == name]
+        outputs, gradients, shares = zip(*own)
+        errors = f"{max(map(float, outputs)):.0e} | {max(map(float, gradients)):.0e}"
+        lines.append(f"| {', '.join(f'{float(share):.2f}' for share in shares)} |")
+    before, _, rest = text.partition("<!-- table: classes -->\n")
+    return "\n".join([f"{before}<!-- table: classes -->", *lines, f"<!-- end -->{rest.split('<!-- end -->', 1)[1]}"])
 
 
 def _rank(rank: int, n: int, store: str, names: list[str], keep: bool) -> None:

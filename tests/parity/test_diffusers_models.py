@@ -53,6 +53,8 @@ def test_the_page_has_every_row() -> None:
         assert (float(output) < 1e-6, float(gradients) < 1e-5) == (True, True), line
         assert float(share) <= (1.1 / n if "Transformer" in name else 1 / n + 0.03), line
         assert ("Transformer" not in name) == (ratio == "-"), line
+    text = diffusers_models.GUIDE.read_text()
+    assert diffusers_models.guide(text) == text
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "FluxTransformer2DModel"))
