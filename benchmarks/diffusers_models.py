@@ -490,7 +490,8 @@ def guide(text: str) -> str:
         own = [have[key].split(" | ")[3:6] for key in have if key[0] == name]
         outputs, gradients, shares = zip(*own)
         errors = f"{max(map(float, outputs)):.0e} | {max(map(float, gradients)):.0e}"
-        lines.append(f"| {', '.join(f'{float(share):.2f}' for share in shares)} |")
+        held = ", ".join(f"{float(share):.2f}" for share in shares)
+        lines.append(f"| {name} | `{case.line}` | {errors} | {held} |")
     before, _, rest = text.partition("<!-- table: classes -->\n")
     return "\n".join([f"{before}<!-- table: classes -->", *lines, f"<!-- end -->{rest.split('<!-- end -->', 1)[1]}"])
 
