@@ -88,7 +88,7 @@ def parallelize(
     ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
 
     compile: True, or a backend of torch.compile, has it compile the forward, collectives and all, as one graph: from
-    the second call with inputs of one signature on, where one graph can stand for it (docs/how-it-works.md); others run
+    the second call with inputs of one signature on, where one graph can stand for it (docs/compile.md); others run
     as without, with a warning that says why.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
