@@ -196,8 +196,8 @@ def test_file_names_in_prose_exist(path: Path) -> None:
 
 
 def test_every_contract_has_a_test_in_the_short_suite() -> None:
-    """The tables of CONTRIBUTING.md: what they name is there, and not kept for `-m slow`."""
-    table = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "::" in line]
+    """The tables of docs/contracts.md: what they name is there, and not kept for `-m slow`."""
+    table = [line for line in (ROOT / "docs/contracts.md").read_text().splitlines() if "::" in line]
     assert table
     for line in table:
         for name, test in re.findall(r"`(test_\w+)::(test_\w+)`", line):

@@ -18,3 +18,14 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
             if text and re.match(r"(What|Whether|Of)\b", text):
                 found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
     assert not found, "\n".join(found)
+
+
+def test_pages_use_the_words_of_the_style():
+    """The words that CONTRIBUTING.md advises against and that no other sense excuses."""
+    words = re.compile(r"\b(anew|is none|is no (?!longer)\w+|to and fro|mended?)\b|\btold\b(?! apart)")
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        lines = path.read_text().splitlines()
+        fine = ("there is no", "How dims are told")
+        found += [f"{path.name}: {line}" for line in lines if words.search(line) and not any(f in line for f in fine)]
+    assert not found, "\n".join(found)

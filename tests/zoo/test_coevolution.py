@@ -112,7 +112,7 @@ def test_what_a_model_is_told_does_not_depend_on_how_much_is_said():
     assert coupling_feature(torch.zeros(3, 7, dtype=torch.uint8)).isfinite().all()
 
 
-# long range, P@L, L/2 and L/5 (docs/proteins-measured.md): mutual information, of rows with few gaps, direct couplings of these
+# long range, P@L, L/2 and L/5 (docs/proteins-measured.md): mutual information, of rows with few gaps, direct couplings
 REAL = {
     "102m": ((0.045, 0.052, 0.100), (0.052, 0.052, 0.100), (0.084, 0.143, 0.333)),
     "1k1a": ((0.132, 0.149, 0.133), (0.175, 0.202, 0.133), (0.254, 0.246, 0.333)),
