@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from dsp.private import TorchDispatchMode, backward_node, backward_pass
+from dsp.private import TorchDispatchMode, backward_node, backward_pass, schema_of
 from dsp.sent import COLLECTIVES
 
 
@@ -55,7 +55,7 @@ class count_comm(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
+        name = schema_of(func).name.split("::")[1]
         if func.namespace in ("dsp", "_c10d_functional", "_dtensor") and name in COLLECTIVES:
             traffic = self.forward
             if backward_pass() != -1:

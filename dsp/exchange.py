@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group, all_to_all
+from dsp.private import _resolve_process_group, all_to_all, is_view
 
 
 def ranks(group: str) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def alone(out: Tensor) -> Tensor:
     Dims of size 1 get the strides that they have in any other contiguous tensor: by some that are as true, torch's own
     kernels go wrong (backward of a batch norm).
     """
-    if not out._is_view():
+    if not is_view(out):
         return out
     stride = () if out.is_contiguous() else out.stride()
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,28 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
+
+
+# as getters written in C, for paths on which a Python call would be noticed
+children_of, parameters_of, buffers_of = map(attrgetter, ("_modules", "_parameters", "_buffers"))  # of a module itself
+hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")  # of a module: ordered dicts, by handle
+compiled_call = attrgetter("_compiled_call_impl")  # what the module's compile() made, or None
+schema_of = attrgetter("_schema")  # of an op
+storage_id = attrgetter("_cdata")  # of a storage: where it is
+base_of = attrgetter("_base")  # of a view: the tensor that it is a view of
+version_of = attrgetter("_version")  # of a tensor: how often it was written
+is_view = Tensor._is_view
+values_of = Tensor._values  # of a sparse tensor, as they are stored
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Replace what the module's compile() made."""
+    module._compiled_call_impl = call
+
+
+def applied(module: nn.Module, function: Any) -> nn.Module:
+    """The module with `function` of each parameter and buffer in its place."""
+    return module._apply(function)
 
 
 def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | None, torch.dtype | None]:
@@ -218,9 +241,14 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "any_device",
+    "applied",
     "backward_node",
     "backward_pass",
+    "base_of",
+    "buffers_of",
     "checkpoint_frame",
+    "children_of",
+    "compiled_call",
     "compiled_callers",
     "compiler_loaded",
     "compiling",
@@ -228,10 +256,18 @@ __all__ = [
     "fake_tensor",
     "get_unwrapped",
     "graph_of",
+    "hooks_of",
     "is_functorch_wrapped_tensor",
+    "is_view",
     "maybe_current_level",
     "opened",
+    "parameters_of",
     "pytree",
     "saving_hooks",
+    "schema_of",
+    "set_compiled_call",
+    "storage_id",
     "uncompiled",
+    "values_of",
+    "version_of",
 ]

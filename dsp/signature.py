@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, solve_sizes
+from dsp.private import children_of
 from dsp.sharded import Sharded
 from dsp.tensors import tensors_in
 from dsp.text import DIGITS
@@ -62,8 +63,8 @@ class Signature:
 
     def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
         self.where, self.pattern = where, pattern
-        while "_orig_mod" in module._modules:
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        while "_orig_mod" in children_of(module):
+            module = children_of(module)["_orig_mod"]  # type: ignore[assignment]
         self.module = module
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsp import randomness
 from dsp.collectives import inexact
 from dsp.layout import Cut
-from dsp.private import TorchDispatchMode, pytree
+from dsp.private import TorchDispatchMode, applied, pytree
 from dsp.signature import Call, Signature
 from dsp.stages import cut_for
 from dsp.stance import Followed
@@ -37,7 +37,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return t.to(dtype) if t.is_floating_point() else t
 
     if isinstance(value, nn.Module):  # whose own `to` would make complex parameters and buffers real
-        return copy.deepcopy(value)._apply(one)
+        return applied(copy.deepcopy(value), one)
     return pytree.tree_map_only(Tensor, lambda t: one(t.detach()).clone(), value)
 
 

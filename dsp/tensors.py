@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dsp.private import StorageWeakRef, pytree
+from dsp.private import StorageWeakRef, base_of, is_view, pytree, values_of, version_of
 
 
 def memory(t: Tensor) -> StorageWeakRef:
@@ -21,7 +21,7 @@ def memory(t: Tensor) -> StorageWeakRef:
         try:
             return StorageWeakRef(t.untyped_storage())
         except NotImplementedError:  # sparse
-            return StorageWeakRef((t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage())
+            return StorageWeakRef((values_of(t) if t.layout == torch.sparse_coo else t.values()).untyped_storage())
 
 
 Edge = tuple[Any, int]  # a node of autograd, and which of its results
@@ -39,7 +39,7 @@ def edge(t: Tensor) -> Edge | None:
 def overwritten(t: Tensor) -> Edge | None:
     """Where a gradient came to a view before it was written in place just now: its own node is nobody's any more."""
     with torch._C.DisableTorchFunction():
-        write = None if t._base is None else t._base.grad_fn
+        write = None if base_of(t) is None else base_of(t).grad_fn
         return known(write.next_functions[0]) if write is not None and write.name().endswith("CopySlices") else None
 
 
@@ -71,9 +71,9 @@ def leading_to(ends: Iterable[Edge | None]) -> set[Edge]:
 def version(t: Tensor) -> int:
     """Counts the writes into a tensor's memory; under inference_mode nothing does."""
     if type(t) is Tensor:
-        return 0 if t.is_inference() else t._version
+        return 0 if t.is_inference() else version_of(t)
     with NO():
-        return 0 if t.is_inference() else t._version
+        return 0 if t.is_inference() else version_of(t)
 
 
 def _plain_dataclass(value: Any) -> bool:
@@ -104,7 +104,7 @@ def plainly(out: Any) -> Any:
                 break
         else:
             return out
-    own = [t.detach() if t.requires_grad and t.grad_fn is None and t._is_view() else t for t in tensors_in(out)]
+    own = [t.detach() if t.requires_grad and t.grad_fn is None and is_view(t) else t for t in tensors_in(out)]
     return map_tensors(out, own)
 
 

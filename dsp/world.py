@@ -32,6 +32,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 from torch import Tensor, nn
 
+from dsp.private import version_of
+
 # packages whose own state no forward of a user changes in a way that counts, or whose threads change it meanwhile
 LIBRARIES = frozenset(
     """
@@ -81,7 +83,7 @@ class World:
         """Remember what `it` holds; yields what may hold more."""
         if isinstance(it, Tensor):
             if (self.data or it.numel() == 1) and not it.is_meta:
-                self.undo.append(functools.partial(rewritten, it, it._version, it.detach().clone()))
+                self.undo.append(functools.partial(rewritten, it, version_of(it), it.detach().clone()))
         elif isinstance(it, (tuple, frozenset)):
             yield from it
         elif isinstance(it, (FunctionType, MethodType, functools.partial, CACHED, CodeType)):
@@ -243,5 +245,5 @@ def refilled_container(it: Any, held: list[Any]) -> None:
 
 
 def rewritten(t: Tensor, version: int, numbers: Tensor) -> None:
-    if t._version != version:
+    if version_of(t) != version:
         t.detach().copy_(numbers)

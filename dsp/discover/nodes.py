@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsp.discover.dims import Axes, Dim, GlueOp, atoms, places
 from dsp.layout import Cut
-from dsp.private import FakeTensor
+from dsp.private import FakeTensor, buffers_of, children_of, parameters_of
 
 
 @dataclass
@@ -130,9 +130,15 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
     """Equal for modules that compute the same function of their parameters."""
     if isinstance(value, nn.Module):
         own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
-        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in value._parameters.items())
-        buffers = tuple((k, None if t is None else held(t)) for k, t in value._buffers.items())
-        return (type(value), own, shapes, buffers, tuple((k, fingerprint(m, depth)) for k, m in value._modules.items()))
+        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in parameters_of(value).items())
+        buffers = tuple((k, None if t is None else held(t)) for k, t in buffers_of(value).items())
+        return (
+            type(value),
+            own,
+            shapes,
+            buffers,
+            tuple((k, fingerprint(m, depth)) for k, m in children_of(value).items()),
+        )
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
         return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):

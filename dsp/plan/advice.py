@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dsp.collectives import inexact
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, StagePattern, TensorPattern, parse
-from dsp.private import pytree
+from dsp.private import applied, hooks_of, pytree
 from dsp.signature import Bound, Signature
 from dsp.slices import Probe
 from dsp.stages import Stage, cut_for, find_stages
@@ -108,7 +108,7 @@ def line(model: nn.Module, stages: Sequence[Stage], t: Trace, path: str) -> str:
     """The stage string of one module between stages."""
     module = model.get_submodule(path)
     inside = list(module.modules())
-    if any(stage.module in inside for stage in stages) or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
+    if any(stage.module in inside for stage in stages) or any(any(hooks_of(m)) for m in inside):
         raise ValueError("stages, or hooks, are inside of it")
     args, kwargs = t.entered[path]
     names = Names(t)
@@ -214,7 +214,7 @@ def tried(
     """A copy of a module, called on random tensors as short as it takes."""
     if sum(p.numel() for p in (*module.parameters(), *module.buffers())) > LIMIT:
         raise ValueError("it is too large to be tried")
-    clone = copy.deepcopy(module)._apply(_random)
+    clone = applied(copy.deepcopy(module), _random)
     signature = Signature(clone, ANY, path)
     first: Exception | None = None
     for sizes in shorter(full):

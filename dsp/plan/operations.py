@@ -18,7 +18,7 @@ from dsp.plan.names import letters_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Operation, Ways
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.private import compiled_callers
+from dsp.private import base_of, compiled_callers
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
 from dsp.rules.flex import OWN
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
@@ -248,8 +248,8 @@ class Operations(Values):
                 produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
                 if op.stretches:
                     self.stretched.add(produced[-1])
-                if op.written and t._base is not None:  # what is used later may be another view of what was written
-                    self.edges[produced[-1]].add(edge(t._base))
+                if op.written and base_of(t) is not None:  # what is used later may be another view of what was written
+                    self.edges[produced[-1]].add(edge(base_of(t)))
         else:
             for t in op.outputs:
                 if hasattr(t, "_dsp_sym"):

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dsp.private import children_of
+
 
 class Skeleton:
     """The module tree of a model on fake parameters: without the hooks and compiled forwards of a set-up run.
@@ -29,7 +31,7 @@ class Skeleton:
 
     def of(self, module: nn.Module) -> nn.Module:
         if id(module) not in self.memo:
-            inner = module._modules.get("_orig_mod")
+            inner = children_of(module).get("_orig_mod")
             if inner is not None:
                 self.memo[id(module)] = self.of(inner)
             elif id(module) in self.twins:
@@ -40,7 +42,7 @@ class Skeleton:
             else:
                 clone = self.memo[id(module)] = object.__new__(type(module))
                 clone.__dict__.update(self.state(module, clone))
-                children = {k: None if m is None else self.of(m) for k, m in module._modules.items()}
+                children = {k: None if m is None else self.of(m) for k, m in children_of(module).items()}
                 clone.__dict__["_modules"] = children
         return self.memo[id(module)]
 

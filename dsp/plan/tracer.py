@@ -21,7 +21,7 @@ from dsp.plan.recorder import Measured, Recorder, Saver
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
-from dsp.private import maybe_current_level
+from dsp.private import maybe_current_level, storage_id
 from dsp.rules import tensor_args
 from dsp.rules.flex import flex_attention, refuse_reading, rehearsed
 from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, known, refuse_unrunnable, without_kind
@@ -269,7 +269,7 @@ class Tracer(Recorder, TorchFunctionMode):
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The memory of what is kept, but for parameters."""
-    return {t.untyped_storage()._cdata: t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
+    return {storage_id(t.untyped_storage()): t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from dsp.plan.precision import Casts, Precision
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.tracer import SHORT, Longer, Tracer
 from dsp.plan.twins import alike, fingerprint, once
-from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor
+from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
 from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.signature import Signature, sizes_of_root
@@ -51,7 +51,7 @@ class Fakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.over:
-            raise GlueError(f"{func._schema.name.partition('::')[2].strip('_')}() {KEPT}")
+            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -191,7 +191,7 @@ class Rehearsal:
         tracer.longest, tracer.restarts = longest[0], longest[1] and not how.real
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
         tracer.root_inputs(bound, how.given or {})
-        tracer.resident = {t.untyped_storage()._cdata for t in self.fakes.values()}
+        tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
         handles, before = self.hooks(tracer), self.marks()
         once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
         try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp.plan.skeleton import foreign
-from dsp.private import pytree
+from dsp.private import children_of, pytree, storage_id
 from dsp.tensors import tensors_in, version
 
 VALUES = (
@@ -34,8 +34,8 @@ _load_state_dict_post_hooks
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    while module._modules.get("_orig_mod") is not None:
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    while children_of(module).get("_orig_mod") is not None:
+        module = children_of(module)["_orig_mod"]  # type: ignore[assignment]
     return module
 
 
@@ -106,7 +106,7 @@ def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
         storage = t.untyped_storage()
         return (
             tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.is_leaf, type(t),
-            storage.nbytes(), reader.nth(t), reader.order.setdefault(storage._cdata, len(reader.order)),
+            storage.nbytes(), reader.nth(t), reader.order.setdefault(storage_id(storage), len(reader.order)),
         )  # fmt: skip
 
     reader = _Reader(described)
@@ -156,15 +156,15 @@ def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> Recipe | None:
     """How to make such an output again; None where it is not simply new tensors, inputs and values."""
     leaves, spec = pytree.tree_flatten(output)
     found, every = Recipe(kept, spec, [], [], []), list(inputs)
-    storages = {t.untyped_storage()._cdata for t in inputs}
+    storages = {storage_id(t.untyped_storage()) for t in inputs}
     for leaf in leaves:
         at = next((i for i, t in enumerate(every) if t is leaf), None)
         if at is None and isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
             dense = storage.nbytes() == leaf.numel() * leaf.element_size() and leaf.storage_offset() == 0
-            if storage._cdata in storages or not dense:
+            if storage_id(storage) in storages or not dense:
                 return None
-            storages.add(storage._cdata)
+            storages.add(storage_id(storage))
             at = len(every)
             every.append(leaf)
             kind = {"dtype": leaf.dtype, "device": leaf.device}

@@ -16,7 +16,7 @@ from dsp.lines import line_now
 from dsp.notation import BATCH_NAMES
 from dsp.plan.events import Event, Sym
 from dsp.planner import Extent, Op, Value
-from dsp.private import StorageWeakRef, checkpoint_frame
+from dsp.private import StorageWeakRef, base_of, checkpoint_frame
 from dsp.tensors import edge, memory
 
 
@@ -163,7 +163,7 @@ class Values:
 
     def fold(self, name: str, out: Tensor, x: Tensor) -> None:
         """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
-        if memory(out) == memory(x) and not (x if x._base is None else x._base).is_contiguous():
+        if memory(out) == memory(x) and not (x if base_of(x) is None else base_of(x)).is_contiguous():
             self.folded.setdefault(memory(x), name)
 
     def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dsp.private import OpOverload, TorchDispatchMode
+from dsp.private import OpOverload, TorchDispatchMode, schema_of
 from dsp.tensors import tensors_in
 
 
@@ -42,12 +42,12 @@ class Facts(NamedTuple):
 
 @cache
 def facts(func: OpOverload) -> Facts:
-    aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    aliased = [r.alias_info for r in schema_of(func).returns if r.alias_info is not None]
     return Facts(
         flops=FLOPS.get(func.overloadpacket),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
-        makes=not func._schema.is_mutable and not aliased,
+        makes=not schema_of(func).is_mutable and not aliased,
     )
 
 
@@ -100,6 +100,6 @@ class Watch(TorchDispatchMode):
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether it is attention without dropout: CUDA's kernels are tagged as random for it, and draw nothing."""
-    names = [a.name for a in func._schema.arguments]
+    names = [a.name for a in schema_of(func).arguments]
     given = {**dict(zip(names, args)), **kwargs}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0

@@ -33,8 +33,10 @@ from dsp.private import (
     _get_current_dispatch_mode,
     _get_current_function_mode,
     graph_of,
+    hooks_of,
     pytree,
     saving_hooks,
+    schema_of,
 )
 from dsp.run.agreement import same
 from dsp.run.facts import Facts, options_of
@@ -234,7 +236,7 @@ def refuse_hooks(runtime: Any) -> None:
     for name, module in runtime.model.named_modules():
         if "forward" in module.__dict__ and module is not runtime.model:
             raise Unfit(f"{name!r} has been given another forward, as by torch.compile or a cache")
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in hooks_of(module):
             if any((id(module), key) not in own for key in hooks) and module is not runtime.model:
                 raise Unfit(f"{name!r} has a hook, which would run once and never again")
 
@@ -265,7 +267,7 @@ def refuse_drawing(graph: GraphModule) -> None:
         op = node.target
         if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
             continue
-        named = {a.name: a.default_value if a.has_default_value() else 1 for a in op._schema.arguments}
+        named = {a.name: a.default_value if a.has_default_value() else 1 for a in schema_of(op).arguments}
         given = named | dict(zip(named, node.args)) | node.kwargs
         share = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1)
         if share and given.get("train", True):
@@ -309,8 +311,8 @@ def collectives(graph: torch.fx.Graph) -> list[Any]:
     found = []
     for node in graph.nodes:
         op = node.target
-        if isinstance(op, OpOverload) and op.namespace == "dsp" and op._schema.name.split("::")[1] in COLLECTIVES:
-            found.append((op._schema.name, *filter(told, node.args)))
+        if isinstance(op, OpOverload) and op.namespace == "dsp" and schema_of(op).name.split("::")[1] in COLLECTIVES:
+            found.append((schema_of(op).name, *filter(told, node.args)))
     return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dsp.plan.skeleton import foreign
-from dsp.private import pytree
+from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
 from dsp.sharded import ACTIVE, Own, Sharded, plain
 
 
@@ -21,10 +21,11 @@ def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int
     others do.
     """
     for module, pre, post in own:
-        if next(iter(module._forward_pre_hooks)) != pre:
-            module._forward_pre_hooks.move_to_end(pre, last=False)  # type: ignore[attr-defined]
-        if next(reversed(module._forward_hooks)) != post:
-            module._forward_hooks.move_to_end(post)  # type: ignore[attr-defined]
+        before, after = hooks_of(module)
+        if next(iter(before)) != pre:
+            before.move_to_end(pre, last=False)
+        if next(reversed(after)) != post:
+            after.move_to_end(post)
     for hooks in filter(None, between):
         for key, hook in hooks.items():
             if not isinstance(hook, Aside) and foreign(hook):
@@ -38,7 +39,7 @@ class Compiled:
         self.module, self.call, self.pre, self.post = module, call, pre, post
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, after = self.module._forward_pre_hooks, self.module._forward_hooks
+        before, after = hooks_of(self.module)
         enter, leave = before.pop(self.pre), after.pop(self.post)
         try:
             if (given := enter(self.module, args, kwargs)) is not None:
@@ -57,9 +58,9 @@ class Compiled:
 def keep_compiled(own: Iterable[tuple[nn.Module, int, int]]) -> None:
     """Take our hooks out of what the compile() of a stage compiled."""
     for module, pre, post in own:
-        call = module._compiled_call_impl
+        call = compiled_call(module)
         if call is not None and not isinstance(call, Compiled):
-            module._compiled_call_impl = Compiled(module, call, pre, post)
+            set_compiled_call(module, Compiled(module, call, pre, post))
 
 
 def leave_out(model: nn.Module, left_out: set[int]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dsp.gradients import connected_local
 from dsp.layout import At, Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
-from dsp.private import LEAF, PASSING, FakeTensor, pytree
+from dsp.private import LEAF, PASSING, FakeTensor, is_view, pytree
 from dsp.sharded import Sharded, carry
 from dsp.signature import Signature, Slot, got, put
 from dsp.tensors import tensors_in
@@ -105,7 +105,7 @@ def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str
             put(args, kwargs, slot, shard)
         else:
             held[slot] = shard
-        if local._is_view():  # of the caller's tensor
+        if is_view(local):  # of the caller's tensor
             shard._dsp_lent = f"the model's own input {param!r}"  # type: ignore[attr-defined]
     return tuple(args), kwargs
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.private import children_of
 from dsp.sharded import Sharded
 from dsp.world import of_library
 
@@ -38,7 +39,7 @@ def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
     """Steps that lead on from an object, each with the value that it leads to."""
     if isinstance(it, nn.Module):
         own = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
-        return [(("attr", k), v) for k, v in (own | it._modules).items()]
+        return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
     if isinstance(it, (list, tuple, deque)):
         return [(("item", i), v) for i, v in enumerate(it)]
     if isinstance(it, dict):

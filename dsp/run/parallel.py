@@ -27,7 +27,7 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT, trace
-from dsp.private import COMPILERS_OWN, compiler_loaded, maybe_current_level, uncompiled
+from dsp.private import COMPILERS_OWN, compiled_call, compiler_loaded, hooks_of, maybe_current_level, uncompiled
 from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
@@ -177,7 +177,7 @@ class Runtime:
         self.model.forward = self.call  # type: ignore[method-assign]
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
-        self.between = [hooks for m in between for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self.between = [hooks for m in between for hooks in hooks_of(m)]
         self.followed_in = [*(stage.module for stage in self.stages), *between]
 
     # --- the model ---
@@ -207,7 +207,7 @@ class Runtime:
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
         for m in self.followed_in if compiler_loaded() else ():
-            if m._compiled_call_impl is not None and type(m._compiled_call_impl) is not Compiled:
+            if compiled_call(m) is not None and type(compiled_call(m)) is not Compiled:
                 self.compiled(m)
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())

@@ -318,7 +318,40 @@ def graphs(mesh: DeviceMesh) -> None:
     assert [node.name().startswith(private.OF_AN_OP) for node in nodes] == [False, False, True]
 
 
+def modules() -> None:
+    """A module's own parts by name, its hooks by handle, what its compile() made, and all its tensors replaced."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    assert list(private.children_of(model)) == ["0", "1"]
+    assert list(private.parameters_of(model[0])) == ["weight", "bias"]
+    assert "running_mean" in private.buffers_of(model[1])
+    handle = model.register_forward_pre_hook(lambda *_: None)
+    before, after = private.hooks_of(model)
+    assert (list(before), list(after)) == ([handle.id], [])
+    before.move_to_end(handle.id)
+    assert private.compiled_call(model) is None
+    private.set_compiled_call(model, lambda *_: "compiled")
+    assert model(torch.ones(1, 2)) == "compiled"
+    assert all((p == 0).all() for p in private.applied(model[0], torch.zeros_like).parameters())
+
+
+def tensors() -> None:
+    """A view's base, the count of writes, a number for each storage; the schema of an op; values of a sparse tensor."""
+    x = torch.zeros(4)
+    view = x[1:]
+    assert private.base_of(view) is x
+    assert private.base_of(x) is None
+    assert (private.is_view(view), private.is_view(x)) == (True, False)
+    before = private.version_of(x)
+    view.add_(1)
+    assert private.version_of(x) == before + 1
+    ids = [private.storage_id(t.untyped_storage()) for t in (x, view, torch.zeros(4))]
+    assert ids[0] == ids[1] != ids[2]
+    assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    assert private.values_of(torch.eye(2).to_sparse()).shape == (2,)
+
+
 ALONE = [
+    modules, tensors,
     checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
     dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts,
     of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
@@ -428,7 +461,8 @@ def test_on_ranks(ranks, case: Callable[[DeviceMesh], None]) -> None:
 HIDDEN = re.compile(
     r"from torch[\w.]*\._|from torch[\w.]* import .*\b_[a-zA-Z]"
     r"|\btorch(?:\.[a-zA-Z]\w*)*\._(?!_|C\.DisableTorchFunction(Subclass)?\b)"
-    r"|\._(?:local_tensor|spec)\b|torch\.multiprocessing\.reductions"
+    r"|\._(?:local_tensor|spec|modules|parameters|buffers|forward_(?:pre_)?hooks|compiled_call_impl|schema|cdata|base)\b"
+    r"|\._(?:version|is_view|values|apply)\b|torch\.multiprocessing\.reductions"
 )
 REGISTERED = re.compile(r"torch\.ops\.(_c10d_functional\.|aten\._|torch_attn\._)")  # names of ops
 
