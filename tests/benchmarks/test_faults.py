@@ -47,7 +47,7 @@ def test_files_and_configurations(inputs, tmp_path):
     assert found.found["configs"]["told_in_one_line"] == 40
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_few_of_every_kind(inputs, tmp_path):
     """In a process of its own, which forks its ranks before torch has started a thread."""
     import subprocess

@@ -142,7 +142,7 @@ def test_the_page_is_that_of_the_report(script) -> None:
     assert (ROOT / "docs/gpu.md").read_text() == script("gpu_parts.page").page(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_dry_run(tmp_path: Path) -> None:
     """Every part of the command on a CPU: nothing that it would ask of a GPU stumbles over itself."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--out", str(tmp_path), "--budget", "1500"]

@@ -19,7 +19,7 @@ from dsp.discover.discover import Stages
 from dsp.slices import Draws, slices
 from tests.support import cases as zoo_models
 from tests.support import diffusers_latte, diffusers_models, third_party, toys
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 
 C = toys.C
 ZOO = [
@@ -63,12 +63,19 @@ def by_hand(name: str) -> dict[str, str]:
     return diffusers_latte.STAGES if name == "diffusers-latte" else build(name).stages
 
 
+# of which others show the same in less time
+DEARER = ("st_rwkv-sst", "st_mamba", "latte-4-text", "latte-text", "stdit-v1", "transformer2d-stdit", "patchtst")
+
+
 @functools.cache
 def found(name: str) -> dict[str, str]:
     return dsp.discover(build(name), kwargs=inputs(name))
 
 
-@pytest.mark.parametrize("name", slow_but([n for n in MODELS if n != "Unplanned"], "Grid", "Folded", "Global"))
+@pytest.mark.parametrize(
+    "name",
+    [*map(long, DEARER), *slow_but([n for n in MODELS if n not in ("Unplanned", *DEARER)], "Grid", "Folded", "Global")],
+)
 def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> None:
     stages, hand = found(name), by_hand(name)
     for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):
@@ -559,7 +566,7 @@ def test_one_sample_is_enough_for_stages_of_one() -> None:
     assert "# for these inputs' batch of one: pass two samples" in str(stages)
 
 
-@pytest.mark.parametrize(("name", "batch", "runs"), [slow("Wan 14B", 2, 700), slow("HunyuanVideo 13B", 1, 1700)])
+@pytest.mark.parametrize(("name", "batch", "runs"), [slow("Wan 14B", 2, 700), long("HunyuanVideo 13B", 1, 1700)])
 def test_models_at_their_real_depth_and_width(caplog, name: str, batch: int, runs: int) -> None:
     """From meta tensors: so many calls of submodules, where 40 layers have some 1000 submodules."""
     import diffusers

@@ -24,7 +24,7 @@ from dsp.notation import NotationError
 from dsp.run.pipelines import parts_of
 from tests.support.paths import ROOT
 from tests.support.runs import launched
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -197,7 +197,7 @@ def cached(mesh: DeviceMesh, threshold: float, steps: int) -> int:
     return sum(steps[1])
 
 
-@pytest.mark.parametrize(("n", "threshold", "steps"), [slow(2, 0.1, 100), slow(3, 0.05, 20)])
+@pytest.mark.parametrize(("n", "threshold", "steps"), [long(2, 0.1, 100), slow(3, 0.05, 20)])
 def test_a_first_block_cache_decides_alike(ranks: Any, n: int, threshold: float, steps: int) -> None:
     ran = ranks(cached, n, threshold, steps)[0]
     assert 0 < ran < 2 * (steps - 1)

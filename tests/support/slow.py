@@ -9,6 +9,11 @@ def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
+def long(*values: Any, id: str | None = None) -> Any:
+    """A case that takes minutes: for `pytest -m long`, by hand before a release."""
+    return pytest.param(*values, marks=pytest.mark.long, id=id)
+
+
 def slow_but(values: Any, *kept: Any) -> list[Any]:
     """All values, of which those not kept are for `-m slow`."""
     return [value if value in kept else slow(value) for value in values]

@@ -182,7 +182,7 @@ def test_couplings_of_the_pairs_around():
     assert torch.equal(example.couplings()["couplings"], whole[..., 4:5])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_is_told_couplings_beats_them(trainer, tmp_path):
     """configs/couplings_demo.yaml in little, on families of structures that it never saw."""
     little = ["data={residues: 64, families: 64, depth: 256}", "train={steps: 200}", "eval.every=200"]

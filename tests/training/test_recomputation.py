@@ -12,7 +12,7 @@ import zoo
 from tests.support.beside import averaged, beside, same
 from tests.support.evoformer_cases import CASES, build, inputs, scalar
 from tests.support.oracles import randomise
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.training.model import recomputed_modules
 
 WAYS = ("stages", "blocks", "both")
@@ -65,7 +65,7 @@ def planned(name, way, uneven, n):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        slow("evoformer", "both"), slow("pairformer", "blocks"),
+        long("evoformer", "both"), slow("pairformer", "blocks"),
         slow("latte", "stages"), ("latte", "both"),
     ],
 )  # fmt: skip

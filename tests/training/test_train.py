@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.paths import ROOT
 from tests.support.runs import TINY, Runs, alike, metrics, one_of, run_here, stop_at
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.pictures import save_gif
 from zoo.training import config as cfg
 from zoo.training import tracking
@@ -205,8 +205,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["torchrun", "launcher", "bare"])
+@pytest.mark.parametrize("how", [slow("torchrun"), long("launcher"), slow("bare")])
 def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -371,7 +370,7 @@ def test_help(trainer, run, capsys):
 # ------------------------------------------------------------------------------------------------------- dry run, wandb
 
 
-@pytest.mark.parametrize("config", ["transformer2d-720m", slow("latte-xl")])
+@pytest.mark.parametrize("config", ["transformer2d-720m", long("latte-xl")])
 def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, capsys, config):
     monkeypatch.chdir(tmp_path)
     assert trainer.main([str(ROOT / f"configs/{config}.yaml"), "dry_run=true"]) == 0

@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import mutual_info_score
 
 from tests.support.paths import ROOT
+from tests.support.slow import long, slow
 from zoo.data.protein.folder import read_protein
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein import coevolution
@@ -120,9 +121,8 @@ REAL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "1k1a.cif").exists(), reason="DSP_PROTEIN_DATA names no folder with 1k1a.cif")
-@pytest.mark.parametrize("entry", REAL)
+@pytest.mark.parametrize("entry", [long(entry) if entry == "1k1a" else slow(entry) for entry in REAL])
 def test_real_alignments(entry):
     protein = read_protein(SHARED / f"{entry}.cif", [SHARED / f"{entry}.a3m"])
     msa, known = torch.from_numpy(protein.msa), truth(protein)

@@ -17,7 +17,7 @@ import dsp
 from dsp.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.runs import Heard
-from tests.support.slow import slow_but
+from tests.support.slow import long, slow, slow_but
 
 C, HEADS, N = 24, 6, 11  # channels; heads of queries; places, of three samples that are packed in one row or padded
 ENDS = (3, 7, 11)
@@ -322,7 +322,6 @@ def interfaces(mesh: DeviceMesh) -> None:
             assert None not in layouts, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [long(2), slow(3)])
 def test_interfaces_of_flex_attention(ranks: Any, size: int) -> None:
     ranks(interfaces, size)

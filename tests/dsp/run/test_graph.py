@@ -24,7 +24,7 @@ from dsp.layout import Axis
 from dsp.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 
 def latte() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
@@ -127,8 +127,8 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
 @pytest.mark.parametrize(
     ("n", "which", "backend", "gather"),
     [
-        (3, "latte", "eager", False), slow(2, "transformer2d", "aot_eager", True), slow(4, "latte", "aot_eager", True),
-        slow(3, "transformer2d", "aot_eager", False), slow(3, "flux", "aot_eager", True),
+        (3, "latte", "eager", False), slow(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
+        long(3, "transformer2d", "aot_eager", False), slow(3, "flux", "aot_eager", True),
         slow(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
     ],
 )  # fmt: skip

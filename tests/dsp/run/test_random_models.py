@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from tools.fuzz.models import Judge, refusal, shrunk
 from tools.fuzz.programs import generate
 
@@ -31,7 +31,7 @@ def test_random_models(ranks, n: int) -> None:
     assert sum(share >= 1 for share in shares) <= len(shares) / 3, sorted(shares)
 
 
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize("n", [long(2), 4])
 def test_forwards_that_leave_their_plan_where_ranks_have_nothing(ranks, n: int) -> None:
     """They go another way on a later call: no rank may see by its part what the others do not."""
     seeds = range(19, 23)
