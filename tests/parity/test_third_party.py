@@ -18,6 +18,13 @@ from tests.support.slow import slow
 from tests.support.third_party import MODELS, held, make
 
 
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "axial":
+        pytest.importorskip("axial_attention")  # its package asks for more than it needs: pip install --no-deps
+    return request.param
+
+
 def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> None:
     single, model = make(name, *shape[1:]), make(name, *shape[1:])
     if ckpt and name == "timesformer":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -78,13 +77,6 @@ MODELS: dict[str, Model] = {
         },
     ),
 }
-
-
-@pytest.fixture(params=MODELS)
-def name(request: pytest.FixtureRequest) -> str:
-    if request.param == "axial":
-        pytest.importorskip("axial_attention")  # its package asks for more than it needs: pip install --no-deps
-    return request.param
 
 
 def make(name: str, one: int, two: int) -> nn.Module:

@@ -349,7 +349,7 @@ def test_tables_of_captions(tmp_path):
         "line 2: expected one of path, file, file_name, video and .* got name, cap",
     )
     wrong("x.csv", "path,text\na.mp4,one\na.mp4,two\n", "line 3: a.mp4 has another caption already")
-    wrong("x.jsonl", '{"path": "a.mp4", "text": "one"\n', "no JSON")
+    wrong("x.jsonl", '{"path": "a.mp4", "text": "one"\n', "is not JSON")
     wrong("x.jsonl", "[1]\n", "line 1: expected one of path")
     wrong("x.xlsx", "", r"from .csv and .jsonl files, not from .xlsx")
     wrong("x.csv", "path,text\ne.mp4,one\n", r"none of the 3 videos .* has a caption in .*x.csv: name.txt beside")
