@@ -23,6 +23,7 @@ import dsp
 from tests.support.pages import FENCE, FRAMEWORKS, Block, blocks
 from tests.support.paths import ROOT, TESTS
 from tests.support.runs import Heard, launched
+from tests.support.slow import long, slow
 from tools.mutations import FAULTS
 
 README = ROOT / "README.md"
@@ -137,8 +138,14 @@ def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "NOT OK" not in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [page for page in PAGES if page != FRAMEWORKS and python(page)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        (long if page.stem in ("embedded", "adding", "planning") else slow)(page, id=page.name)
+        for page in PAGES
+        if page != FRAMEWORKS and python(page)
+    ],
+)
 def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, path: Path) -> None:
     """Its blocks as one script, in new processes: with nothing that the page lacks, such as a seed."""
     code = "".join(block.text for block in python(path))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import dsp
 from tests.support.diffusers_models import DEEP, GIVEN
 from tests.support.paths import ROOT
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 
 pytest.importorskip("diffusers")
 
@@ -67,7 +67,7 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
         assert found["planned"] <= MODELS[name] * found["ulysses"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_others_that_are_known(ranks: Any) -> None:
     """Classes beyond the table, one after the other in one pool: a row each in no page."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -127,7 +127,7 @@ def test_a_block_sends_what_ulysses_does_and_its_joins_nothing(n: int) -> None:
     assert 2 * sent[1] - sent[2] < 0.53  # the embedding of patches, once, and the last projection
 
 
-@pytest.mark.parametrize(("name", "n"), [slow("Wan 14B", 3), slow("HunyuanVideo 13B", 4)])
+@pytest.mark.parametrize(("name", "n"), [slow("Wan 14B", 3), long("HunyuanVideo 13B", 4)])
 def test_whole_models_are_planned(name: str, n: int) -> None:
     """At their real depth and size, from meta tensors: proven, in seconds."""
     import diffusers

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.training import UserError
 from zoo.training import config as cfg
 
@@ -236,7 +236,7 @@ def test_every_option_is_explained():
 
 
 @pytest.mark.parametrize(
-    "path", [slow(path) if path.stem == "protein" else path for path in CONFIGS], ids=lambda path: path.stem
+    "path", [long(path) if path.stem == "protein" else path for path in CONFIGS], ids=lambda path: path.stem
 )
 def test_shipped_configs_are_sound(path):
     """Each loads, is short, and names a model that fits its data."""

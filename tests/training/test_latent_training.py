@@ -57,7 +57,7 @@ def local(value):
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mesh_trains_alike(run, whole_world, reference):
     sent = whole_world(run_here, 4, run.arguments("name=mesh", "parallel={dp_shard: 2, sp: 2}", "train.batch=2"))
     mesh = run.directory / "runs/mesh"

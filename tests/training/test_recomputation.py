@@ -65,7 +65,7 @@ def planned(name, way, uneven, n):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        long("evoformer", "both"), slow("pairformer", "blocks"),
+        long("evoformer", "both"), long("pairformer", "blocks"),
         slow("latte", "stages"), ("latte", "both"),
     ],
 )  # fmt: skip

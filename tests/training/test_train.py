@@ -292,7 +292,7 @@ def test_averaged_weights_of_other_runs(run, whole_world):
     [
         slow(["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"]),
         ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=stages"],
-        slow(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
+        long(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
         slow(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
         slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"]),
         slow(["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"]),
@@ -390,7 +390,7 @@ def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())  # nothing is written
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dry_run_says_how_long_a_step_takes(trainer, run, capsys):
     mesh = ["parallel.sp=2", "parallel.dp_shard=2", "dry_run=true", "model.overrides.depth=1"]
     assert trainer.main([*run.arguments(), *mesh, "hardware.device=h100", "hardware.network=ethernet-10g"]) == 0

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zoo
 from tests.support.paths import ROOT
 from tests.support.runs import launched
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.training import UserError
 from zoo.video.codec import TextEncoder
 from zoo.video.stdit import open_sora_names
@@ -119,7 +119,7 @@ def on_ranks(mesh: DeviceMesh, folder: Path, one: Tensor, branches: bool) -> Non
 
 @pytest.mark.parametrize(
     ("name", "n", "branches"),
-    [slow("wan-i2v", 3, False), slow("wan-2.2", 4, True), ("latte", 2, False), slow("wan-ti2v", 3, False)],
+    [slow("wan-i2v", 3, False), slow("wan-2.2", 4, True), ("latte", 2, False), long("wan-ti2v", 3, False)],
 )
 def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name: str, n: int, branches: bool) -> None:
     pipe = zoo.pipeline(folders[name], dtype="fp32")

@@ -21,7 +21,7 @@ from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import gradients
 from tests.support.runs import alike, run_here
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.protein.objective import ProteinObjective
 
 MEGATRON = ("megatron_sp", "megatron_lm")
@@ -203,8 +203,7 @@ def test_objectives_have_it_too() -> None:
 # Training
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [slow(2), long(4)])
 def test_training_is_that_of_one_process(run, whole_world, n: int) -> None:
     """Curves, averages, pictures; and a checkpoint of one method goes on on one process, and under another method."""
     options = ["train.ema=0.5", "train.precision=fp32"]

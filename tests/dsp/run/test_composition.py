@@ -26,7 +26,7 @@ from dsp.stages import find_modules
 from tests.support import toys
 from tests.support.beside import averaged, beside, same, scalar, unsharded
 from tests.support.runs import Heard
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 
 def pair(build: Any) -> tuple[nn.Module, nn.Module]:
@@ -338,7 +338,7 @@ def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
 
 
 # inductor builds C++ on CPU: half a minute of it where nothing is cached
-BACKENDS = ["eager", *([slow("inductor")] if shutil.which("g++") else [])]
+BACKENDS = ["eager", *([long("inductor")] if shutil.which("g++") else [])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
