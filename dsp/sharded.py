@@ -203,9 +203,8 @@ def _contiguous(t: Sharded, *args: Any, **kwargs: Any) -> bool:
 
 
 def _data_ptr(t: Sharded) -> int:
-    return plain(t).data_ptr() or storage_id(
-        t.untyped_storage()
-    )  # of what is empty, too, it tells one memory from another
+    own = plain(t)
+    return own.data_ptr() or storage_id(own.untyped_storage())  # an empty part has no address
 
 
 def _described(t: Sharded, *_: Any, **__: Any) -> str:

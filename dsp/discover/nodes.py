@@ -132,13 +132,8 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
         own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
         shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in parameters_of(value).items())
         buffers = tuple((k, None if t is None else held(t)) for k, t in buffers_of(value).items())
-        return (
-            type(value),
-            own,
-            shapes,
-            buffers,
-            tuple((k, fingerprint(m, depth)) for k, m in children_of(value).items()),
-        )
+        children = tuple((k, fingerprint(m, depth)) for k, m in children_of(value).items())
+        return type(value), own, shapes, buffers, children
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
         return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):

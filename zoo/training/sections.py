@@ -83,7 +83,7 @@ class Optim:
 class Train:
     steps: int = option(1000, "optimizer steps", least=1)
     batch: int = option(1, "samples a data-parallel group takes at once", least=1)
-    accumulation: int = option(1, "batches whose gradients are summed in a step", least=1)
+    accumulation: int = option(1, "batches whose gradients are averaged in a step", least=1)
     precision: str = option(
         "fp32", "type of the computation; weights, reductions and optimizer moments stay fp32", choices=("fp32", "bf16")
     )

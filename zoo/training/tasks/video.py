@@ -101,7 +101,7 @@ class Objective:
     )
     shift_cells: int | None = option(
         None,
-        "clip size t h w for which shift holds; other sizes scale by the root (Open-Sora 1.2: 4096); null: all",
+        "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: all",
         least=1,
     )
     prediction: str = option("noise", "iddpm: the model's target", choices=("noise", "velocity"))
