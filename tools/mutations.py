@@ -35,9 +35,9 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "zeros of a sharded tensor's type count as sharded",
-        "dsp/run/glue.py",
-        "read = args if what.kind is None else without_kind(args, what.kind)",
-        "read = args",
+        "dsp/rules/between.py",
+        "if what.dtype_arg is not None:",
+        "if False:",
         "dsp/plan/test_plan_word",
     ),
     Fault(
@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         "an operation waits for what it reads",
         "dsp/run/glue.py",
-        "if run.coming and what.name not in LOOKS",
-        "if False and what.name not in LOOKS",
+        "if run.coming and what.name not in LOOKS:",
+        "if False:",
         "dsp/run/test_ahead::test_nothing_reads_what_has_not_come",
     ),
     Fault(

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
 from dsp.rules import RULES, Frame, Operand, Outcome, replaced, tensor_args
-from dsp.rules.functions import known
+from dsp.rules.between import Between
+from dsp.rules.functions import Traits
 from dsp.tensors import tensors_in
 
 MANY = 64  # elements of a dim
@@ -184,20 +184,15 @@ class GlueOp:
     accepts: dict[Dim, bool]
 
 
-class Follower(TorchFunctionMode):
+class Follower(Between):
     """Follows dims through a forward; `on_op` is told of every operation."""
 
     def __init__(self, dims: Dims, on_op: Callable[[GlueOp], None]) -> None:
         super().__init__()
         self.dims, self.on_op = dims, on_op
-        self.asleep = False
         self.index = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        what = known(func)
-        if self.asleep or what.metadata:
-            return func(*args, **kwargs)
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         shapes = [tuple(t.shape) for t in tensor_args(args, kwargs)]
         out = func(*args, **kwargs)
         self.index += 1

@@ -8,17 +8,17 @@ Whatever has no rule, or counts in lengths of its own, is computed over: that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dsp.discover.dims import ranks_for
 from dsp.layout import Cut
 from dsp.rules import Frame, Operand, Outcome, replaced, tensor_args, without_operands
-from dsp.rules.functions import known
+from dsp.rules.between import Between
+from dsp.rules.functions import Traits
 from dsp.slices import Probe, call_part, copied
 from dsp.tensors import tensors_in
 
@@ -46,7 +46,7 @@ def sharded(frame: Frame, cuts: Sequence[Cut | None], n: int) -> Frame:
     return Frame(frame.name, without_operands(frame.args, cut), kwargs, n)
 
 
-class Walk(TorchFunctionMode):
+class Walk(Between):
     """Records the operations of a call, or, given those of the whole call, follows the part of a slice through them.
 
     size, length: of the dim, and of the slice, which is what the first of size / length ranks holds.
@@ -57,16 +57,15 @@ class Walk(TorchFunctionMode):
         self.whole, self.size, self.length = whole, size, length
         self.steps: list[Step] = []
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        what = known(func)
-        if what.metadata:
-            return func(*args, **kwargs)
-        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
-            return out
+    def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.whole is not None:
+            raise Dependent  # a tensor hides another, and its shape
+        return func(*args, **kwargs)
+
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         tensors = tensor_args(args, kwargs)
         frame = Frame(what.name, *replaced(args, kwargs, iter([Operand(tuple(t.shape)) for t in tensors])), n=1)
-        cut = self.follow(frame, [part_of(t) for t in tensors], what.changing) if self.whole is not None else None
+        cut = self.follow(frame, [part_of(t) for t in tensors], what.in_place) if self.whole is not None else None
         out = func(*args, **kwargs)
         results = tensors_in(out)
         step = Step(frame, [Operand(tuple(t.shape)) for t in results])

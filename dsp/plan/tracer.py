@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from dsp.inside import Inside, Sends
 from dsp.layout import cut_of
@@ -21,10 +20,11 @@ from dsp.plan.recorder import Measured, Recorder, Saver
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
-from dsp.private import maybe_current_level, storage_id
+from dsp.private import storage_id
 from dsp.rules import tensor_args
+from dsp.rules.between import Between
 from dsp.rules.flex import flex_attention, refuse_reading, rehearsed
-from dsp.rules.functions import BY_NUMBER, UNRUNNABLE, known, refuse_unrunnable, without_kind
+from dsp.rules.functions import BY_NUMBER, Traits, traits
 from dsp.rules.sources import FILLED
 from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
@@ -43,7 +43,7 @@ class Longer(BaseException):
         self.nbytes = nbytes
 
 
-class Tracer(Recorder, TorchFunctionMode):
+class Tracer(Recorder, Between):
     """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
@@ -52,7 +52,6 @@ class Tracer(Recorder, TorchFunctionMode):
         self.savers: list[Saver] = []
         self.restarts = False
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
-        self.in_stage = False
         self.depth = 0
         self.watch = Watch()
         self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
@@ -64,29 +63,31 @@ class Tracer(Recorder, TorchFunctionMode):
         self.attended: list[Call] = []  # calls of flex_attention in the stage that runs
         self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, what = kwargs or {}, known(func)
-        if self.in_stage:
-            if what.parts is not flex_attention:
-                return func(*args, **kwargs)
-            self.attended.append(seen(*args, **kwargs))
-            return rehearsed(*args, **kwargs)
-        name = what.name
-        if not (self.real or what.metadata) and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
-            args, kwargs = self.standing((args, kwargs))
-        if name in UNRUNNABLE or maybe_current_level() is not None:
-            refuse_unrunnable(name, what.metadata, args, kwargs, self.sharded)
-            if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
-                made = func(*args, **kwargs)
-                self.random_glue |= self.watch.random
-                return made
-        if what.metadata:
-            if name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
-                return laid_out(args[0].shape, name, *args[1:], **kwargs)
+    def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if traits(func).decomposition is not flex_attention:
             return func(*args, **kwargs)
-        args = args if what.kind is None else without_kind(args, what.kind)
-        if what.parts is not None and (out := what.written_out(self, args, kwargs)) is not None:
-            return out
+        self.attended.append(seen(*args, **kwargs))
+        return rehearsed(*args, **kwargs)
+
+    def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
+        if not self.real and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
+            args, kwargs = self.standing((args, kwargs))
+        super().refuse_unrunnable(what, args, kwargs)
+
+    def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        self.random_glue |= self.watch.random
+        return made
+
+    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        if what.name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
+            return laid_out(args[0].shape, what.name, *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+        name = what.name
+        if not self.real and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
+            args, kwargs = self.standing((args, kwargs))
         if name in BY_NUMBER and not self.real:
             raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
         call: Any = func
@@ -102,10 +103,10 @@ class Tracer(Recorder, TorchFunctionMode):
         watch, before = self.watch, len(self.ops)
         self.random_glue |= watch.random
         flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
-        self.record(index, name, args, kwargs, out, what.changing)
+        self.record(index, name, args, kwargs, out, what.in_place)
         if region is not None and kept:  # an op that is no event comes after the one before
             own = len(self.events) > before
-            ends = None if own or what.changing else {edge(t) for t in tensors_in(out)}
+            ends = None if own or what.in_place else {edge(t) for t in tensors_in(out)}
             self.savers.append(Saver(region, before, own, ends))
         saved = self.keep(kept) if region is None else 0
         if len(self.ops) == before and (flops or touched):
@@ -169,13 +170,13 @@ class Tracer(Recorder, TorchFunctionMode):
         return sum(storage.nbytes() for storage in fresh.values())
 
     def enter_module(self, path: str, args: Any, kwargs: Any) -> None:
-        if not self.in_stage:
+        if not self.asleep:
             self.inside.append(path)
             if not self.real:
                 self.entered.setdefault(path, (args, kwargs))
 
     def leave_module(self) -> None:
-        if not self.in_stage:
+        if not self.asleep:
             self.inside.pop()
 
     def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
@@ -191,12 +192,12 @@ class Tracer(Recorder, TorchFunctionMode):
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
         self.depth += 1
-        if self.in_stage:
+        if self.asleep:
             return None  # called by another stage: part of it
         if any(isinstance(t, LEFT) for t in tensors_in((args, kwargs))):
             args, kwargs = self.standing((args, kwargs))
         self.enter_stage(stage, args, kwargs)
-        self.in_stage, self.given = True, (args, kwargs)
+        self.asleep, self.given = True, (args, kwargs)
         self.now, self.attended = [], []
         self.sends: dict[str | None, Sends] = {}
         self.watch.restart()
@@ -216,14 +217,14 @@ class Tracer(Recorder, TorchFunctionMode):
                 self.clones[stage.name].forward(*args, **kwargs)
             return self.attended
 
-        self.in_stage, self.depth = True, 1
+        self.asleep, self.depth = True, 1
         try:
             refuse_places(stage, *self.given, options, whole, run)
         finally:
-            self.in_stage, self.depth, self.now = False, 0, now
+            self.asleep, self.depth, self.now = False, 0, now
 
     def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
-        if self.in_stage:
+        if self.asleep:
             _, _, sizes, options = self.pending
             for option in options:
                 more = inside.sends(args, kwargs, option.name, sizes, self.n)
@@ -231,21 +232,21 @@ class Tracer(Recorder, TorchFunctionMode):
             self.watch.inside += 1
 
     def leave_inside(self) -> None:
-        if self.in_stage:
+        if self.asleep:
             self.watch.inside -= 1
 
     def abandon(self) -> None:
         """Leave nothing behind if a stage raised."""
-        if self.in_stage:
+        if self.asleep:
             self.saving.__exit__(None, None, None)
-            self.in_stage = False
+            self.asleep = False
 
     def after_stage(self, output: Any) -> None:
         self.depth -= 1
         if self.depth:
             return
         self.saving.__exit__(None, None, None)
-        self.in_stage = False
+        self.asleep = False
         region, stage = self.region(), self.pending[0]
         own = checkpointed(stage.module.__dict__.get("forward"))
         again = own or self.recompute or region is not None

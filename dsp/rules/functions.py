@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.private import get_unwrapped, is_functorch_wrapped_tensor
-from dsp.rules.call import GlueError, tensor_args
 from dsp.rules.written_out import KERNELS, KEYWORDS, WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
@@ -51,25 +49,6 @@ def op_name(func: Any) -> tuple[str, bool]:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
     return name.strip("_").removeprefix("linalg_"), False
-
-
-def refuse_unrunnable(name: str, metadata: bool, args: Any, kwargs: Any, sharded: Callable[[Tensor], bool]) -> None:
-    """Raises GlueError for what no rule and no gather can make right on a sharded tensor between stages.
-
-    Within a transform of torch.func a tensor hides another, and its shape.
-    """
-    for t in tensor_args(args, kwargs):
-        while (hidden := is_functorch_wrapped_tensor(t)) and not sharded(t):
-            t = get_unwrapped(t)
-            if sharded(t):
-                break
-        if not sharded(t) or (metadata and not hidden and name not in UNRUNNABLE):
-            continue
-        what = UNRUNNABLE.get(name, f"{name}() under torch.vmap or another transform of torch.func")
-        raise GlueError(
-            f"{what} between stages works on the part of a sharded tensor as if it were the whole; do it in a stage, "
-            "a submodule with a pattern, where tensors are local"
-        )
 
 
 def in_place(func: Any) -> bool:
@@ -135,36 +114,35 @@ TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ?
 
 
 # which argument only gives a type and a device: how it lies is no matter
-KINDS = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
+DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
 
 
-def without_kind(args: Any, at: int) -> Any:
-    """The arguments, with an empty tensor in the place of one that gives its type and device alone."""
-    if len(args) <= at or not isinstance(args[at], Tensor):
-        return args
-    return *args[:at], torch.empty(0, dtype=args[at].dtype, device=args[at].device), *args[at + 1 :]
+class Traits(NamedTuple):
+    """The traits of one torch function.
 
-
-class Function(NamedTuple):
-    """The traits of one torch function."""
+    name: its plain name; metadata: it reads no numbers; in_place: it writes into its first argument; dtype_arg: the
+    position of an argument that may be a tensor of which the type alone is read; decomposition: the same function,
+    written out in others, which returns None for a call that it does not cover.
+    """
 
     name: str
     metadata: bool
-    changing: bool  # it writes into its first argument
-    kind: int | None  # which argument may be a tensor that gives its type alone
-    parts: Callable[..., Any] | None  # the same, written out; None of a call that is not
+    in_place: bool
+    dtype_arg: int | None
+    decomposition: Callable[..., Any] | None
 
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
-        """The result by its parts, each of them seen by `mode`; None of a call that is not written out."""
-        assert self.parts is not None
-        if kwargs.get("out") is not None:
+        """The result by the decomposition, whose operations `mode` sees; None of a call that has none."""
+        if self.decomposition is None or kwargs.get("out") is not None:
+            return None
+        if self.name == "setitem" and not isinstance(args[1], Tensor):
             return None
         if kwargs:
             kwargs = {KEYWORDS.get(k, k): v for k, v in kwargs.items()}
-            if not kwargs.keys() <= taken(self.parts):
+            if not kwargs.keys() <= taken(self.decomposition):
                 return None
         with mode:
-            return self.parts(*args, **kwargs)
+            return self.decomposition(*args, **kwargs)
 
 
 @cache
@@ -174,12 +152,12 @@ def taken(function: Callable[..., Any]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8192)
-def known(func: Any) -> Function:
+def traits(func: Any) -> Traits:
     name, attribute = op_name(func)
-    return Function(
+    return Traits(
         name,
         (attribute and name not in ATTRIBUTE_OPS) or name in METADATA,
         in_place(func),
-        KINDS.get(name),
+        DTYPE_ARG.get(name),
         WRITTEN_OUT.get(func) or KERNELS.get(str(func)),
     )

@@ -32,14 +32,14 @@ def follow(op: Operation, recipe: Recipe) -> Any:
     narrow = recipe.outcome.narrow
     parts = [run.axis.narrow(t, narrow[i]) if i in narrow else t for i, t in enumerate(parts)]
     before = [version(t) for t in parts]
-    if op.what.changing:
+    if op.what.in_place:
         with NO():
             _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
         return parted(run, out, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
-    written = 1 if op.what.changing else 0
+    written = 1 if op.what.in_place else 0
     quick = recipe.quick
     if quick is not None and before[written:] == [version(t) for t in parts[written:]]:
         # an argument as it was is a copy that others have, too
@@ -117,8 +117,8 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives
         # such a rank its argument, and the others something new; so does what may copy, where no plan tells
         kept = own is op.shells[0] and dense is t and target in (None, cut)
-        kept &= not (op.what.changing or recipe.draws or loose)
-        written = op.what.changing and own is parts[0]  # it returns what it wrote into
+        kept &= not (op.what.in_place or recipe.draws or loose)
+        written = op.what.in_place and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))
         lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
@@ -187,7 +187,7 @@ def writes(op: Operation, parts: list[Tensor], cuts: Sequence[Cut | None]) -> It
 
     yield views
     for i, (t, x, s, c, before) in enumerate(zip(op.tensors, parts, op.shells, cuts, versions)):
-        if version(x) == before and not (op.what.changing and i == 0 and x.is_inference()):
+        if version(x) == before and not (op.what.in_place and i == 0 and x.is_inference()):
             continue
         if s is not None:
             forget(s)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from dsp.layout import Cut
 from dsp.listening import listening
@@ -28,21 +27,11 @@ from dsp.private import (
     _push_mode,
     checkpoint_frame,
     compiler_loaded,
-    maybe_current_level,
     saving_hooks,
 )
 from dsp.rules import GlueError, replaced, tensor_args
-from dsp.rules.functions import (
-    DENSE,
-    KINDS,
-    LOOKS,
-    TELLING,
-    UNRUNNABLE,
-    Function,
-    known,
-    refuse_unrunnable,
-    without_kind,
-)
+from dsp.rules.between import Between
+from dsp.rules.functions import DENSE, DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
 from dsp.run.recipes import Odd, Operation, Quick, Recipe, derive, key_of
@@ -66,7 +55,9 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
 PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
-class Glue(TorchFunctionMode):
+class Glue(Between):
+    """The mode of a run: every operation between its stages is run on local parts."""
+
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
@@ -103,22 +94,13 @@ class Glue(TorchFunctionMode):
             super().__exit__(*exc)
         self.asleep = self.popped = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.asleep:
-            return func(*args, **kwargs)
-        what, run = known(func), self.run
-        if what.name in UNRUNNABLE or maybe_current_level() is not None:
-            refuse_unrunnable(what.name, what.metadata, args, kwargs, lambda t: isinstance(t, Sharded))
-            if maybe_current_level() is not None:  # of whole tensors, as create_block_mask works with
-                return func(*args, **kwargs)
-        if run.coming and what.name not in LOOKS and (not what.metadata or what.name in TELLING):
+    def sharded(self, t: Tensor) -> bool:
+        return isinstance(t, Sharded)
+
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+        run = self.run
+        if run.coming and what.name not in LOOKS:
             run.arrive(tensor_args(args, kwargs))
-        if what.metadata:
-            return self.metadata(what.name, func, args, kwargs)
-        parts = what.parts is not None and (what.name != "setitem" or isinstance(args[1], Tensor))  # a mask
-        if parts and (out := what.written_out(self, args, kwargs)) is not None:
-            return out
         if run.aside:
             return self.operate(-1, func, what, args, kwargs, types)
         if saving_hooks(False) is not None:
@@ -128,10 +110,8 @@ class Glue(TorchFunctionMode):
         index, script = run.glue_index, run.script
         if script is not None and run.strayed is None:
             other = index >= len(script.names) or script.names[index] != what.name
-            if other or run.loose or index in script.spare:
-                read = args if what.kind is None else without_kind(args, what.kind)
-                if other or run.loose or dtensors(read, kwargs):
-                    index = self.aligned(script, index, what.name, read, kwargs)
+            if other or run.loose or (index in script.spare and dtensors(args, kwargs)):
+                index = self.aligned(script, index, what.name, args, kwargs)
         if index >= 0:
             run.glue_index = index + 1
         if script is not None and run.strayed is None and index in script.same:
@@ -140,8 +120,7 @@ class Glue(TorchFunctionMode):
                 return first  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
-            args = args if what.kind is None else without_kind(args, what.kind)
-            run.observe("record", index, what.name, args, kwargs, out, what.changing)
+            run.observe("record", index, what.name, args, kwargs, out, what.in_place)
         return out
 
     def aligned(self, script: Script, index: int, name: str, args: Any, kwargs: Any) -> int:
@@ -169,7 +148,7 @@ class Glue(TorchFunctionMode):
             run.strayed = ("glue", index, name), names[index] if index < len(names) else None
         return index  # or else it asks a sharded one for its shape alone, as new_zeros
 
-    def operate(self, index: int, func: Any, what: Function, args: Any, kwargs: Any, types: Any) -> Any:
+    def operate(self, index: int, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
         run = self.run
         script, step = run.script, run.script.glue.get(index) if run.script else None
@@ -179,8 +158,7 @@ class Glue(TorchFunctionMode):
             run.where = ("glue", index, what.name)
             out = func(*args, **kwargs)
             # asked here as well: a call less for most
-            return out if what.changing or (type(out) is Tensor and not out.requires_grad) else plainly(out)
-        args = args if what.kind is None else without_kind(args, what.kind)
+            return out if what.in_place or (type(out) is Tensor and not out.requires_grad) else plainly(out)
         own = script is not None and (index in script.copies or index in script.fresh)
         mark = index if step is not None or own else None
         left = what.name in DENSE and run.left(index)  # what is a view by a plan or record is none then
@@ -220,7 +198,7 @@ class Glue(TorchFunctionMode):
             if not any(s is not None for s in shells):
                 if op.step is not None and op.step.source is not None:
                     return source(op, op.step.source)
-                if what.changing or not (any(op.asked) or any(op.push)):
+                if what.in_place or not (any(op.asked) or any(op.push)):
                     with writes(op, tensors, [None] * len(tensors)) as views:
                         return views(func(*args, **kwargs))
             recipe = derive(op)
@@ -306,10 +284,12 @@ class Glue(TorchFunctionMode):
             return False
         return all(p.simple and p.src != p.dst and not p.small(size) for p in parts)
 
-    def metadata(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if name == "backward":
+    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        if self.run.coming and what.name in TELLING:
+            self.run.arrive(tensor_args(args, kwargs))
+        if what.name == "backward":
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
-        if name == "new_tensor" and _sharded(args[1:], kwargs):
+        if what.name == "new_tensor" and _sharded(args[1:], kwargs):
             raise GlueError("new_tensor() of a sharded tensor would be of its part; write y.detach().clone()")
         if args and isinstance(args[0], Sharded):
             read = READ.get(func)
@@ -325,7 +305,7 @@ def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -
     quick = recipe.quick if recipe is not None and recipe.ready else None
     if quick is None or quick.moves or quick.pushes:
         return False
-    if name in KINDS:  # it is the argument itself, if that is of this type
+    if name in DTYPE_ARG:  # it is the argument itself, if that is of this type
         nothing = plain(args[0]).new_empty(0)
         return not kwargs and func(nothing, *args[1:]) is nothing
     return not quick.views or plain(args[0]).is_contiguous()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsp.layout import At, Cut
 from dsp.plan.script import GlueStep, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
-from dsp.rules.functions import ALIASES, DENSE, FOLDS, Function, draws
+from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
 from dsp.run.forward import Run
 from dsp.run.homes import View
 from dsp.sharded import Sharded
@@ -96,7 +96,7 @@ class Operation:
     run: Run
     index: int
     func: Any
-    what: Function
+    what: Traits
     step: GlueStep | None
     args: Any
     kwargs: Any
@@ -140,7 +140,7 @@ def cut_at(t: Sharded | None) -> Cut | None:
 
 def derive(op: Operation) -> Recipe:
     """Derive how an operation runs, from the plan or else from the rule alone."""
-    run, asked, changing = op.run, op.asked, op.what.changing
+    run, asked, changing = op.run, op.asked, op.what.in_place
     # another whole tensor needs no move: the rule narrows it to what the others need
     wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]
     if not changing and not any(wanted):
@@ -192,7 +192,7 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     pushes = any(recipe.push)
     if moves or pushes:
         # a view, or what is written, of a copy: that takes care
-        if name in ALIASES or outcome.view or op.what.changing or outcome.args is not None:
+        if name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
             return None
         axis, there = op.run.axis, zip(op.shells, recipe.wanted)
         if any(s is not None and c is not None and 0 in axis.local_shape(s.at.shape, c) for s, c in there):
@@ -218,14 +218,14 @@ def quick(op: Operation, recipe: Recipe) -> Quick | None:
     elif outcome.kwargs is not None and frame.kwargs:
         return None
     alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
-    if op.what.changing and not alone:
+    if op.what.in_place and not alone:
         return None
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
     own = slice(at[0], at[-1] + 1) if at and len(at) == sum(s is not None for s in op.shells) and not moves else None
     if own is not None and own.stop - own.start > len(at):
         own = None
-    aliases = alone and not op.what.changing and (outcome.view or name in ALIASES)
-    changes, copies, loose = op.what.changing, bool(op.copies), name in DENSE and op.copies is None
+    aliases = alone and not op.what.in_place and (outcome.view or name in ALIASES)
+    changes, copies, loose = op.what.in_place, bool(op.copies), name in DENSE and op.copies is None
     call = outcome.func or op.func
     return Quick(call, rest, kept, parts, own, changes, aliases, op.views, copies, loose, moves, pushes)
 

@@ -17,7 +17,7 @@ rules plan run check discover embedded cluster_check
 ROOMS = {
     "planner": "problem facts loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
-        written_out functions""",
+        written_out functions between""",
     "plan": """script events places skeleton precision watch operation names values operations backwards recorder twins
         tracer tracing reads residual picture table solve program traffic cost advice make choose""",
     "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
 from dsp.rules.call import PIECEWISE
-from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, known, op_name
+from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name, traits
 from dsp.rules.sources import FILLED
 from dsp.tensors import tensors_in
 from tests.support.slow import slow
@@ -284,7 +284,7 @@ PARTS = [
 def test_what_is_written_out_is_the_function(call: Call) -> None:
     inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.requires_grad]
     expected = call.func(*call.args, **call.kwargs)
-    found = known(call.func).written_out(nullcontext(), call.args, call.kwargs)
+    found = traits(call.func).written_out(nullcontext(), call.args, call.kwargs)
     assert_close(found, expected)
     weight = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype).view(found.shape)
     grads = [torch.autograd.grad((y * weight).sum(), inputs, materialize_grads=True) for y in (found, expected)]

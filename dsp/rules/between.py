@@ -1,0 +1,85 @@
+"""The one mode that sees the operations between stages: runs, plans and `discover` follow a forward by it.
+
+A torch function is classified here, once: does it read numbers at all, is it refused, is it written out in others, and
+which argument gives its type alone. What is left is one operation, and a subclass says what becomes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from dsp.rules.call import GlueError, tensor_args
+from dsp.rules.functions import UNRUNNABLE, Traits, traits
+
+
+class Between(TorchFunctionMode):
+    """Hands every operation between stages to `operation`, described; `asleep` inside a stage."""
+
+    asleep = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.asleep:
+            return self.in_stage(func, args, kwargs)
+        what = traits(func)
+        if what.name in UNRUNNABLE or maybe_current_level() is not None:
+            self.refuse_unrunnable(what, args, kwargs)
+            if maybe_current_level() is not None:
+                return self.transformed(func, args, kwargs)
+        if what.metadata:
+            return self.metadata(func, what, args, kwargs)
+        if what.decomposition is not None and (out := what.written_out(self, args, kwargs)) is not None:
+            return out
+        if what.dtype_arg is not None:
+            args = without_data_of(args, what.dtype_arg)
+        return self.operation(func, what, args, kwargs, types)
+
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+        """The result of one operation; `types` are those that torch names of its arguments."""
+        raise NotImplementedError
+
+    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        """The result of a function that reads no numbers."""
+        return func(*args, **kwargs)
+
+    def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call inside a stage, where tensors are local."""
+        return func(*args, **kwargs)
+
+    def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result under a transform of torch.func, of whole tensors, as `create_block_mask` works with."""
+        return func(*args, **kwargs)
+
+    def sharded(self, t: Tensor) -> bool:
+        """Tell whether a tensor is sharded, or may be by a plan."""
+        return False
+
+    def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
+        """Raise GlueError for a sharded tensor in a function that no rule and no gather can make right.
+
+        Within a transform of torch.func a tensor hides another, and its shape.
+        """
+        for t in tensor_args(args, kwargs):
+            while (hidden := is_functorch_wrapped_tensor(t)) and not self.sharded(t):
+                t = get_unwrapped(t)
+                if self.sharded(t):
+                    break
+            if not self.sharded(t) or (what.metadata and not hidden and what.name not in UNRUNNABLE):
+                continue
+            name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
+            raise GlueError(
+                f"{name} between stages works on the part of a sharded tensor as if it were the whole; do it in a "
+                "stage, a submodule with a pattern, where tensors are local"
+            )
+
+
+def without_data_of(args: Any, at: int) -> Any:
+    """The arguments, with an empty tensor in the place of one that gives its type and device alone."""
+    if len(args) <= at or not isinstance(args[at], Tensor):
+        return args
+    return *args[:at], torch.empty(0, dtype=args[at].dtype, device=args[at].device), *args[at + 1 :]
