@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.discover.dims import Dims, Follower, GlueOp, axes_of, follow
 from dsp.discover.discover import Stages
 from dsp.slices import Draws, slices
 from tests.support import cases as zoo_models
@@ -695,3 +696,18 @@ def test_a_norm_of_weights_is_not_tried_on_other_rows() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3), dim=2).parametrizations.weight
     with Draws(), pytest.raises(RuntimeError, match="a norm for each row"):
         normed[0](torch.randn(1, 1, 2), torch.randn(4, 4, 3))
+
+
+def test_dims_are_followed_through_a_function_that_is_many_operations() -> None:
+    dims, ops = Dims(), list[GlueOp]()
+    x, weight = torch.randn(5, 3, 8), torch.randn(24, 8)  # (l b c)
+    follow(x, dims.fill(x.shape, [], "x"), live=True)
+    with Follower(dims, ops.append):
+        y, _ = F.multi_head_attention_forward(
+            x, x, x, 8, 2, weight, None, None, None, False, 0.0, torch.randn(8, 8), None, need_weights=False
+        )
+    length, batch, _ = axes_of(x)
+    assert axes_of(y)[:2] == [length, batch]
+    blocked = {dim for op in ops for dim, runs in op.accepts.items() if not runs}
+    assert set(length) <= blocked
+    assert not set(batch) & blocked
