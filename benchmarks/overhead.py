@@ -123,13 +123,14 @@ def both_ways(model: nn.Module) -> Call:
 
 
 def slope(
-    make: Callable[[int], nn.Module], call: Callable[[nn.Module], Call], mesh: DeviceMesh, repeat: int
-) -> list[float]:
+    make: Callable[[int], nn.Module], call: Callable[[nn.Module], Call], mesh: DeviceMesh, repeat: int,
+    compile: bool | str = False,
+) -> list[float]:  # fmt: skip
     """Microseconds of one more stage or operation: in the bare model, in the parallelized one, and the difference."""
     calls = {}
     for depth in (FEW, MANY):
         calls[f"bare {depth}"] = call(make(depth))
-        calls[f"parallel {depth}"] = call(dsp.parallelize(make(depth), mesh, gather_output=False))
+        calls[f"parallel {depth}"] = call(dsp.parallelize(make(depth), mesh, gather_output=False, compile=compile))
     times = spend(calls, repeat)
     kinds = "bare", "parallel"
     bare, parallel = ((times[f"{kind} {MANY}"] - times[f"{kind} {FEW}"]) / (MANY - FEW) for kind in kinds)
@@ -151,6 +152,9 @@ def stages_and_glue(mesh: DeviceMesh, repeat: int) -> list[str]:
         lines.append(line(f"{name}, forward and backward", slope(make, both_ways, mesh, repeat)))
     for name, op in GLUE.items():
         lines.append(line(f"glue {name}, no grad", slope(partial(Glued, op=op), forward, mesh, repeat)))
+    for name in ("x + x", "F.silu(x)", "x.transpose(1, 2)"):
+        costs = slope(partial(Glued, op=GLUE[name]), forward, mesh, repeat, compile="eager")
+        lines.append(line(f"glue {name} in a graph, no grad", costs))
     for name in ("x + x", "x.transpose(1, 2)"):
         costs = slope(partial(Glued, op=GLUE[name]), both_ways, mesh, repeat)
         lines.append(line(f"glue {name}, forward and backward", costs))

@@ -43,6 +43,7 @@ from dsp.run.facts import Facts, options_of
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.outputs import Made, bring_out, hand_out
+from dsp.run.tidy import tidy
 from dsp.sent import COLLECTIVES
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import tensors_in
@@ -129,6 +130,8 @@ class Graphs:
             backend = "aot_eager"
         for node in made[0].graph.nodes:
             node.meta.clear()  # of tensors without data
+        if backend == "eager":
+            return Graph(facts, *made, made[0])
         # of the method: by the module an error in the graph would come to the compiler, as one of its own
         compiled = torch.compile(made[0].forward, fullgraph=True, dynamic=False, backend=backend)
         return Graph(facts, *made, compiled)
@@ -213,7 +216,8 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
         raise Unfit(f"the autograd.Function {function} is in it, whose backward a graph would not call")
     for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
         raise Unfit(f"it returns a {type(odd).__name__}, which may hold anything")
-    refuse_what_is_in(graph)
+    refuse_what_is_in(graph, runtime.graphs.backend)
+    tidy(graph.graph, [t.requires_grad for t in (*weights, *leaves)])
     hold(graph, weights)
     return graph, output, [lies for _, lies in made]
 
@@ -255,9 +259,9 @@ def own_function(tensors: Iterable[Tensor]) -> str:
     return ""
 
 
-def refuse_what_is_in(graph: GraphModule) -> None:
+def refuse_what_is_in(graph: GraphModule, backend: str) -> None:
     refuse_drawing(graph)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and backend != "eager":
         refuse_recurrences(graph)
     refuse_strangers(graph)
 

@@ -20,7 +20,7 @@ ROOMS = {
         written_out functions between""",
     "plan": """script events places skeleton precision watch operation names values operations backwards recorder twins
         tracer tracing reads residual picture table solve program traffic cost advice make choose""",
-    "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts graph
+    "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts tidy graph
         pipelines parallel""",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",

@@ -77,9 +77,34 @@ def windows(size: int) -> tuple[nn.Module, dict[str, str] | None, dict[str, Tens
     return Windows().double(), {"": "x=b c s"}, {"x": x}
 
 
+def modes_of_gradients() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
+    """Operations with gradients and without, in turns, and writes in place."""
+
+    class Modes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mix(x)
+            with torch.no_grad():
+                scale = y.square().mean(-1, keepdim=True)
+                with torch.enable_grad():
+                    z = y * scale
+                scale = scale * 2
+            z.add_(x)
+            with torch.no_grad():
+                kept = torch.zeros_like(z)
+                kept.copy_(z)
+            return z.relu() * kept + x * scale
+
+    x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
+    return Modes().double(), {"": "x=b s c"}, {"x": x}
+
+
 MODELS = {
-    "latte": latte, "transformer2d": transformer2d, "flux": flux, "even": partial(windows, 12),
-    "uneven": partial(windows, 7),
+    "modes": modes_of_gradients, "latte": latte, "transformer2d": transformer2d, "flux": flux,
+    "even": partial(windows, 12), "uneven": partial(windows, 7),
 }  # fmt: skip
 
 
@@ -127,7 +152,8 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
 @pytest.mark.parametrize(
     ("n", "which", "backend", "gather"),
     [
-        (3, "latte", "eager", False), slow(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
+        (3, "latte", "eager", False), (2, "modes", "eager", True), slow(3, "modes", "aot_eager", False),
+        slow(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
         long(3, "transformer2d", "aot_eager", False), slow(3, "flux", "aot_eager", True),
         slow(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
     ],
@@ -270,7 +296,7 @@ class Recurrent(nn.Module):
 
 
 def recurrences(mesh: DeviceMesh) -> list[str]:
-    """One graph without gradients; with them torch.compile has none, whether or not it is in training."""
+    """One graph without gradients; with them torch.compile takes none, and a graph without a compiler does."""
     said: list[str] = []
     log = logging.getLogger("dsp")
     log.addFilter(hear := lambda record: said.append(record.getMessage()) or True)
@@ -287,13 +313,39 @@ def recurrences(mesh: DeviceMesh) -> list[str]:
                 assert graphs(model) == [1]
             beside(single, model, mesh, {"x": x}, rounds=3)
             assert graphs(model) == [1, None]
+            single.zero_grad()
+            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="eager")
+            beside(single, model, mesh, {"x": x}, rounds=3)
+            assert graphs(model) == [1]
     finally:
         log.removeFilter(hear)
     return [text for text in said if text.startswith("compile: ")]
 
 
+class Chain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = (x + x).transpose(1, 2)
+        return x
+
+
+def lean(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Chain(), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
+    for way in (torch.enable_grad, torch.no_grad):
+        with way():
+            for _ in range(2):
+                model(torch.ones(2, 4, 6, requires_grad=True))
+    for kind in model.forward.__self__.kinds.values():  # type: ignore[union-attr]
+        ops = [node for node in kind.graphs[0].plainly.graph.nodes if node.op == "call_function"]
+        assert len(ops) <= 2 * 5 + 2  # and views of what is given and returned
+
+
+def test_a_graph_holds_the_operations_and_nothing_else(ranks) -> None:
+    ranks(lean, 2)
+
+
 @pytest.mark.slow
-def test_recurrences_compile_without_gradients(ranks) -> None:
+def test_recurrences_compile_without_gradients_or_without_a_compiler(ranks) -> None:
     for said in ranks(recurrences, 2):
         ops = ("gru", "lstm", "rnn_tanh")
         why = "compile: Recurrent runs as without it, for torch.compile takes no recurrence (aten.{}) where there are"

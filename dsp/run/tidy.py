@@ -1,0 +1,75 @@
+"""A recorded graph without what recording left in it: views of a tensor as it is, gradients switched off and on.
+
+A sharded tensor is a subclass that views its part, so each operation is recorded with two views and four switches of
+the mode of gradients around it, and some with a tensor on the meta device that tells strides. These took twice the
+host's time of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from dsp.private import OpOverload, schema_of
+
+SWITCH = torch._C._set_grad_enabled
+
+
+def tidy(graph: Graph, graded: Iterable[bool]) -> None:
+    """Remove what changes nothing from a graph; `graded`: which of its inputs need a gradient."""
+    for node in reversed(graph.nodes):
+        if is_unused(node):
+            graph.erase_node(node)
+    on = written = torch.is_grad_enabled()
+    now = on
+    given, needing, all_need = iter(graded), set[Node](), False
+    for node in list(graph.nodes):
+        if node.target is SWITCH:
+            now = node.args[0]
+            graph.erase_node(node)
+        elif node.op == "placeholder":
+            if next(given):
+                needing.add(node)
+        elif node.op == "output":
+            if written != on:
+                switch(graph, node, on)
+        elif node.op == "call_function":
+            needs = all_need or not needing.isdisjoint(node.all_input_nodes)
+            if is_view_of_itself(node) and (now or not needs):
+                replace_by_its_argument(graph, node)
+                continue
+            if needs and written != now:
+                switch(graph, node, now)
+                written = now
+            if needs and now:
+                needing.add(node)
+                all_need |= writes(node)  # and so may every view of what it writes into
+
+
+def switch(graph: Graph, before: Node, on: bool) -> None:
+    with graph.inserting_before(before):
+        graph.call_function(SWITCH, (on,))
+
+
+def is_unused(node: Node) -> bool:
+    """Tell whether nobody reads what an operation of torch's own makes, which does nothing else."""
+    op = node.target
+    return not node.users and isinstance(op, OpOverload) and op.namespace == "aten" and not node.is_impure()
+
+
+def is_view_of_itself(node: Node) -> bool:
+    """Tell whether a node is ``x.view_as(x)``, which the graph does not return: an output is no input as it is."""
+    same = node.target is torch.ops.aten.view_as.default and node.args[0] is node.args[1]
+    return same and all(user.op != "output" for user in node.users)
+
+
+def replace_by_its_argument(graph: Graph, node: Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def writes(node: Node) -> bool:
+    """Tell whether an operation writes in place."""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
