@@ -404,7 +404,7 @@ def held(mesh: DeviceMesh, case: Case) -> dict[str, float]:
     with Attentions() as attentions:
         expected, inputs, _ = step(single, kwargs, line)
     dsp.parallelize(model, mesh, {"": line}, gather_output=False)
-    kinds: Any = model.forward.__self__.kinds  # type: ignore[union-attr]
+    kinds: Any = model.forward.__self__.entries  # type: ignore[union-attr]
     out, own, sent = step(model, kwargs, line)
     if any(kind.plan is None or kind.plan.script.recorded for kind in kinds.values()):  # it reads its data
         model.zero_grad()

@@ -32,7 +32,7 @@ from dsp.exchange import (
     switch_plan_of_parts,
     wait,
 )
-from dsp.listening import back, remember, tell
+from dsp.observers import notify, run_observed, save_observer
 from dsp.planner import chunk_sizes
 
 # what an op makes lies in memory as what it was given: a compiler may not choose for it
@@ -145,7 +145,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 def _fresh(name: str, kernel: Any) -> Any:
     def run(*args: Any) -> Any:
-        tell(name, *args)
+        notify(name, *args)
         out = kernel(*args)
         return list(map(alone, out)) if isinstance(out, list) else alone(out)
 
@@ -205,7 +205,7 @@ def _switches_like(
 
 def _keep(names: str) -> Any:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        remember(ctx)
+        save_observer(ctx)
         ctx.shape = inputs[0].shape
         for name, value in zip(names.split(), inputs[1:]):
             setattr(ctx, name, value)
@@ -224,17 +224,17 @@ def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> No
 
 def _switch_back(ctx: Any, g: Tensor) -> Tensor:
     pieces = (ctx.dst_pieces, ctx.src_pieces) if ctx.src_pieces or ctx.dst_pieces else ()
-    return back(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, *pieces)
+    return run_observed(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, *pieces)
 
 
 def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
     where = ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group
-    return back(ctx, torch.ops.dsp.switch_among, g, *where)
+    return run_observed(ctx, torch.ops.dsp.switch_among, g, *where)
 
 
 def keep_many(ctx: Any, xs: list[Tensor]) -> None:
     """In the forward of an op on several tensors: which of them ask for a gradient."""
-    remember(ctx)
+    save_observer(ctx)
     ctx.set_materialize_grads(False)
     ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
 
@@ -257,7 +257,7 @@ def _switches_back(op: Any) -> Any:
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         def send(asks: list[int]) -> list[Tensor]:
             where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-            return back(ctx, op, [grads[i] for i in asks], *where, ctx.group, *reversed(ctx.pieces))
+            return run_observed(ctx, op, [grads[i] for i in asks], *where, ctx.group, *reversed(ctx.pieces))
 
         # an empty list might be one of tensors, says torch
         return back_many(ctx, grads, send), *[None] * 4, *(None if piece else [] for piece in ctx.pieces)
@@ -273,10 +273,10 @@ _adjoint("switch", "src dst src_size group src_pieces dst_pieces", _switch_back)
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
 _adjoint(
     "gather", "dim size group pieces",
-    lambda ctx, g: back(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group, ctx.pieces),
+    lambda ctx, g: run_observed(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group, ctx.pieces),
 )  # fmt: skip
 _adjoint(
     "reduce_scatter", "dim group pieces",
-    lambda ctx, g: back(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group, ctx.pieces),
+    lambda ctx, g: run_observed(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group, ctx.pieces),
 )  # fmt: skip
-_adjoint("all_reduce", "group", lambda ctx, g: back(ctx, torch.ops.dsp.all_reduce, g, ctx.group))
+_adjoint("all_reduce", "group", lambda ctx, g: run_observed(ctx, torch.ops.dsp.all_reduce, g, ctx.group))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsp import collectives
 from dsp.layout import Axis, Cut, factor
-from dsp.listening import back, remember
+from dsp.observers import run_observed, save_observer
 from dsp.planner import fuses
 
 # --- the same on local tensors, for the runtime -----------------------------------------------------------------------
@@ -154,13 +154,13 @@ class SplitInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
-        remember(ctx)
+        save_observer(ctx)
         ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
         return sp.narrow(x, cut).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
+        return run_observed(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
 
 
 class WholeInput(torch.autograd.Function):
@@ -168,13 +168,13 @@ class WholeInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
-        remember(ctx)
+        save_observer(ctx)
         ctx.sp = sp
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return back(ctx, torch.ops.dsp.all_reduce, grad, ctx.sp.group) / ctx.sp.size, None
+        return run_observed(ctx, torch.ops.dsp.all_reduce, grad, ctx.sp.group) / ctx.sp.size, None
 
 
 class ScaleGradient(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsp.exchange import alone, switch_plan, wait
-from dsp.listening import back, remember, tell
+from dsp.observers import notify, run_observed, save_observer
 
 
 class PendingSwitch:
@@ -35,7 +35,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
-        tell("switch", x, *pending.args)
+        notify("switch", x, *pending.args)
         plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
         pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
         return x.new_empty(0)
@@ -43,14 +43,14 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
         pending = ctx.pending
-        return pending.back.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
+        return pending.run_observed.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
 
 
 class _Await(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
-        remember(ctx)
+        save_observer(ctx)
         return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
 
     @staticmethod
@@ -58,9 +58,9 @@ class _Await(torch.autograd.Function):
         pending = ctx.pending
         src, dst, _, group = pending.args
         size = pending.there.shape[dst]
-        back(ctx, tell, "switch", grad, dst, src, size, group)
-        pending.back = switch_plan(grad, dst, src, size, group)
-        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
+        run_observed(ctx, notify, "switch", grad, dst, src, size, group)
+        pending.run_observed = switch_plan(grad, dst, src, size, group)
+        pending.grad_buffer = pending.run_observed.exchange(pending.run_observed.pack(grad), group, later=True)
         return grad.new_empty(0), None
 
 
@@ -80,9 +80,9 @@ class _Ahead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:  # type: ignore[override]
         src, dst, _, group, *pieces = where
-        remember(ctx)
-        ctx.back = dst, src, x.shape[dst], group, *reversed(pieces)
-        tell("switch", x, *where)
+        save_observer(ctx)
+        ctx.run_observed = dst, src, x.shape[dst], group, *reversed(pieces)
+        notify("switch", x, *where)
         plan = switch_plan(x, *where)
         received = plan.exchange(plan.pack(x), group, later=True)
         out = alone(plan.room(received))
@@ -92,4 +92,4 @@ class _Ahead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return back(ctx, torch.ops.dsp.switch, grad, *ctx.back), None, None
+        return run_observed(ctx, torch.ops.dsp.switch, grad, *ctx.run_observed), None, None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsp.collectives import EXACT, back_many, implement, keep_many, summed_in
 from dsp.exchange import dense, exchanged, like, order_of, ranks
-from dsp.listening import back
+from dsp.observers import run_observed
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes
 
@@ -48,8 +48,8 @@ class Rows(NamedTuple):
             row *= 1 if d == self.dim else size
         met = meetings(self.size, self.spans)
         there = [row * sum(met[q][r] for r in range(n) if r != q) for q in range(n)]
-        back = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
-        return there, back
+        run_observed = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
+        return there, run_observed
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +65,7 @@ def meetings(size: int, spans: tuple[Span, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(max(0, min(b, d) - max(a, c)) for c, d in spans) for a, b in chunks)
 
 
-class _Way:
+class _RowExchange:
     """One tensor's exchange on one rank: where in its chunk lie the rows that others read, and in its span theirs."""
 
     def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
@@ -80,12 +80,14 @@ class _Way:
 
 
 @lru_cache(maxsize=4096)
-def _ways(dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int) -> list[_Way]:
+def _ways(
+    dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int
+) -> list[_RowExchange]:
     pairs = tuple(zip(spans[::2], spans[1::2]))
-    return [_Way(d, s, pairs[i * n : (i + 1) * n], rank) for i, (d, s) in enumerate(zip(dims, sizes))]
+    return [_RowExchange(d, s, pairs[i * n : (i + 1) * n], rank) for i, (d, s) in enumerate(zip(dims, sizes))]
 
 
-def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[_Way]:
+def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[_RowExchange]:
     return _ways(tuple(dims), tuple(sizes), tuple(spans), *ranks(group))
 
 
@@ -159,7 +161,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     keep_many(ctx, xs)
 
 
-def _stays(op: str, x: Tensor, w: _Way) -> Tensor:
+def _stays(op: str, x: Tensor, w: _RowExchange) -> Tensor:
     """The result of `op` on this rank where no rows of any rank travel: those that others read have no gradient."""
     start, length = w.given[w.rank]
     if op == "rows":
@@ -176,7 +178,7 @@ def _adjoint(op: str) -> Any:
             ways = ways_of(*where, ctx.group)
             if not any(Rows(w.dim, size, w.spans).travel() for w, size in zip(ways, where[1])):
                 return [_stays(op, grads[i], w) for i, w in zip(asks, ways)]  # type: ignore[arg-type]
-            return back(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
+            return run_observed(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
 
         return back_many(ctx, grads, send), None, None, None, None
 

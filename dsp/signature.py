@@ -30,7 +30,7 @@ class Bound:
     pattern: TensorPattern | None
 
 
-class Call:
+class Arguments:
     """The arguments of one call, to be replaced one by one."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Signature:
                 found[p.names[0]] = value
         return found
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Bound]]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Bound]]:
         """The tensors of one call, in the order of the signature."""
         slots: list[tuple[str, int | str, Any]] = [
             (self.positional[i] if i < len(self.positional) else f"{self.open_args}[{i - len(self.positional)}]", i, v)
@@ -136,7 +136,7 @@ class Signature:
                 )
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
             raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
-        return Call(args, kwargs), bound
+        return Arguments(args, kwargs), bound
 
 
 def listed(value: Any) -> bool:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from dsp import randomness
 from dsp.collectives import inexact
+from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.private import TorchDispatchMode, applied, pytree
-from dsp.signature import Call, Signature
+from dsp.signature import Arguments, Signature
 from dsp.stages import cut_for
-from dsp.stance import Followed
 from dsp.tensors import constants_in, remade, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
@@ -64,7 +64,7 @@ def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
 
 def call_part(
     signature: Signature, args: Any, kwargs: Any, cuts: Sequence[Cut | None], size: int, start: int, length: int
-) -> Call:
+) -> Arguments:
     """The call with a part of every tensor argument that `cuts` (by position, as `bind` numbers them) points into."""
     call, bound = signature.bind(args, kwargs)
     for b, cut in zip(bound, cuts):
@@ -211,7 +211,7 @@ class Probe:
         """The tensors that it returns, and the numbers beside them; `seen` sees its operations."""
         self.runs += 1
         # a compiler that meets what sees every operation would leave out for good what it was to compile
-        with keeping_buffers(self.module), torch.no_grad(), warnings.catch_warnings(), Followed(), seen:
+        with keeping_buffers(self.module), torch.no_grad(), warnings.catch_warnings(), CompileOff(), seen:
             warnings.simplefilter("ignore")  # of shapes that a model was not made for
             randomness.seed(self.seed)
             output = self.module(*args, **kwargs)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.inside import Around, Inside
 from dsp.layout import At, Cut, fold_fits
+from dsp.methods import StageMethod, StageWrapper
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern, parse, solve_sizes
 from dsp.planner import chunk_sizes
 from dsp.private import _BatchNorm
@@ -65,8 +65,8 @@ class Stage:
         except NotationError as error:
             raise NotationError(f"{self.where}: {error}") from None
         self.signature = Signature(module, self.pattern, self.where)
-        self.inside: list[Inside] = []
-        self.around: Around | None = None
+        self.inside: list[StageMethod] = []
+        self.around: StageWrapper | None = None
         self.reach: str | None = None
         self.whole = False
 

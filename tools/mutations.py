@@ -57,7 +57,7 @@ FAULTS = [
     Fault(
         "a copy of a stretch is used after its source was written",
         "dsp/run/forward.py",
-        "self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]",
+        "self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]",
         "pass",
         "dsp/run/test_hostile",
     ),
@@ -70,23 +70,23 @@ FAULTS = [
     ),
     Fault(
         "who hears the forward does not hear its backward",
-        "dsp/listening.py",
-        "ctx.listener = None if listener is None else listener.way_back()",
-        "ctx.listener = None",
+        "dsp/observers.py",
+        "ctx.observer = None if observer is None else observer.for_backward()",
+        "ctx.observer = None",
         "dsp/plan/test_plan_word",
     ),
     Fault(
         "nobody hears what a checkpoint sends again",
         "dsp/run/glue.py",
-        "listening(account.again(again) if account is not None else None)",
-        "listening(None)",
+        "observing(traffic_check.again(again) if traffic_check is not None else None)",
+        "observing(None)",
         "dsp/plan/test_plan_word",
     ),
     Fault(
         "the gradient of an input is not divided by N",
         "dsp/moves.py",
-        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
-        "return back(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp), None, None",
+        "return run_observed(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None",
+        "return run_observed(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp), None, None",
         "dsp/test_ops",
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "what a rank holds is not held any more while it is last read",
-        "dsp/planner/facts.py",
+        "dsp/planner/index.py",
         "for k in range(first, last + 1):",
         "for k in range(first, last):",
         "dsp/plan/test_planner",
@@ -302,7 +302,7 @@ FAULTS = [
     ),
     Fault(
         "a tensor keeps its own part, and nobody lets go of either",
-        "dsp/run/homes.py",
+        "dsp/run/views.py",
         "        self.copies.made[cut] = copy",
         "        self.copies.made[cut], self.copies.own = copy, self.local",
         "dsp/run/test_random_models::test_random_models",
@@ -330,7 +330,7 @@ FAULTS = [
     ),
     Fault(
         "a stage waits for what it may reach",
-        "dsp/run/calls.py",
+        "dsp/run/stage_calls.py",
         "if run.coming:  # nobody sees what a stage reads",
         "if False:",
         "dsp/run/test_ahead::test_nothing_reads_what_has_not_come",
@@ -456,14 +456,14 @@ FAULTS = [
     ),
     Fault(
         "a graph holds whatever numbers come with the inputs",
-        "dsp/run/facts.py",
+        "dsp/run/guards.py",
         "self.options == options and all(",
         "all(",
         "dsp/run/test_graph",
     ),
     Fault(
         "a graph holds whatever the modules became",
-        "dsp/run/facts.py",
+        "dsp/run/guards.py",
         "attributes_of(m) == held for m, held in chain(self.modules, self.others)",
         "True for _ in ()",
         "dsp/run/test_graph",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.check.compare import Call, compare
+from dsp.check.compare import Trial, compare
 from dsp.check.independence import compare_slices, recorded, some, unseen
 from dsp.check.modes import Mode, called, prepared, rounding
 from dsp.check.report import Report
@@ -149,9 +149,9 @@ class Check:
         report = self.report
         mode.set(single)
         mode.set(parallel)
-        expected = Call(single, args, kwargs, mode.grad)
+        expected = Trial(single, args, kwargs, mode.grad)
         try:
-            got = Call(parallel, args, kwargs, mode.grad, self.axis)
+            got = Trial(parallel, args, kwargs, mode.grad, self.axis)
         except Exception as reason:
             return [f"the parallel run raised {type(reason).__name__}: {reason}"]
         found = compare(got, expected, self.tolerance, numbers=not mode.random)

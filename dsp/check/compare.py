@@ -19,7 +19,7 @@ from dsp.tensors import constants_in, remade, tensors_in
 ROUNDINGS = 32  # a part of a gradient may be so many times as long as the whole
 
 
-class Call:
+class Trial:
     """A call with copies of its inputs, and backward under a random projection; on `axis`, gradients are averaged.
 
     scale: what the loss is multiplied by, and gradients are divided by again.
@@ -79,7 +79,7 @@ class Difference:
 
 
 def compare(
-    got: Call, expected: Call, tolerance: float, numbers: bool = True, rounding: Mapping[str, float] | None = None
+    got: Trial, expected: Trial, tolerance: float, numbers: bool = True, rounding: Mapping[str, float] | None = None
 ) -> Difference:
     """The difference of two calls; without `numbers` only of the kinds of tensors that they return.
 

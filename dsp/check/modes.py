@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsp.check.compare import Call, compare
+from dsp.check.compare import Trial, compare
 from dsp.slices import TOLERANCE, copies, keeping_buffers
 
 
@@ -74,13 +74,13 @@ def draw_zeros(model: nn.Module) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.2 / fan_in**0.5)
 
 
-def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0, scale: float = 1.0) -> Call:
+def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0, scale: float = 1.0) -> Trial:
     """A call that leaves the buffers as they were."""
     with keeping_buffers(model):
-        return Call(model, args, kwargs, grad, seed=seed, scale=scale)
+        return Trial(model, args, kwargs, grad, seed=seed, scale=scale)
 
 
-def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Call, tolerance: float) -> dict[str, float]:
+def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Trial, tolerance: float) -> dict[str, float]:
     """The rounding of each gradient: where a model computes in a shorter type of its own, as the angles of a
     timestep often are, a loss of another size gives other gradients."""
     found: dict[str, float] = {}

@@ -11,7 +11,7 @@ from dsp.discover.nodes import Group, Node, known
 from dsp.discover.search import Search
 
 
-class Choice(Folds):
+class StageChoice(Folds):
     """Which submodules become stages; those `opened` do not, but for what is inside of them."""
 
     def __init__(self, search: Search, root: Node, opened: Set[str] = frozenset()) -> None:

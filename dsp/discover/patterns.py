@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from dsp.discover.choice import Choice
+from dsp.discover.choice import StageChoice
 from dsp.discover.dims import Dim
 from dsp.discover.folds import Chain, Row
 from dsp.discover.nodes import Node, known
@@ -20,7 +20,7 @@ LENGTHS = "lmnkopqefgd"
 POOL = "sruvxyzpqijnmkl"
 
 
-class Patterns(Choice):
+class Patterns(StageChoice):
     """The patterns of a choice."""
 
     def stages(self) -> dict[str, str]:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
-from dsp.inside import Place, Sends
 from dsp.layout import Axis
+from dsp.methods import CommBytes, RankPart
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 from dsp.private import backward_pass, checkpoint_frame
 from dsp.run.forward import current_place
 from dsp.stages import Stage
 
-AGAIN: ContextVar[Place | None] = ContextVar("dsp_again", default=None)
+AGAIN: ContextVar[RankPart | None] = ContextVar("dsp_again", default=None)
 
 
-def place_of_call() -> Place | None:
+def place_of_call() -> RankPart | None:
     """Where the running stage call stands, in its recomputation too; None outside of a parallelized model.
 
     Activation checkpointing within a stage's hooks (train.py) recomputes the stage in backward, where no hook tells.
@@ -49,7 +49,7 @@ def place_of_call() -> Place | None:
 
 
 class Distributed:
-    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.inside.Inside`."""
+    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.methods.Inside`."""
 
     label = ""
     cut = 0  # numbers of its weights that are cut over ranks
@@ -57,10 +57,10 @@ class Distributed:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         raise NotImplementedError
 
-    def run(self, place: Place, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, place: RankPart, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's output for this rank's part of its inputs; `forward` is the module's own."""
         raise NotImplementedError
 
@@ -131,23 +131,23 @@ class AttentionCore(Distributed):
             )
         return tensors[0], tensors[1], tensors[2]
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         if along != self.along or n == 1:
-            return Sends()
+            return CommBytes()
         q, k, v = self.bind(args, kwargs)
         if self.grid is None:
             return self.price(q, k, v, chunk_sizes(q.shape[1], n))
         dim, switch, within = self.grid.factors(sizes, n)
         if within == 1:
-            return Sends()
+            return CommBytes()
         own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # the batch of attention has t in it
         return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> CommBytes:
         """The bytes that the busiest rank sends where each rank has its part of the places."""
         raise NotImplementedError
 
-    def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    def run(self, place: RankPart, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         if place.dim != self.along or len(place.peers.ranks) == 1:
             return forward(*args, **kwargs)
         q, k, v = self.bind(args, kwargs)
@@ -157,6 +157,6 @@ class AttentionCore(Distributed):
         y = self.attend(place, forward, q, k, v)
         return y if y.shape[1] == rows else torch.cat([y, y.new_zeros(len(y), rows, *y.shape[2:])], 1)
 
-    def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(b n h e) of this rank's places -> (b n h e)."""
         raise NotImplementedError

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.inside import Peers, Place, Received, Sends
 from dsp.layout import Cut, factor
+from dsp.methods import CommBytes, Peers, RankPart, Received
 from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
 from dsp.planner import chunk_sizes
 from dsp.stages import Stage, cut_for
@@ -41,7 +41,7 @@ class Factors(NamedTuple):
     within: int
 
 
-class Block(NamedTuple):
+class GridBlock(NamedTuple):
     """One rank's view of a stage call: the parts that are exchanged."""
 
     ranks: tuple[int, ...]  # N1 of them, among whom it is switched
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 class Grid:
-    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.inside.Around`."""
+    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.methods.Around`."""
 
     label = "switch"
     cut = 0
@@ -83,23 +83,25 @@ class Grid:
         switch, own = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
         return tuple(sum(own[i : i + switch]) for i in range(0, n, switch))
 
-    def block(self, sizes: Mapping[str, int], n: int, rank: int) -> Block:
+    def block(self, sizes: Mapping[str, int], n: int, rank: int) -> GridBlock:
         factors = self.factors(sizes, n)
         first = rank - rank % factors.switch
         ranks = tuple(range(first, first + factors.switch))
         along = chunk_sizes(sizes[self.along], n)[first : first + factors.switch]
-        return Block(ranks, chunk_sizes(sizes[factors.dim], factors.switch), along, rank - first, factors)
+        return GridBlock(ranks, chunk_sizes(sizes[factors.dim], factors.switch), along, rank - first, factors)
 
-    def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
+    def enter(
+        self, place: RankPart, sizes: Mapping[str, int], given: Sequence[Received]
+    ) -> tuple[RankPart, list[Received]]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
         peers = tuple(range(block.own, axis.size, block.factors.switch))
-        inside = Place(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
+        inside = RankPart(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
         if block.factors.switch == 1:
             return inside, list(given)
         return inside, [self.received(block, axis.group, sizes, x) for x in given]
 
-    def received(self, block: Block, group: str, sizes: Mapping[str, int], x: Received) -> Received:
+    def received(self, block: GridBlock, group: str, sizes: Mapping[str, int], x: Received) -> Received:
         """A tensor as the stage gets it: switched; gathered along s if it has no t; cut along t if it has no s."""
         dim, n1, _ = block.factors
         across = cut_for(x.pattern, x.shape, dim, sizes)
@@ -129,7 +131,7 @@ class Grid:
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 
     def leave(
-        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
     ) -> list[Tensor]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
@@ -137,7 +139,9 @@ class Grid:
             return [x if place.own else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
 
-    def returned(self, block: Block, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor) -> Tensor:
+    def returned(
+        self, block: GridBlock, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor
+    ) -> Tensor:
         """The results of a stage, brought back along the dim that the stage computes over."""
         dim, along = block.factors.dim, self.along
         held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
@@ -163,11 +167,11 @@ class Grid:
 
     # --- what it sends ---
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         """The busiest rank's traffic before and after the stage, which checkpoints of the stage do not repeat."""
         dim, n1, _ = self.factors(sizes, n)
         if along != self.along or n1 == 1:
-            return Sends()
+            return CommBytes()
         blocks = [self.block(sizes, n, rank) for rank in range(n)]
         there = [b.along[b.own] * (sizes[dim] - b.across[b.own]) for b in blocks]  # s x t, of a channel
         back = [b.across[b.own] * (sum(b.along) - b.along[b.own]) for b in blocks]
@@ -193,7 +197,7 @@ class Grid:
             after += max(back) * rest
             adjoint += max(there) * rest
         outputs = len(self.stage.pattern.outputs)
-        return Sends(
+        return CommBytes(
             forward={"switch": (before + after, calls + outputs)}, backward={"switch": (adjoint, calls + outputs)},
             before={"switch": (before, calls)}, after={"switch": (after, outputs)},
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsp.embedded.core import AttentionCore
 from dsp.exchange import ranks
-from dsp.inside import Peers, Place, Sends
+from dsp.methods import CommBytes, Peers, RankPart
 
 
 def low_rank_attention(q: Tensor, k: Tensor, v: Tensor, core: Any, size: int, group: str) -> Tensor:
@@ -60,15 +60,15 @@ class LowRank(AttentionCore):
 
     label = "ring (all-reduce)"
 
-    def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         axis, peers = place.axis, place.peers
         if self.grid is None:
             return low_rank_attention(q, k, v, self.module, place.size, axis.group)
         add_up = partial(_add_up_among, peers=peers.ranks, group=axis.group)
         return _attention(q, k, v, self.module, peers, axis.rank, add_up)
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> CommBytes:
         rows: Any = self.module.rows
         n, own = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
         once = {"all_reduce": (-(-2 * own * (n - 1) // n), 1)} if self.grid is None else {"switch": (own * (n - 1), 1)}
-        return Sends(once, once, once)
+        return CommBytes(once, once, once)

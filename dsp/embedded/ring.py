@@ -21,7 +21,7 @@ from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore
 from dsp.embedded.low_rank import LowRank
 from dsp.exchange import ranks
-from dsp.inside import Peers, Place, Sends
+from dsp.methods import CommBytes, Peers, RankPart
 from dsp.notation import NotationError
 from dsp.private import _resolve_process_group
 from dsp.sent import counts
@@ -191,13 +191,13 @@ class Ring(AttentionCore):
         sums = all(hasattr(core.module, name) for name in ("rows", "project", "attend"))
         return (LowRank if sums else cls)(core, stage, along)
 
-    def attend(self, place: Place, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = bool(getattr(self.module, "causal", False))
         peers = place.peers
         return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, causal, place.axis.group)[0]
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> CommBytes:
         n = len(sizes)
         forward, backward = map(max, zip(*(_cost(k, sizes, rank) for rank in range(n))))
         there = {"ring": (forward, n - 1)}
-        return Sends(there, {"ring": (backward, 2 * n - 1)}, there)
+        return CommBytes(there, {"ring": (backward, 2 * n - 1)}, there)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dsp.embedded.core import Distributed
-from dsp.inside import Place, Sends, Sent
 from dsp.layout import Axis
+from dsp.methods import CommBytes, RankPart, Sent
 from dsp.moves import ScaleGradient
 from dsp.notation import NotationError, TensorPattern
 from dsp.planner import chunk_sizes
@@ -143,17 +143,17 @@ class Region(Distributed):
                 linear.cut(axis)
         super().install(axis)
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         for linear in self.linears:
             linear.index(n, 0)
         if n == 1:
-            return Sends()
+            return CommBytes()
         x = self.activation(args)
         own = x.numel() * x.element_size()
         made = own // x.shape[-1] * self.rows.out_features
         if along is None:
             both = {"all_reduce": (-(-2 * made * (n - 1) // n), 1)}
-            return Sends(both, both, both)
+            return CommBytes(both, both, both)
         size = x.shape[self.axis_of(along)]
         parts = chunk_sizes(size, n)
 
@@ -164,7 +164,7 @@ class Region(Distributed):
             return {"gather": (gather, 1), "reduce_scatter": (scatter, 1)}
 
         forward = there_and_back(own, made)
-        return Sends(forward, there_and_back(made, own), forward)
+        return CommBytes(forward, there_and_back(made, own), forward)
 
     def activation(self, args: Any) -> Tensor:
         if not args or not isinstance(args[0], Tensor) or args[0].ndim != len(self.pattern.axes):
@@ -187,7 +187,7 @@ class Region(Distributed):
             "whole model, on every rank"
         )
 
-    def run(self, place: Place, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    def run(self, place: RankPart, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         group = place.axis.group
         if place.dim is None:
             y = torch.ops.dsp.all_reduce(forward(*args, **kwargs), group)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsp.embedded.core import AttentionCore
 from dsp.exchange import ranks
-from dsp.inside import Peers, Place, Sends
+from dsp.methods import CommBytes, Peers, RankPart
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 
@@ -102,7 +102,7 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
 class Ulysses(AttentionCore):
     label = "ulysses"
 
-    def attend(self, place: Place, forward: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, place: RankPart, forward: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         peers = place.peers
         y = _attention(q, k, v, forward, peers, place.axis.group)
         if not deal_heads(q.shape[2], k.shape[2], len(peers.ranks)).q_parts[peers.ranks.index(place.axis.rank)]:
@@ -110,7 +110,7 @@ class Ulysses(AttentionCore):
                 y = y + p.flatten()[:0].sum()
         return y
 
-    def price(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> Sends:
+    def price(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> CommBytes:
         (b, m, h, e), n = q.shape, len(rows)
         deal = deal_heads(h, k.shape[2], n)
         unit, kv, held = b * e * q.element_size(), sum(deal.kv_parts), list(zip(rows, deal.q_parts, deal.kv_parts))
@@ -118,4 +118,4 @@ class Ulysses(AttentionCore):
         forward = max(own * (h - qs + 2 * (kv - kvs)) + (m - own) * qs for own, qs, kvs in held)
         backward = max(own * (h - qs) + (m - own) * (qs + 2 * kvs) for own, qs, kvs in held)
         there = {"switch": (forward * unit, 2)}
-        return Sends(there, {"switch": (backward * unit, 2)}, there)
+        return CommBytes(there, {"switch": (backward * unit, 2)}, there)

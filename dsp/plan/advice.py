@@ -58,7 +58,7 @@ def remedy(
     for key in list(dict.fromkeys(w.module for w in plan.whole if w.module))[:MODULES]:
         try:
             lines[key] = line(model, stages, t, next(path for path in t.entered if generic(path) == key))
-        except Dependent as reason:
+        except NothingFree as reason:
             over.append(f"{key} computes over {reason}")
         except Exception as reason:
             log.debug("no line for %s: %s: %s", key, type(reason).__name__, reason)
@@ -100,7 +100,7 @@ def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
     return ", ".join([inputs.strip(), *more]) + (f" -> {outputs.strip()}" if arrow else "") if more else ""
 
 
-class Dependent(ValueError):
+class NothingFree(ValueError):
     """Nothing but the batch is left to shard."""
 
 
@@ -124,7 +124,7 @@ def line(model: nn.Module, stages: Sequence[Stage], t: Trace, path: str) -> str:
             if sizes[name] > 1 and (outputs := probe.independent(cuts, sizes[name])) is not None:
                 free[name] = outputs
     if not any(names.sizes[name] > 1 and name not in BATCH_NAMES for name in free):
-        raise Dependent("every dim of its tensors" + (" but the batch" if free else ""))
+        raise NothingFree("every dim of its tensors" + (" but the batch" if free else ""))
     made = [names.output(t.shape, {k: v[i] for k, v in free.items()}, sizes) for i, t in enumerate(probe.whole)]
     first = {name: cut_for(own[0], shapes[0], name, sizes) for name in free}
     same = all(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
-from dsp.plan.solve import Solved, Step
+from dsp.plan.solve import Decision, Solved
 from dsp.plan.table import StageRow, Switch, Whole
 from dsp.plan.values import is_batch
 from dsp.planner import Choice, Layout, Move, chunk_sizes
@@ -27,7 +27,7 @@ class Loads:
     def local(self, v: int, key: Layout) -> int:
         return self.trace.values[v].local_bytes(key, self.size)
 
-    def share(self, step: Step) -> float:
+    def share(self, step: Decision) -> float:
         """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
         stage, option = self.found.stage(step), step.way.option
         if stage is not None and option is not None:
@@ -38,7 +38,7 @@ class Loads:
             return option.share(self.size)
         return step.op.share(step.choice, self.trace.values, self.size)
 
-    def largest(self, step: Step) -> tuple[int, int]:
+    def largest(self, step: Decision) -> tuple[int, int]:
         if step.event.kind == "output":  # what the caller asked for
             return 0, 0
         layouts = [(v, key) for v, key in step.op.layouts(step.choice) if v not in self.trace.stretched]
@@ -53,7 +53,7 @@ class Loads:
         """The FLOPs of each op in a step, on one process."""
         return [self.trace.forwards(event) * event.flops for event in self.trace.events]
 
-    def touched(self, step: Step) -> float:
+    def touched(self, step: Decision) -> float:
         """Bytes that the busiest rank reads and writes in a step: as it computes, but outside of cut weights."""
         stage, (outside, inside) = self.found.stage(step), step.event.touched
         share = self.shares[step.at]
@@ -138,7 +138,7 @@ def apart(choice: Choice) -> bool:
     return option is not None and option.name is not None and not is_batch(option.name)
 
 
-def moved(moves: list[Move], step: Step, along: Layout, inside: list[str]) -> str:
+def moved(moves: list[Move], step: Decision, along: Layout, inside: list[str]) -> str:
     """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
     needs = dict(zip(step.op.inputs, step.choice.needs))
     ends = [along if m.dst == needs.get(m.value, m.src) and along != m.src else m.dst for m in moves]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsp.inside import Sends
 from dsp.layout import Cut
+from dsp.methods import CommBytes
 from dsp.planner import Op, Value
 from dsp.stages import Option
 
@@ -47,11 +47,11 @@ class Passing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
+class Execution:
     """How an op runs by one of its choices."""
 
     option: Option | None = None  # of a stage
-    sends: Sends = field(default_factory=Sends)  # inside of a stage
+    sends: CommBytes = field(default_factory=CommBytes)  # inside of a stage
     passing: Passing | None = None  # of a stage, where it sums
     source: Cut | None = None  # where a source is made in parts
     copied: bool = False  # whether what would be a view is a copy

@@ -21,7 +21,7 @@ from dsp.plan.program import Program
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved
 from dsp.plan.table import Plan
-from dsp.plan.traffic import Traffic
+from dsp.plan.traffic import PlannedTraffic
 from dsp.stages import Stage, find_stages
 
 
@@ -29,7 +29,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """Solve a trace; `stages` by name."""
     found = solved(t, stages, goal)
     program = Program(found)
-    traffic, loads = Traffic(found, program, goal), Loads(found)
+    traffic, loads = PlannedTraffic(found, program, goal), Loads(found)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
     shares = loads.shares
     return Plan(

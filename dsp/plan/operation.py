@@ -92,7 +92,7 @@ class Operation:
 
 
 @dataclass
-class Ways:
+class Offers:
     """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
 
     choices: list[Choice] = field(default_factory=list)

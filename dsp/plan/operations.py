@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsp.collectives import summed_in
 from dsp.layout import Cut
-from dsp.plan.events import Event, Passing, Sym, Way
+from dsp.plan.events import Event, Execution, Passing, Sym
 from dsp.plan.names import letters_of, of_piece, of_pieces
-from dsp.plan.operation import Combo, Operation, Ways
+from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
 from dsp.private import base_of, compiled_callers
@@ -119,7 +119,7 @@ class Operations(Values):
             self.stretched.add(value)
         elif op.name in FILLED:  # to be written into: a part that a rank took of the whole would not do
             self.values[value] = replace(self.values[value], fixed=True)
-        choices = [Choice((), (k,), rank=int(is_batch(k)), way=Way(source=cut)) for k, cut in cuts.items()]
+        choices = [Choice((), (k,), rank=int(is_batch(k)), way=Execution(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name))
         self.spare.discard(op.index)
@@ -167,10 +167,10 @@ class Operations(Values):
         event = Event("glue", op.index, op.name, operands=op.syms)
         self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event)
 
-    def found(self, op: Operation) -> Ways:
+    def found(self, op: Operation) -> Offers:
         """The ways in which an operation may run."""
         if op.written and op.syms[0] is None:  # into a tensor that is whole: so must be what it writes
-            found = Ways()
+            found = Offers()
         elif op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
             found = self.opened(op)
         else:
@@ -203,7 +203,7 @@ class Operations(Values):
             found.choices = parts
         return found
 
-    def opened(self, op: Operation) -> Ways:
+    def opened(self, op: Operation) -> Offers:
         """Along the dims that nobody named, too, or with some of its operands gathered."""
         for s in op.syms:
             if s is not None:
@@ -227,7 +227,7 @@ class Operations(Values):
                 return True
         return first_part(old, new, 0) == self.batch and self.batch % self.n > 0
 
-    def follow_view(self, op: Operation, found: Ways) -> None:
+    def follow_view(self, op: Operation, found: Offers) -> None:
         """The result is the same value."""
         mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
         spare = {}
@@ -238,7 +238,7 @@ class Operations(Values):
         self.track(op.outputs[0], Sym(op.first.value, mapped, spare))
         self.viewed.add(op.first.value)
 
-    def make(self, op: Operation, found: Ways) -> None:
+    def make(self, op: Operation, found: Offers) -> None:
         """The results are values of their own."""
         choices, produced = found.choices, list[int]()
         if found.cuts:
@@ -263,14 +263,14 @@ class Operations(Values):
 
     # --- the ways of an operation ---
 
-    def ways(self, op: Operation, gathered: Callable[[int], bool]) -> Ways:
+    def ways(self, op: Operation, gathered: Callable[[int], bool]) -> Offers:
         """The layouts of its operands that an operation takes; `gathered` tells which values may come whole."""
         keys: list[list[Layout]] = []
         for v in op.values:
             own = [s for s in op.syms if s is not None and s.value == v]
             shared = [k for k in own[0].cuts if all(k in s.cuts for s in own)]
             keys.append([*shared, *([None] if gathered(v) else [])])
-        found = Ways()
+        found = Offers()
         if any(not k for k in keys):
             found.refusal = op.frame({}).refuse("no dim of it can be sharded")
         combos: Iterable[Combo] = itertools.product(*keys)
@@ -286,7 +286,7 @@ class Operations(Values):
                 found.choices.append(Choice(combo, (None,) * len(op.outputs)))
         return found
 
-    def try_way(self, op: Operation, combo: Combo, found: Ways, apart: bool = False) -> None:
+    def try_way(self, op: Operation, combo: Combo, found: Offers, apart: bool = False) -> None:
         """The rule's outcome for operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
         cuts = op.cuts(dict(zip(op.values, combo)))
         outcome = op.outcome(cuts, apart)
@@ -300,7 +300,7 @@ class Operations(Values):
         sent = 0 if passing is None else max(passing.forward)
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
-            found.choices.append(Choice(combo, whole, bytes=sent, calls=1, way=Way(passing=passing)))
+            found.choices.append(Choice(combo, whole, bytes=sent, calls=1, way=Execution(passing=passing)))
             found.view = False
             return
         found.view &= outcome.view
@@ -315,10 +315,10 @@ class Operations(Values):
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
-        way = Way(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
+        way = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
 
-    def carried(self, op: Operation, combo: Combo, cut: Cut, found: Ways) -> str:
+    def carried(self, op: Operation, combo: Combo, cut: Cut, found: Offers) -> str:
         """The name of a dim of the results, by that of the operand which brings it; `found` learns it, and its size."""
         # the model's own name for the dim, if there is one; batch is batch whatever else it is called
         carry = [k for v, k in zip(op.values, combo) if k is not None and op.brings(v, k) == cut]
@@ -360,7 +360,7 @@ class Operations(Values):
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
-    def run_whole(self, op: Operation, found: Ways, outputs: Sequence[Tensor]) -> None:
+    def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Tensor]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
         found.view = False
         found.choices.append(Choice((None,) * len(op.values), (None,) * len(outputs)))

@@ -23,19 +23,19 @@ SAME = frozenset("to long int clone detach contiguous".split())
 
 
 @dataclass(frozen=True)
-class Call:
+class FlexCall:
     """One of `flex_attention`: the sizes of its samples, heads, queries and keys; what is read by the first three."""
 
     sizes: tuple[int, ...]
     reads: tuple[tuple[Read, ...], ...]
 
 
-def seen(query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *_: Any) -> Call:
+def seen(query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *_: Any) -> FlexCall:
     reader = Reader([torch.zeros((), dtype=torch.int64) for _ in (*PLACES, "key")])
     for function, first in ((score, [torch.zeros((), dtype=query.dtype)]), (blocks[-1], [])):
         if not plain(function):
             reader.read(function, first)
-    return Call((*query.shape[:3], key.shape[2]), tuple(map(tuple, reader.reads[:3])))
+    return FlexCall((*query.shape[:3], key.shape[2]), tuple(map(tuple, reader.reads[:3])))
 
 
 class Reader(TorchFunctionMode):
@@ -75,8 +75,8 @@ class Reader(TorchFunctionMode):
 
 
 def refuse_places(
-    stage: Stage, args: Any, kwargs: Any, options: Sequence[Option], whole: Sequence[Call],
-    run: Callable[[Any, Any], list[Call]],
+    stage: Stage, args: Any, kwargs: Any, options: Sequence[Option], whole: Sequence[FlexCall],
+    run: Callable[[Any, Any], list[FlexCall]],
 ) -> None:  # fmt: skip
     """Raise if a function of the `whole` call would read other places where the stage is sharded.
 
@@ -99,7 +99,7 @@ def refuse_places(
             )
 
 
-def other_places(whole: Call, part: Call) -> list[str]:
+def other_places(whole: FlexCall, part: FlexCall) -> list[str]:
     """Those that are read by number, or point into what is no shorter on the part."""
     if whole.sizes[3] != part.sizes[3]:
         return []  # it computes over that dim, whatever it reads

@@ -8,7 +8,7 @@ from functools import cached_property
 from dsp.layout import Cut
 from dsp.plan.events import Sym
 from dsp.plan.script import GlueStep, Script, StageStep, Via
-from dsp.plan.solve import Solved, Step
+from dsp.plan.solve import Decision, Solved
 from dsp.planner import Layout, Move, fuses
 
 
@@ -111,7 +111,7 @@ class Program:
             self.write(script, step, homes)
         return script
 
-    def write(self, script: Script, step: Step, homes: Mapping[int, Layout]) -> None:
+    def write(self, script: Script, step: Decision, homes: Mapping[int, Layout]) -> None:
         """Write into the script what the run has to know of one op."""
         event = step.event
         pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsp.inside import Sends
 from dsp.layout import Cut
+from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern, solve_sizes
 from dsp.plan.backwards import Backwards
-from dsp.plan.events import Event, Passing, Sym, Trace, Way
+from dsp.plan.events import Event, Execution, Passing, Sym, Trace
 from dsp.plan.names import rename
 from dsp.plan.operations import Operations
 from dsp.plan.values import is_batch
@@ -46,7 +46,7 @@ class Measured:
     random: bool = True
     largest: int = 0
     keeps: bool = False
-    sends: Mapping[Layout, Sends] = field(default_factory=dict)
+    sends: Mapping[Layout, CommBytes] = field(default_factory=dict)
 
 
 class Recorder(Operations):
@@ -85,7 +85,7 @@ class Recorder(Operations):
         choices = []
         for option in options:
             needs = self.needs(option, values, syms)
-            share, sends = option.share(self.n), measured.sends.get(option.name, Sends())
+            share, sends = option.share(self.n), measured.sends.get(option.name, CommBytes())
             passing = adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None
             sums = max(passing.forward) if passing is not None else 0
             kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
@@ -98,7 +98,7 @@ class Recorder(Operations):
                     rank=int(option.last_resort),
                     bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + sums,
                     calls=sum(calls for _, calls in sends.forward.values()) + (option.onto is not None),
-                    way=Way(option, sends, passing),
+                    way=Execution(option, sends, passing),
                 )
             )
         produced = [

@@ -56,7 +56,7 @@ class Script:
     compiled: bool = False  # whether something between stages was compiled, which is put aside
     recorded: bool = False  # from a run, not ahead of it: the next run may go another way
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)  # how its operations run, as far as is known
-    word: Any = field(default=None, repr=False, compare=False)  # what it promises of this rank, once that was asked
+    planned_counts: Any = field(default=None, repr=False, compare=False)  # of this rank, once a run asked
 
     def key(self) -> str:
         """The text that has to be the same on all ranks."""

@@ -12,7 +12,7 @@ import torch
 
 from dsp.hardware import Hardware
 from dsp.layout import Cut
-from dsp.plan.events import Event, Passing, Trace, Way
+from dsp.plan.events import Event, Execution, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.stages import Stage
 from dsp.text import Moving
@@ -41,7 +41,7 @@ class Goal:
             raise ValueError(f"size is the number of ranks, got {self.size}")
 
 
-class Step(NamedTuple):
+class Decision(NamedTuple):
     """An op of a trace, where it applies in a run, and the choice taken of it."""
 
     at: int
@@ -50,8 +50,8 @@ class Step(NamedTuple):
     choice: Choice
 
     @property
-    def way(self) -> Way:
-        return self.choice.way or Way()
+    def way(self) -> Execution:
+        return self.choice.way or Execution()
 
     @property
     def passing(self) -> Passing | None:
@@ -70,11 +70,11 @@ class Solved:
     solution: Solution
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[Decision]:
         ops = zip(self.trace.ops, self.trace.events, self.solution.choices)
-        return [Step(i, op, event, op.choices[c]) for i, (op, event, c) in enumerate(ops)]
+        return [Decision(i, op, event, op.choices[c]) for i, (op, event, c) in enumerate(ops)]
 
-    def stage(self, step: Step) -> Stage | None:
+    def stage(self, step: Decision) -> Stage | None:
         return self.stages[step.event.name] if step.event.kind == "stage" else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsp.hardware import Estimate, Exchange, Hardware, clock
-from dsp.inside import Sent, add_sent
+from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.plan.picture import ribbon
 from dsp.plan.residual import Residual, residuals

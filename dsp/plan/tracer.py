@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.inside import Inside, Sends
 from dsp.layout import cut_of
+from dsp.methods import CommBytes, StageMethod
 from dsp.plan.events import Event
-from dsp.plan.places import Call, refuse_places, seen
+from dsp.plan.meter import Meter
+from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.recorder import Measured, Recorder, Saver
 from dsp.plan.skeleton import checkpointed
-from dsp.plan.watch import Watch
 from dsp.planner import Choice, Op
 from dsp.private import storage_id
 from dsp.rules import tensor_args
@@ -53,14 +53,14 @@ class Tracer(Recorder, Between):
         self.restarts = False
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
         self.depth = 0
-        self.watch = Watch()
+        self.watch = Meter()
         self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
         self.entered: dict[str, tuple[Any, Any]] = {}
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
         self.line = Moving("plan")
-        self.attended: list[Call] = []  # calls of flex_attention in the stage that runs
+        self.attended: list[FlexCall] = []  # calls of flex_attention in the stage that runs
         self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
 
     def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ class Tracer(Recorder, Between):
         self.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
         self.now, self.attended = [], []
-        self.sends: dict[str | None, Sends] = {}
+        self.sends: dict[str | None, CommBytes] = {}
         self.watch.restart()
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
@@ -211,7 +211,7 @@ class Tracer(Recorder, Between):
         stage, _, _, options = self.pending
         now, whole = self.now, self.attended
 
-        def run(args: Any, kwargs: Any) -> list[Call]:
+        def run(args: Any, kwargs: Any) -> list[FlexCall]:
             self.attended = []
             with torch.no_grad():
                 self.clones[stage.name].forward(*args, **kwargs)
@@ -223,12 +223,12 @@ class Tracer(Recorder, Between):
         finally:
             self.asleep, self.depth, self.now = False, 0, now
 
-    def enter_inside(self, inside: Inside, args: Any, kwargs: Any) -> None:
+    def enter_inside(self, inside: StageMethod, args: Any, kwargs: Any) -> None:
         if self.asleep:
             _, _, sizes, options = self.pending
             for option in options:
                 more = inside.sends(args, kwargs, option.name, sizes, self.n)
-                self.sends[option.name] = self.sends.get(option.name, Sends()) + more
+                self.sends[option.name] = self.sends.get(option.name, CommBytes()) + more
             self.watch.inside += 1
 
     def leave_inside(self) -> None:

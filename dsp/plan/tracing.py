@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.precision import Casts, Precision
 from dsp.plan.skeleton import Skeleton
+from dsp.plan.stage_cache import alike, fingerprint, once
 from dsp.plan.tracer import SHORT, Longer, Tracer
-from dsp.plan.twins import alike, fingerprint, once
 from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
 from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
-from dsp.stance import Followed
 from dsp.tensors import edge, remade, tensors_in
 from dsp.world import World
 
@@ -61,8 +61,8 @@ class How:
 
     gather_output: whether its outputs are gathered; dtype: the floating-point type to trace with, by default that of
     the model; given: parameters that arrive already sharded, and their cut; recompute: every stage counts as one that
-    keeps only its inputs for backward; twins: stages that are alike run once (`dsp.plan.twins`); real: on copies that
-    have their data; mixed: in the types of `fully_shard`'s mixed precision.
+    keeps only its inputs for backward; twins: stages that are alike run once (`dsp.plan.stage_cache`); real: on copies
+    that have their data; mixed: in the types of `fully_shard`'s mixed precision.
     """
 
     gather_output: bool
@@ -198,7 +198,7 @@ class Rehearsal:
             cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if how.real else ()
             drawn = torch.random.fork_rng(devices=cuda) if how.real else nullcontext()
             with (
-                drawn, tracer.line, Followed(), any_device(), self.mode, tracer.watch, tracer,
+                drawn, tracer.line, CompileOff(), any_device(), self.mode, tracer.watch, tracer,
                 warnings.catch_warnings(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")  # what the model has to say it says when it runs

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from dsp.inside import Sent
+from dsp.methods import Sent
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
-from dsp.plan.solve import Goal, Solved, Step
+from dsp.plan.solve import Decision, Goal, Solved
 from dsp.planner import MOVES, Layout, Move, fuses
 
 
-class Traffic:
+class PlannedTraffic:
     """The collectives of a step. `sendings` are those outside of stages, `own_call` the moves that make a call of their
     own in forward, and no other move's."""
 
@@ -114,7 +114,7 @@ class Traffic:
 
     # --- what ops send by themselves ---
 
-    def count_step(self, step: Step) -> None:
+    def count_step(self, step: Decision) -> None:
         event, stage, inside = step.event, step.event.kind == "stage", step.way.sends
         if (passing := step.passing) is not None:
             at, forward = self.where(step.at), tuple(passing.forward)
@@ -133,7 +133,7 @@ class Traffic:
                 if self.again(step.at, after):
                     self.count("recompute", around)
 
-    def times_again(self, step: Step) -> int:
+    def times_again(self, step: Decision) -> int:
         """How often backward runs an op's own collectives again."""
         if step.event.kind != "stage":
             return int(self.again(step.at, after=True))

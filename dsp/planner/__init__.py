@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import inf
 
 from dsp.planner.elimination import MADE, Elimination
-from dsp.planner.facts import Facts
+from dsp.planner.index import Index
 from dsp.planner.loops import loops, runs
 from dsp.planner.problem import (
     FUSE,
@@ -60,7 +60,7 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
 
     Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
     """
-    facts, capacity = Facts(problem), problem.capacity
+    facts, capacity = Index(problem), problem.capacity
     solution, same = Elimination(facts, say=say).solve(MADE), None
     if solution is None:
         facts.settle()
@@ -74,10 +74,10 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
         if found is not None and (capacity is None or found.peak <= capacity):
             return found
     assert capacity is not None
-    return Sweep(Facts(problem), capacity, say).solve()
+    return Sweep(Index(problem), capacity, say).solve()
 
 
-def _lean(facts: Facts, best: Solution, same: Sequence[int] | None, say: Callable[[str], None]) -> Solution | None:
+def _lean(facts: Index, best: Solution, same: Sequence[int] | None, say: Callable[[str], None]) -> Solution | None:
     """A plan of no more bytes than the best, nor of more batch, in which nothing long is whole that need not be.
 
     Long is more than a rank's share of the longest value. Calls come second then: two gathers over two ranks are the

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import combinations, count, product
 from typing import Any
 
-from dsp.planner.facts import Facts, Shape, subsets
+from dsp.planner.index import Index, Shape, subsets
 from dsp.planner.problem import Copies, Layout, Move, Solution
 
 ROWS = 200_000  # rows of a table; a problem that needs more goes to the sweep
@@ -32,7 +32,7 @@ class Elimination:
     same: of each op the one whose choice it takes, see `dsp.planner.loops`; by default each its own.
     """
 
-    def __init__(self, facts: Facts, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None):
+    def __init__(self, facts: Index, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None):
         self.facts, self.same, self.say = facts, same or range(len(facts.runs)), say
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 

@@ -159,7 +159,7 @@ def fuses(nbytes: int, n: int) -> bool:
     return nbytes <= FUSE * n
 
 
-class Kind(NamedTuple):
+class MoveKind(NamedTuple):
     """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and its adjoint."""
 
     calls: int
@@ -183,10 +183,10 @@ def _scattered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
 
 # of a value of M bytes over N ranks
 MOVES = {
-    "split": Kind(0, lambda value, src, dst, n: [0] * n, "split"),  # None -> d: a local narrow
-    "switch": Kind(1, _switched, "switch"),  # d -> d': M/N · (N-1)/N
-    "gather": Kind(1, _gathered, "reduce_scatter"),  # d -> None: M · (N-1)/N
-    "reduce_scatter": Kind(1, _scattered, "gather"),  # a sum of each rank's own -> d: M · (N-1)/N
+    "split": MoveKind(0, lambda value, src, dst, n: [0] * n, "split"),  # None -> d: a local narrow
+    "switch": MoveKind(1, _switched, "switch"),  # d -> d': M/N · (N-1)/N
+    "gather": MoveKind(1, _gathered, "reduce_scatter"),  # d -> None: M · (N-1)/N
+    "reduce_scatter": MoveKind(1, _scattered, "gather"),  # a sum of each rank's own -> d: M · (N-1)/N
 }
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, islice, pairwise, product
 from math import inf
 from typing import NamedTuple, TypeVar
 
-from dsp.planner.facts import Facts, Shape, subsets
+from dsp.planner.index import Index, Shape, subsets
 from dsp.planner.problem import Copies, Layout, Move, Solution
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Sweep:
     does not read. A label is forgotten if another does as well even when it has to make up for what it does not hold.
     """
 
-    def __init__(self, facts: Facts, capacity: float, say: Callable[[str], None] = lambda text: None):
+    def __init__(self, facts: Index, capacity: float, say: Callable[[str], None] = lambda text: None):
         self.facts, self.capacity, self.say, self.exact, self.states = facts, capacity, say, True, 0
         self.width = STATES  # labels to keep; fewer where many live values and many ops would take too long
         self.tight: dict[int, float] = {}  # the least bytes that a label needed at an op

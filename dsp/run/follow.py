@@ -17,13 +17,13 @@ from dsp.randomness import forked
 from dsp.rules import Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
-from dsp.run.homes import forget
-from dsp.run.recipes import Operation, Recipe
+from dsp.run.recipes import GlueCall, Recipe
+from dsp.run.views import forget
 from dsp.sharded import Moved, Sharded, bare, claim, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
-def follow(op: Operation, recipe: Recipe) -> Any:
+def follow(op: GlueCall, recipe: Recipe) -> Any:
     """Run an operation by its recipe."""
     run = op.run
     parts = run.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
@@ -48,7 +48,7 @@ def follow(op: Operation, recipe: Recipe) -> Any:
     return map_tensors(out, made)
 
 
-def on_wholes(op: Operation, tensors: list[Tensor], cuts: Sequence[Cut | None], push: Sequence[Cut | None] = ()) -> Any:
+def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None], push: Sequence[Cut | None] = ()) -> Any:
     """The call on whole tensors, and of its results this rank's part where the plan wants it."""
     args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
     with writes(op, tensors, cuts) as views:
@@ -70,7 +70,7 @@ def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
     return map_tensors(out, map(own, tensors_in(out), push))
 
 
-def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
+def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
     """The call on local parts, as the rule has it; summed over ranks, if that is what it says."""
     run, frame, operands, name = op.run, recipe.frame, recipe.frame.operands(), op.what.name
     table: dict[int, Any] = {id(o): t for o, t in zip(operands, parts)}
@@ -97,11 +97,11 @@ def on_parts(op: Operation, recipe: Recipe, outcome: Outcome, parts: list[Tensor
         return out
 
 
-def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
+def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
     """The results of local parts in global shape, where the plan wants them."""
     outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
     assert outcome is not None
-    made, lent, same = [], [], list[Sharded | None]()
+    made, copied, same = [], [], list[Sharded | None]()
     loose = op.what.name in DENSE and op.copies is None
     for k, own in enumerate(tensors_in(out)):
         t = plain(own)
@@ -113,7 +113,7 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         if op.copies and memory(t) == memory(parts[0]):
             dense = t.clone()
         elif loose:
-            dense = copied(t, parts[0], op.tensors[0], cut, shape)
+            dense = dense_copy(t, parts[0], op.tensors[0], cut, shape)
         # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives
         # such a rank its argument, and the others something new; so does what may copy, where no plan tells
         kept = own is op.shells[0] and dense is t and target in (None, cut)
@@ -121,34 +121,34 @@ def results(op: Operation, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
         written = op.what.in_place and own is parts[0]  # it returns what it wrote into
         same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
         made.append(Part(dense, cut, target or cut, tuple(shape)))
-        lent.append(None if target not in (None, cut) or dense is not t else lent_by(own))
+        copied.append(None if target not in (None, cut) or dense is not t else copy_source(own))
     wrapped: list[Any] = [
         run.carry(t, p.dst, p.shape, of) if itself is None else itself
-        for t, p, of, itself in zip(run.push_all(made), made, lent, same)
+        for t, p, of, itself in zip(run.push_all(made), made, copied, same)
     ]
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]
-        run.lent += [(memory(p.local), memory(t)) for p, t in moved]
+        run.copied += [(memory(p.local), memory(t)) for p, t in moved]
     if recipe.view is not None and op.shells[0] is not None:
         for t in (t for t, itself in zip(wrapped, same) if itself is None):
             t._dsp_view = op.shells[0], recipe.view  # type: ignore[attr-defined]
     for t in wrapped if outcome.rows and aliases else ():  # would be a view
         as_copy(op, t, parts[0])
     if op.views and op.shells[0] is not None and memory(made[0].local) != memory(parts[0]):
-        run.tore(op.shells[0], wrapped[0])
+        run.reshape_copied(op.shells[0], wrapped[0])
     return wrapped
 
 
-def as_copy(op: Operation, t: Tensor, local: Tensor) -> None:
+def as_copy(op: GlueCall, t: Tensor, local: Tensor) -> None:
     """Mark a result as a copy that is a view of the operation's first argument on one device; `local` is its part."""
     if memory(t) == memory(local):  # no rank reads rows of another one
         return
-    op.run.mark(t, lent_by(op.tensors[0]) or memory(op.tensors[0]))
+    op.run.mark(t, copy_source(op.tensors[0]) or memory(op.tensors[0]))
     if op.what.name == "getitem":
         t._dsp_read = op.args  # type: ignore[attr-defined]
 
 
-def source(op: Operation, cut: Cut) -> Any:
+def source(op: GlueCall, cut: Cut) -> Any:
     """A whole tensor stretched, or zeros: each rank makes its part alone."""
     frame = op.frame([None] * len(op.tensors))
     stretch, args, size = localize_source(frame, cut)
@@ -158,7 +158,7 @@ def source(op: Operation, cut: Cut) -> Any:
     return op.run.carry(out, cut, tuple(shape))
 
 
-def copied(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
+def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
     """A result that has its own memory if it would on one device, where no plan tells; parts of size 1 are contiguous
     too often."""
     if t.shape[cut.dim] > len(cut.pieces(0)) or memory(t) != memory(local):
@@ -169,12 +169,12 @@ def copied(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[in
     return t if memory(dense) == memory(model) else t.clone()
 
 
-def lent_by(t: Tensor) -> Any:
-    return t.__dict__.get("_dsp_lent")
+def copy_source(t: Tensor) -> Any:
+    return t.__dict__.get("_dsp_copy_of")
 
 
 @contextmanager
-def writes(op: Operation, parts: list[Tensor], cuts: Sequence[Cut | None]) -> Iterator[Any]:
+def writes(op: GlueCall, parts: list[Tensor], cuts: Sequence[Cut | None]) -> Iterator[Any]:
     """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
 
     Yields a function to mark those of its results that are views of a copy.
@@ -182,7 +182,7 @@ def writes(op: Operation, parts: list[Tensor], cuts: Sequence[Cut | None]) -> It
     run, versions = op.run, [version(t) for t in parts]
 
     def views(out: Any) -> Any:
-        run.lend(tensors_in(out), zip(op.tensors, op.shells, parts))
+        run.mark_copies(tensors_in(out), zip(op.tensors, op.shells, parts))
         return out
 
     yield views

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import connected_local
-from dsp.inside import Place
 from dsp.layout import Axis, Cut, cut_of, separable
+from dsp.methods import RankPart
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.pending import ahead
 from dsp.plan.recorder import Recorder
@@ -21,8 +21,8 @@ from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
 from dsp.rules import GlueError
-from dsp.run.homes import Home, differentiable, home_of, seen, views_of
-from dsp.run.ledger import Account
+from dsp.run.traffic_check import TrafficCheck
+from dsp.run.views import ViewBase, differentiable, seen, view_base, views_of
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
 from dsp.tensors import NO, memory
@@ -47,14 +47,14 @@ class Run:
         self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
         self.in_stage: InStage | None = None
         self.where: Where = INPUTS  # what moves are for
-        self.account: Account | None = None  # what counts for its plan's word
+        self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
         self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
         self.loose = False  # whether it did to whole tensors what its script has not, since its last sharded one
         # memory that has missed a write in place, whose, and into what memory it was
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
-        self.lent: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
-        self.lends = False  # whether a whole tensor is a copy that may not be written
+        self.copied: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
+        self.has_copies = False  # whether a whole tensor is a copy that may not be written
         self.failed = 0  # the id of what a stage raised, where tensors are plain: the error would keep all its frames
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
@@ -88,11 +88,11 @@ class Run:
 
     # --- sharded tensors ---
 
-    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], lent: Any = None) -> Sharded:
-        """A tensor of global `shape` of which `local` is this rank's part; `lent`: see `lend`."""
+    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], copied: Any = None) -> Sharded:
+        """A tensor of global `shape` of which `local` is this rank's part; `copied`: see `mark_copies`."""
         t = carry(local, self.axis.at(shape, cut))
-        if lent is not None:
-            t._dsp_lent = lent  # type: ignore[attr-defined]
+        if copied is not None:
+            t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return t
 
     def open(self, t: Any) -> Sharded | None:
@@ -115,7 +115,7 @@ class Run:
                 f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}; inputs "
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
-        made = self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_lent"))
+        made = self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_copy_of"))
         self.opened[id(t)] = t, made
         return made
 
@@ -155,9 +155,9 @@ class Run:
             return [plain(t) for t, _ in wanted]
         for t, cut in wanted if self.stale else ():
             if cut != t.at.cut:  # a view may see what its home missed
-                self.seen_writes(home_of(t).local)
-        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
-        homes = [home_of(t) for t, _ in wanted]
+                self.seen_writes(view_base(t).local)
+        todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
+        homes = [view_base(t) for t, _ in wanted]
         sources = [self.source(t, cut, home) for (t, cut), home in zip(wanted, homes)]
         for home, source in zip(homes, sources):
             if isinstance(source, Cut) and source not in home:
@@ -169,7 +169,7 @@ class Run:
             self.switch(todo)
         return [self.view(t, cut, source, home) for (t, cut), source, home in zip(wanted, sources, homes)]
 
-    def source(self, t: Sharded, cut: Cut | None, home: Home) -> Cut | Literal["whole", "view"]:
+    def source(self, t: Sharded, cut: Cut | None, home: ViewBase) -> Cut | Literal["whole", "view"]:
         """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
 
         Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
@@ -197,18 +197,18 @@ class Run:
             self.gather(home)
         return found
 
-    def gather(self, home: Home, src: Cut | None = None) -> Tensor:
+    def gather(self, home: ViewBase, src: Cut | None = None) -> Tensor:
         if None not in home:
             with differentiable(home.local):
                 src = src or home.cut
                 home[None] = gather_local(home[src], src, home.shape, self.axis)
         return home[None]
 
-    def narrow(self, home: Home, dst: Cut) -> None:
+    def narrow(self, home: ViewBase, dst: Cut) -> None:
         with differentiable(home.local):
             home[dst] = self.axis.narrow(home[None], dst)
 
-    def switch(self, todo: Mapping[tuple[int, Cut], tuple[Home, Cut]]) -> None:
+    def switch(self, todo: Mapping[tuple[int, Cut], tuple[ViewBase, Cut]]) -> None:
         """Copies in new cuts, each made of the one named: small ones share a call."""
         parts = [Part(home[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
         with differentiable(*[p.local for p in parts]):
@@ -232,8 +232,8 @@ class Run:
 
     def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
         """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
-        todo: dict[tuple[int, Cut], tuple[Home, Cut]] = {}
-        for home, src, dst in [(home_of(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
+        todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
+        for home, src, dst in [(view_base(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
             if src is not None and (id(home.copies), src) in todo:
                 self.switch(todo)
                 todo.clear()
@@ -250,52 +250,52 @@ class Run:
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
-        lent, by = t.__dict__.get("_dsp_lent"), memory(local)
-        if isinstance(lent, str):
-            raise GlueError(f"{who} writes in place into {lent}; write it out of place")
-        if lent is not None:
-            self.stale.append((lent, who, by))
+        copied, by = t.__dict__.get("_dsp_copy_of"), memory(local)
+        if isinstance(copied, str):
+            raise GlueError(f"{who} writes in place into {copied}; write it out of place")
+        if copied is not None:
+            self.stale.append((copied, who, by))
         if not isinstance(t, Sharded) and local is not t:
             raise GlueError(f"{who} writes in place into its part of a tensor that is whole; write it out of place")
         if memory(t) != by:
             self.stale.append((memory(t), who, by))
-        self.stale += [(copy, who, by) for of, copy in self.lent if of == (lent or memory(t)) and copy != by]
+        self.stale += [(copy, who, by) for of, copy in self.copied if of == (copied or memory(t)) and copy != by]
 
-    def put_back(self, x: Tensor, index: Any, value: Any) -> None:
+    def written_back(self, x: Tensor, index: Any, value: Any) -> None:
         """`x[index] = value` comes next: x misses nothing of what was written into value, if that is its copy there."""
         read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
         if read is not None and read[0] is x and read[1] == index:
             self.stale = [s for s in self.stale if (s[0], s[2]) != (memory(x), memory(value))]
 
-    def lend(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
+    def mark_copies(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
         """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
-        lent: dict[Any, Any] = {}
+        copied: dict[Any, Any] = {}
         for t, shell, local in operands:
             own = t if shell is None else shell
-            of = own.__dict__.get("_dsp_lent")
+            of = own.__dict__.get("_dsp_copy_of")
             if of is None and shell is None and local is not t:
                 of = "its part of a tensor that is whole"
             elif of is None and shell is not None and memory(shell) != memory(local):
                 of = memory(shell)
             if of is not None:
-                lent[memory(local)] = of
-        for t in outputs if lent else ():
-            of = lent.get(memory(t))
+                copied[memory(local)] = of
+        for t in outputs if copied else ():
+            of = copied.get(memory(t))
             if of is not None:
                 self.mark(t, of)
 
-    def mark(self, t: Tensor, lent: Any) -> None:
+    def mark(self, t: Tensor, copied: Any) -> None:
         """Its memory is a copy of this memory, or is what this text names."""
-        t._dsp_lent = lent  # type: ignore[attr-defined]
-        self.lends |= not isinstance(t, Sharded)
-        self.lent += [] if isinstance(lent, str) else [(lent, memory(t))]
+        t._dsp_copy_of = copied  # type: ignore[attr-defined]
+        self.has_copies |= not isinstance(t, Sharded)
+        self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]
 
-    def tore(self, x: Sharded, t: Tensor) -> None:
+    def reshape_copied(self, x: Sharded, t: Tensor) -> None:
         """Note that t, a view of x on one device, is a copy on this rank, whose part of x lies otherwise in memory."""
         if t.numel():
-            self.mark(t, x.__dict__.get("_dsp_lent") or memory(x))
+            self.mark(t, x.__dict__.get("_dsp_copy_of") or memory(x))
 
-    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], home: Home) -> Tensor:
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], home: ViewBase) -> Tensor:
         if cut == t.at.cut:
             return plain(t)
         if source == "view":
@@ -357,12 +357,12 @@ class InStage(NamedTuple):
 
     stage: Stage
     way: Any
-    place: Place
+    place: RankPart
     random: Any
     given: list[Given]
 
 
-def current_place() -> Place | None:
+def current_place() -> RankPart | None:
     """The place of the stage call that runs now; None outside of one."""
     current = ACTIVE.get()
     return None if current is None or current[1].in_stage is None else current[1].in_stage.place

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.compile_off import CompileOff
 from dsp.layout import Cut
-from dsp.listening import listening
 from dsp.moves import Part
+from dsp.observers import observing
 from dsp.plan.script import Script
 from dsp.plan.tracing import KEPT
 from dsp.private import (
@@ -34,9 +35,8 @@ from dsp.rules.between import Between
 from dsp.rules.functions import DENSE, DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
-from dsp.run.recipes import Odd, Operation, Quick, Recipe, derive, key_of
+from dsp.run.recipes import GlueCall, NoKey, Quick, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
-from dsp.stance import Followed
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
 
@@ -62,7 +62,7 @@ class Glue(Between):
         super().__init__()
         self.run = run
         asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
-        self.followed = Followed() if asks and compiler_loaded() else None
+        self.followed = CompileOff() if asks and compiler_loaded() else None
         self.asleep = self.popped = False
         self.uncounted = False  # while hooks run that the trace did not: theirs is no operation of the plan
 
@@ -154,7 +154,8 @@ class Glue(Between):
         script, step = run.script, run.script.glue.get(index) if run.script else None
         if step is not None and (step.name != what.name or (run.strayed is not None and not dtensors(args, kwargs))):
             step = None  # a run that has left its script has no place for what is whole
-        if (step is None or step.idle) and PLAIN.issuperset(types) and not run.lends and not dtensors(args, kwargs):
+        idle = (step is None or step.idle) and not run.has_copies
+        if idle and PLAIN.issuperset(types) and not dtensors(args, kwargs):
             run.where = ("glue", index, what.name)
             out = func(*args, **kwargs)
             # asked here as well: a call less for most
@@ -167,7 +168,7 @@ class Glue(Between):
             if kwargs:
                 key += (*kwargs, key_of(kwargs.values()))
             recipe = run.recipes.get(key)
-        except (Odd, TypeError):
+        except (NoKey, TypeError):
             key = recipe = None
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
@@ -182,14 +183,14 @@ class Glue(Between):
                     shells = [t if type(t) is Sharded else None for t in tensors]
                     args, kwargs = replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
                 return self.quickly(recipe, quick, args, kwargs)
-            if recipe.whole and not run.lends:
+            if recipe.whole and not run.has_copies:
                 return parted(run, func(*args, **kwargs), recipe.push)
         run.where = ("glue", index, what.name)
         tensors = tensor_args(args, kwargs)
         if run.stale and what.name == "setitem":
-            run.put_back(*args)
+            run.written_back(*args)
         shells = [run.open(t) for t in tensors]
-        op = Operation(run, index, func, what, step, args, kwargs, tensors, shells)
+        op = GlueCall(run, index, func, what, step, args, kwargs, tensors, shells)
         if recipe is None:
             if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
                 raise GlueError(f"{what.name}() {KEPT}")
@@ -208,7 +209,7 @@ class Glue(Between):
 
     def watched(self, t: Sharded) -> bool:
         """Tell whether others may have to see a write into it, beside those that share its memory."""
-        return bool(self.run.lent) or "_dsp_lent" in t.__dict__ or torch.is_inference_mode_enabled()
+        return bool(self.run.copied) or "_dsp_copy_of" in t.__dict__ or torch.is_inference_mode_enabled()
 
     def quickly(self, recipe: Recipe, quick: Quick, args: Any, kwargs: Any) -> Any:
         """Run an operation as it ran before, on tensors that lie as it needs them."""
@@ -259,11 +260,11 @@ class Glue(Between):
             for t in made:
                 t._dsp_view = first, recipe.view
         if torn:
-            self.run.tore(args[0], out)
-        if quick.aliases and (lent := first.__dict__.get("_dsp_lent")) is not None:
+            self.run.reshape_copied(args[0], out)
+        if quick.aliases and (copied := first.__dict__.get("_dsp_copy_of")) is not None:
             for t in made:
                 if recipe.view is not None or memory(t) == memory(args[0]):
-                    t._dsp_lent = lent
+                    t._dsp_copy_of = copied
         return out
 
     def pushed(self, recipe: Recipe, out: Any) -> Any:
@@ -344,13 +345,13 @@ def note_checkpoint(run: Run) -> None:
     frame._dsp_noted = True
     original, script, sizes = frame.recompute_fn, run.script, run.root_sizes
     stage_index, glue_index, axis, recipes = run.stage_index, run.glue_index, run.axis, run.recipes
-    account, runtime = run.account, ACTIVE.get()
+    traffic_check, runtime = run.traffic_check, ACTIVE.get()
 
     def recompute(*args: Any) -> Any:
         again = Run(axis, script, sizes, recipes)
-        again.stage_index, again.glue_index, again.account = stage_index, glue_index, account
+        again.stage_index, again.glue_index, again.traffic_check = stage_index, glue_index, traffic_check
         assert runtime is not None
-        with active(runtime[0], again), listening(account.again(again) if account is not None else None):
+        with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
             return original(*args)
 
     frame.recompute_fn = recompute

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from dsp.layout import At, Axis
-from dsp.listening import listening
+from dsp.observers import observing
 from dsp.private import (
     OF_AN_OP,
     FakeTensor,
@@ -39,9 +39,9 @@ from dsp.private import (
     schema_of,
 )
 from dsp.run.agreement import same
-from dsp.run.facts import Facts, options_of
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
+from dsp.run.guards import Guards, options_of
 from dsp.run.outputs import Made, bring_out, hand_out
 from dsp.run.tidy import tidy
 from dsp.sent import COLLECTIVES
@@ -68,54 +68,54 @@ class Graphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         return Graphs(copy.deepcopy(self.model, memo), self.axis, self.backend)
 
-    def which(self, kind: Any, leaves: Sequence[Any]) -> int | None:
+    def graph_for(self, entry: Any, leaves: Sequence[Any]) -> int | None:
         """The number of the graph for a call of a kind, but its first; that of all so far if it is to be recorded now,
         and None if it runs without one."""
-        if kind.graphs is None or kind.plan is None:
+        if entry.graphs is None or entry.plan is None:
             return None
         if _get_current_function_mode() is not None or saving_hooks(False) is not None:
             return None
         options = options_of(leaves)
-        for i, graph in enumerate(kind.graphs):
-            if graph.facts.hold(options):
+        for i, graph in enumerate(entry.graphs):
+            if graph.guards.hold(options):
                 return i
-        if len(kind.graphs) == MOST:
-            self.give_up(kind, f"its numbers or attributes were others in each of {MOST} calls")
+        if len(entry.graphs) == MOST:
+            self.give_up(entry, f"its numbers or attributes were others in each of {MOST} calls")
             return None
-        return len(kind.graphs)
+        return len(entry.graphs)
 
-    def give_up(self, kind: Any, reason: str) -> None:
-        kind.graphs = None
+    def give_up(self, entry: Any, reason: str) -> None:
+        entry.graphs = None
         if not self.said:
             self.said = True
             (log.warning if self.axis.rank == 0 else log.info)(SAID, type(self.model).__name__, reason)
 
-    def run(self, runtime: Any, kind: Any, which: int, args: Any, kwargs: Any) -> Any:
+    def run(self, runtime: Any, entry: Any, number: int, args: Any, kwargs: Any) -> Any:
         """The output of a call by its graph, which is recorded if there is none yet. Raises Unfit."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         given = [t for t in flat if isinstance(t, Tensor)]
         if any(type(t) not in (Tensor, nn.Parameter, Sharded) for t in given):
             raise Unfit("an input is of another type than torch.Tensor")
-        if which == len(kind.graphs):
-            kind.graphs.append(self.record(runtime, kind, flat, spec))
-        return kind.graphs[which](self.axis, [plain(t) for t in given])
+        if number == len(entry.graphs):
+            entry.graphs.append(self.record(runtime, entry, flat, spec))
+        return entry.graphs[number](self.axis, [plain(t) for t in given])
 
-    def record(self, runtime: Any, kind: Any, flat: list[Any], spec: Any) -> Graph:
+    def record(self, runtime: Any, entry: Any, flat: list[Any], spec: Any) -> Graph:
         runtime.agreement.finish()  # it looks at real tensors
         options, why, made = options_of(flat), "", None
-        facts = Facts(self.model, options, self.axis.mesh.device_type)
+        guards = Guards(self.model, options, self.axis.mesh.device_type)
         drawn = random.getstate(), np.random.get_state()
         with World(self.model, flat):
             try:
-                with _disable_current_modes(), listening(None), Watch():
-                    made = recorded(runtime, kind, flat, spec)
+                with _disable_current_modes(), observing(None), RefuseUnseen():
+                    made = recorded(runtime, entry, flat, spec)
             except Unfit as reason:
                 why = str(reason)
             except Exception as error:
                 log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
                 why = f"it cannot be recorded: {type(error).__name__}: {error}"
             drew = drawn[0] != random.getstate() or repr(drawn[1]) != repr(np.random.get_state())
-            if not facts.hold(options) or facts.written():
+            if not guards.hold(options) or guards.written():
                 why = why or CHANGES
         if drew:
             why = why or "it draws random numbers of Python's or NumPy's"
@@ -131,20 +131,20 @@ class Graphs:
         for node in made[0].graph.nodes:
             node.meta.clear()  # of tensors without data
         if backend == "eager":
-            return Graph(facts, *made, made[0])
+            return Graph(guards, *made, made[0])
         # of the method: by the module an error in the graph would come to the compiler, as one of its own
         compiled = torch.compile(made[0].forward, fullgraph=True, dynamic=False, backend=backend)
-        return Graph(facts, *made, compiled)
+        return Graph(guards, *made, compiled)
 
 
 class Graph:
     """A recorded forward: `plainly` operation by operation, `compiled` otherwise."""
 
     def __init__(
-        self, facts: Facts, plainly: GraphModule, output: Any, lies: Sequence[At | bool], compiled: Any
+        self, guards: Guards, plainly: GraphModule, output: Any, lies: Sequence[At | bool], compiled: Any
     ) -> None:
         self.called = False
-        self.facts, self.plainly, self.output, self.lies, self.compiled = facts, plainly, output, lies, compiled
+        self.guards, self.plainly, self.output, self.lies, self.compiled = guards, plainly, output, lies, compiled
 
     def __call__(self, axis: Axis, locals_: list[Tensor]) -> Any:
         if _get_current_dispatch_mode() is not None:  # one that counts, say: what is compiled shows it no operation
@@ -161,9 +161,9 @@ class Graph:
             return self.compiled(*locals_)
 
 
-def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
+def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
     """The graph of a forward, on local parts of the tensors among its arguments, and what it returns."""
-    script, model = kind.plan.script, runtime.model
+    script, model = entry.plan.script, runtime.model
     if script.recorded:
         raise Unfit("it finds its way by what its tensors hold")
     if script.random_glue or any(step.random for step in script.stages):
@@ -175,7 +175,7 @@ def recorded(runtime: Any, kind: Any, flat: list[Any], spec: Any) -> tuple[Graph
     if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
         raise Unfit("a weight is of another type than torch.Tensor, as those that fully_shard cuts")
     refuse_hooks(runtime)
-    run = Run(runtime.axis, script, kind.sizes, {})
+    run = Run(runtime.axis, script, entry.sizes, {})
     run.by_graph = True
     output: Any = None
     made: list[Made] = []
@@ -227,7 +227,7 @@ def carried(given: Tensor, local: Tensor) -> Tensor:
     if not isinstance(given, Sharded):
         return local
     t = carry(local, given.at)
-    t.__dict__.update({k: v for k, v in given.__dict__.items() if k == "_dsp_lent"})
+    t.__dict__.update({k: v for k, v in given.__dict__.items() if k == "_dsp_copy_of"})
     return t
 
 
@@ -332,7 +332,7 @@ def shapes(graph: torch.fx.Graph) -> list[Any]:
     return [(str(node.target), [tuple(t.shape) for t in tensors_in(node.meta.get("val"))]) for node in graph.nodes]
 
 
-class Watch(TorchFunctionMode):
+class RefuseUnseen(TorchFunctionMode):
     """While it is entered, what a graph would not do again is refused."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -72,7 +72,7 @@ def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str,
     return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})
 
 
-class Place(NamedTuple):
+class DeclaredInput(NamedTuple):
     """A declared input: where it stands in args or kwargs, its parameter, and where this rank's part of it lies."""
 
     slot: Slot
@@ -80,16 +80,18 @@ class Place(NamedTuple):
     at: At
 
 
-def places(axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], args: Any, kwargs: Any) -> list[Place]:
+def places(
+    axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], args: Any, kwargs: Any
+) -> list[DeclaredInput]:
     """The declared inputs that come whole and are to be split. Alike for all calls of one signature."""
     return [
-        Place(b.slot, b.param, axis.at(b.tensor.shape, cut))
+        DeclaredInput(b.slot, b.param, axis.at(b.tensor.shape, cut))
         for b in signature.bind(args, kwargs)[1]
         if b.pattern is not None and (cut := cuts.get(b.param)) is not None and not isinstance(b.tensor, DTensor)
     ]
 
 
-def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def split(found: Iterable[DeclaredInput], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The arguments with this rank's part of each declared input."""
     args, kwargs = list(args), dict(kwargs)
     for slot, param, at in found:
@@ -106,7 +108,7 @@ def split(found: Iterable[Place], args: Any, kwargs: Any) -> tuple[Any, dict[str
         else:
             held[slot] = shard
         if is_view(local):  # of the caller's tensor
-            shard._dsp_lent = f"the model's own input {param!r}"  # type: ignore[attr-defined]
+            shard._dsp_copy_of = f"the model's own input {param!r}"  # type: ignore[attr-defined]
     return tuple(args), kwargs
 
 

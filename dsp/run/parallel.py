@@ -18,8 +18,8 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.layout import Axis
-from dsp.listening import listening
 from dsp.notation import NotationError, StagePattern
+from dsp.observers import observing
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
@@ -31,13 +31,12 @@ from dsp.private import COMPILERS_OWN, compiled_call, compiler_loaded, hooks_of,
 from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
-from dsp.run.calls import StageCalls, unpicklable
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.graph import Graph, Graphs
 from dsp.run.hooks import Compiled, keep_compiled, leave_out, settle
 from dsp.run.inputs import (
-    Place,
+    DeclaredInput,
     describe,
     given_cuts,
     places,
@@ -47,10 +46,11 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.kept import Path, lying, paths_to
-from dsp.run.ledger import Account, Word
 from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
 from dsp.run.pipelines import parts_of
+from dsp.run.stage_calls import StageCalls, unpicklable
+from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
@@ -114,7 +114,7 @@ def parallelize(
 
 
 @dataclass(eq=False)
-class Kind:
+class CallEntry:
     """The state of calls whose inputs have one signature, of which `number` is made.
 
     sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
@@ -126,7 +126,7 @@ class Kind:
     plan: Plan | None
     sizes: dict[str, int]
     asks: bool
-    places: list[Place] | None = None
+    places: list[DeclaredInput] | None = None
     told: str = ""
     astray: str = ""
     anew: bool = False
@@ -143,7 +143,7 @@ class Runtime:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
         self.graphs = Graphs(model, axis, compile) if compile else None
-        self.kinds: OrderedDict[Any, Kind] = OrderedDict()  # by the signature of inputs
+        self.entries: OrderedDict[Any, CallEntry] = OrderedDict()  # by the signature of inputs
         self.kept: list[Path] = []  # to sharded tensors that earlier calls left, and forwards met
         self.advice = ""  # what runs whole, as it was said
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)
@@ -158,7 +158,7 @@ class Runtime:
         """For a copy of the model, on the same ranks; it makes plans of its own."""
         new = memo[id(self)] = object.__new__(Runtime)
         new.__dict__.update(self.__dict__)
-        new.kinds, new.recipes, new.kept, new.idle = OrderedDict(), {}, [], threading.Lock()
+        new.entries, new.recipes, new.kept, new.idle = OrderedDict(), {}, [], threading.Lock()
         # the model is not complete yet
         copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
         for name in copied.split():
@@ -213,21 +213,21 @@ class Runtime:
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))
-        kind, fresh = self.kind_of(key, leaves, args, kwargs)
-        plan = kind.plan
-        graph = None if self.graphs is None or fresh else self.graphs.which(kind, leaves)
-        way = kind.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
+        entry, fresh = self.entry_for(key, leaves, args, kwargs)
+        plan = entry.plan
+        graph = None if self.graphs is None or fresh else self.graphs.graph_for(entry, leaves)
+        way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
         self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
             leave_out(self.model, self.left_out)
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
-        run = Run(self.axis, plan.script if plan else None, kind.sizes, self.recipes)
+        run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes)
         if plan is not None and self.counts and graph is None:
-            run.account = self.account(plan, kind, run)
-        with listening(run.account.forward if run.account is not None else None):
-            return self.followed(run, kind, args, kwargs, graph)
+            run.traffic_check = self.traffic_check(plan, entry, run)
+        with observing(run.traffic_check.forward if run.traffic_check is not None else None):
+            return self.followed(run, entry, args, kwargs, graph)
 
     def compiled(self, m: nn.Module) -> None:
         """A module that its compile() compiled stays so if it is a stage. Raises RuntimeError if it is between them."""
@@ -244,15 +244,15 @@ class Runtime:
             f"followed: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
         )
 
-    def followed(self, run: Run, kind: Kind, args: Any, kwargs: Any, graph: int | None) -> Any:
+    def followed(self, run: Run, entry: CallEntry, args: Any, kwargs: Any, graph: int | None) -> Any:
         """The forward by its plan, or else as it chooses."""
-        plan = kind.plan
+        plan = entry.plan
         if self.signature is not None:
-            if kind.places is None:
+            if entry.places is None:
                 inputs = plan.script.inputs if plan is not None else {}
-                kind.places = places(self.axis, self.signature, inputs, args, kwargs)
-            args, kwargs = split(kind.places, args, kwargs)
-        if kind.asks:
+                entry.places = places(self.axis, self.signature, inputs, args, kwargs)
+            args, kwargs = split(entry.places, args, kwargs)
+        if entry.asks:
             args, kwargs = with_true_gradients(self.axis, args, kwargs)
         if plan is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
@@ -262,9 +262,9 @@ class Runtime:
         if graph is not None and self.graphs is not None:
             self.agreement.before_switching()
             try:
-                return self.graphs.run(self, kind, graph, args, kwargs)
+                return self.graphs.run(self, entry, graph, args, kwargs)
             except Unfit as reason:
-                self.graphs.give_up(kind, str(reason))
+                self.graphs.give_up(entry, str(reason))
         state = None
         if plan is None or plan.script.random_glue:
             state = share(self.axis)
@@ -276,18 +276,18 @@ class Runtime:
             run.arrive()
             run.observe("root_outputs", output, self.gather_output)
             if plan is None:
-                kind.plan, kind.places = self.recorded(run), None
-            made = bring_out(run, output, self.root, self.gather_output)
-            witness = run.account.witness if run.account is not None and run.account.word.returns else None
+                entry.plan, entry.places = self.recorded(run), None
+            made, check = bring_out(run, output, self.root, self.gather_output), run.traffic_check
+            witness = check.witness if check is not None and check.planned.returns else None
             output = hand_out(self.axis, output, made, witness)
-            if run.account is not None:
-                run.account.end()
+            if check is not None:
+                check.end()
             if plan is not None and run.strayed and not plan.script.recorded:
                 # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
-                if kind.anew:
-                    kind.plan = None
+                if entry.anew:
+                    entry.plan = None
                 else:
-                    kind.astray = plan.script.key()
+                    entry.astray = plan.script.key()
             return output
         except Exception as error:
             with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
@@ -310,43 +310,43 @@ class Runtime:
             run.recorder.random_glue = True
             plan = self.solve(run.recorder.trace())
             plan.script.recorded = True
-            if plan.advice and self.axis.rank == 0 and len(self.kinds) == 1:
+            if plan.advice and self.axis.rank == 0 and len(self.entries) == 1:
                 log.warning(plan.advice)
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
-    def account(self, plan: Plan, kind: Kind, run: Run) -> Account:
+    def traffic_check(self, plan: Plan, entry: CallEntry, run: Run) -> TrafficCheck:
         """The account of a run, which says so, once, if the run sends other than its plan."""
-        if plan.script.word is None:
-            plan.script.word = Word(plan, self.axis.rank)
+        if plan.script.planned_counts is None:
+            plan.script.planned_counts = PlannedCounts(plan, self.axis.rank)
 
         def say(text: str) -> None:
-            if not kind.told:
-                kind.told = text
+            if not entry.told:
+                entry.told = text
                 (log.warning if self.axis.rank == 0 else log.info)(text)
 
-        return Account(plan.script.word, run, say)
+        return TrafficCheck(plan.script.planned_counts, run, say)
 
-    def kind_of(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[Kind, bool]:
+    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[CallEntry, bool]:
         """The state of calls with such inputs, and whether it was made now."""
-        kind = self.kinds.get(key)
-        if kind is not None:
-            self.kinds.move_to_end(key)
-            if not kind.astray:
-                return kind, False
-            plan, left = self.make_plan(args, kwargs), kind.astray
-            kind.plan, kind.astray, kind.anew, kind.graphs = None, "", True, []
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+            if not entry.astray:
+                return entry, False
+            plan, left = self.make_plan(args, kwargs), entry.astray
+            entry.plan, entry.astray, entry.anew, entry.graphs = None, "", True, []
             if plan is not None and plan.script.key() != left:
-                kind.plan, kind.places = plan, None
-            return kind, True
+                entry.plan, entry.places = plan, None
+            return entry, True
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
         known = len(self.kept)
         plan = self.make_plan(args, kwargs)
         key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept[known:]))
-        kind = Kind(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)
-        self.kinds[key] = kind
-        if len(self.kinds) > PLANS:
-            self.kinds.popitem(last=False)
-        return kind, True
+        entry = CallEntry(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)
+        self.entries[key] = entry
+        if len(self.entries) > PLANS:
+            self.entries.popitem(last=False)
+        return entry, True
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         given = given_cuts(self.signature, args, kwargs)
@@ -368,7 +368,7 @@ class Runtime:
         more = paths_to(t.left, self.model, args, kwargs) if t.left else []
         self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
-        if plan.advice and self.axis.rank == 0 and not self.kinds:
+        if plan.advice and self.axis.rank == 0 and not self.entries:
 
             def replan(more: list[Stage], *named: StagePattern) -> Plan:
                 return self.solve(traced([*self.stages, *more], *named), more)

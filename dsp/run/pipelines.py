@@ -23,7 +23,7 @@ TAKES = {"decode": "z", "encode": "x"}  # name of a method's tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A module to be parallelized, its stages, and a function that then puts it into its place."""
 
     module: nn.Module
@@ -31,7 +31,7 @@ class Part:
     place: Callable[[], None]
 
 
-def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Part] | None:
+def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
     """The parts of a pipeline, or the methods of an autoencoder, that are known; None for a model that is one itself.
 
     Raises NotationError for a pipeline of which nothing is known, or that is given stages.
@@ -43,10 +43,10 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Part] | None:
     name, modules = type(model).__name__, {k: v for k, v in components.items() if isinstance(v, nn.Module)}
     if stages is not None:
         raise NotationError(f"{name} is a pipeline: give stages to each of its parts, {', '.join(modules)}")
-    found: list[Part] = []
+    found: list[Component] = []
     for key, module in modules.items():
         if (line := getattr(module, "stages", None) or stages_for(module)) is not None:
-            found.append(Part(module, line, lambda: None))
+            found.append(Component(module, line, lambda: None))
         elif own := methods(module):
             found += own
         elif classes(module):
@@ -64,12 +64,12 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Part] | None:
     return found
 
 
-def methods(owner: nn.Module) -> list[Part]:
+def methods(owner: nn.Module) -> list[Component]:
     """The known methods of an autoencoder; none of another module. Raises ValueError if they are parallelized."""
     if any(isinstance(value, Called) for value in vars(owner).values()):
         raise ValueError(f"this {type(owner).__name__} is already parallelized; build it anew")
     return [
-        Part(method := Method(owner, name), {"": f"x={dims}"}, method.attach)
+        Component(method := Method(owner, name), {"": f"x={dims}"}, method.attach)
         for name, dims in (methods_for(owner) or {}).items()
     ]
 

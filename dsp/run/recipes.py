@@ -16,7 +16,7 @@ from dsp.plan.script import GlueStep, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
 from dsp.run.forward import Run
-from dsp.run.homes import View
+from dsp.run.views import View
 from dsp.sharded import Sharded
 
 log = logging.getLogger("dsp")
@@ -62,7 +62,7 @@ class Quick(NamedTuple):
     pushes: bool  # its results are switched
 
 
-class Odd(Exception):
+class NoKey(Exception):
     """An argument that no key can be made of, or a tensor that has to be opened first."""
 
 
@@ -82,14 +82,14 @@ def key_of(values: Iterable[Any]) -> tuple[Any, ...]:
         elif kind is slice:
             key.append((kind, key_of((v.start, v.stop, v.step))))
         elif isinstance(v, (DTensor, Sharded)):
-            raise Odd
+            raise NoKey
         else:
             key.append((kind, v.shape if isinstance(v, Tensor) else v))
     return tuple(key)
 
 
 @dataclass(eq=False)
-class Operation:
+class GlueCall:
     """One operation of glue as a run comes to it: the `index`-th, `step` what the plan says of it; `shells` are the
     tensors among its arguments as glue holds them, None for those that are not sharded."""
 
@@ -138,7 +138,7 @@ def cut_at(t: Sharded | None) -> Cut | None:
     return None if t is None else t.at.cut
 
 
-def derive(op: Operation) -> Recipe:
+def derive(op: GlueCall) -> Recipe:
     """Derive how an operation runs, from the plan or else from the rule alone."""
     run, asked, changing = op.run, op.asked, op.what.in_place
     # another whole tensor needs no move: the rule narrows it to what the others need
@@ -178,7 +178,7 @@ def derive(op: Operation) -> Recipe:
     return recipe
 
 
-def quick(op: Operation, recipe: Recipe) -> Quick | None:
+def quick(op: GlueCall, recipe: Recipe) -> Quick | None:
     """The call, if it is one of local parts, this rank has something of each, and no view is taken of what moved."""
     frame, outcome, name = recipe.frame, recipe.outcome, op.what.name
     if outcome is None or outcome.cut is None or outcome.kwargs or recipe.draws:
@@ -234,7 +234,7 @@ def has_operands(value: Any) -> bool:
     return isinstance(value, Operand) or (isinstance(value, (list, tuple)) and any(map(has_operands, value)))
 
 
-def detour(op: Operation) -> tuple[list[Cut | None], Frame, Outcome] | None:
+def detour(op: GlueCall) -> tuple[list[Cut | None], Frame, Outcome] | None:
     """The first dim along which all sharded operands could be cut for this operation."""
     shapes = [s.at.shape for s in op.shells if s is not None]
     for dim in range(max(map(len, shapes), default=0)):

@@ -31,7 +31,7 @@ import zoo
 from dsp.embedded import blocks
 from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut, chunk
-from dsp.plan.watch import Watch
+from dsp.plan.meter import Meter
 from dsp.planner import chunk_sizes
 from dsp.randomness import forked
 from dsp.rules import RULES, Frame, Operand
@@ -325,7 +325,7 @@ def test_streams_of_random_numbers_on_a_device(device_generator: torch.Generator
 
 def test_attention_without_dropout_draws_nothing() -> None:
     """Its kernels on CUDA carry the tag of random operations; a stage that draws costs the host a fork of streams."""
-    with fake(), Watch() as watch:
+    with fake(), Meter() as watch:
         q, k, v = torch.empty(3, 2, 4, 16, 64, device=CUDA, dtype=torch.bfloat16)
         for kernel, more in (("flash", ()), ("efficient", (None, True)), ("cudnn", (None, True))):
             attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")

@@ -109,7 +109,7 @@ def parity(mesh: DeviceMesh, build: Callable[[], Made]) -> float:
         model = dsp.parallelize(copy.deepcopy(single), mesh, stages)
         rounding = {"rtol": 1e-5, "atol": 1e-5} if build is allegro else {}  # parts of it compute in fp32
         beside(single, model, mesh, inputs, rounds=3, **rounding)
-    [kind] = model.forward.__self__.kinds.values()  # type: ignore[union-attr]
+    [kind] = model.forward.__self__.entries.values()  # type: ignore[union-attr]
     return kind.plan.share
 
 

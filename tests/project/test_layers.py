@@ -10,18 +10,18 @@ from tests.support.paths import ROOT
 HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner hardware
-tensors stance listening exchange collectives pending sent rows count gradients layout sharded moves ops randomness
-inside signature stages known slices
+tensors compile_off observers exchange collectives pending sent rows count gradients layout sharded moves ops randomness
+methods signature stages known slices
 rules plan run check discover embedded cluster_check
 """.split()
 ROOMS = {
-    "planner": "problem facts loops elimination sweep",
+    "planner": "problem index loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions between""",
-    "plan": """script events places skeleton precision watch operation names values operations backwards recorder twins
-        tracer tracing reads residual picture table solve program traffic cost advice make choose""",
-    "run": """homes notes kept ledger forward recipes follow glue inputs outputs agreement calls hooks facts tidy graph
-        pipelines parallel""",
+    "plan": """script events places skeleton precision meter operation names values operations backwards recorder
+        stage_cache tracer tracing reads residual picture table solve program traffic cost advice make choose""",
+    "run": """views notes kept traffic_check forward recipes follow glue inputs outputs agreement stage_calls hooks
+        guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
@@ -56,6 +56,15 @@ def imports_from_before(file: Path) -> None:
                 assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
             if node.module != "dsp.private":  # which is there to name what is torch's own
                 assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"
+
+
+def test_no_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(HOME)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 # the public functions whose options are all named, and what follows a signature of torch

@@ -147,7 +147,7 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         except Exception as error:
             refusal = error
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
-    kinds = model.forward.__self__.kinds
+    kinds = model.forward.__self__.entries
     for call in ("", "second call: "):
         found, sent, largest, comm = parallel_step(model, inputs, mesh)
         problems += [f"{call}{p}" for p in differences(found, expect)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dsp.plan.twins import alike, once
+from dsp.plan.stage_cache import alike, once
 from dsp.private import FakeTensorMode
 from zoo.training.model import recomputed_modules
 from zoo.training.task import Task

@@ -44,7 +44,7 @@ def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None 
         for _ in range(2):
             with torch.no_grad(), dsp.count_comm() as comm:
                 model(x)
-    word = next(iter(model.forward.__self__.kinds.values())).plan.script.word.phases["forward"]
+    word = next(iter(model.forward.__self__.entries.values())).plan.script.planned_counts.phases["forward"]
     own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
     return own, (word.bytes, word.calls), plan, heard.texts
 
@@ -292,8 +292,8 @@ def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = Fal
                     thread.submit(back, loss, comm).result()
             else:
                 back(loss, comm)
-    [kind] = model.forward.__self__.kinds.values()
-    promised = {phase: (t.bytes, t.calls) for phase, t in kind.plan.script.word.phases.items()}
+    [kind] = model.forward.__self__.entries.values()
+    promised = {phase: (t.bytes, t.calls) for phase, t in kind.plan.script.planned_counts.phases.items()}
     return phases_of(comm), promised, heard.texts
 
 

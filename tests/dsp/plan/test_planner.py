@@ -10,7 +10,7 @@ import pytest
 
 import dsp
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, Value, chunk_sizes, price, solve
-from dsp.planner.facts import Facts
+from dsp.planner.index import Index
 from dsp.planner.sweep import Sweep
 from tests.support.brute_force import EVEN, brute_force, chain, least, verify
 
@@ -187,7 +187,7 @@ def test_effort_grows_with_depth_only():
     assert states[1] < 5.2 * states[0] < 30_000
     short, long = (chain(EVEN, ["s", "t"] * layers, 4, joins=True) for layers in (10, 50))
     assert len(long.ops) == 200
-    labels = [Sweep(Facts(problem), 1 << 40).solve().states for problem in (short, long)]
+    labels = [Sweep(Index(problem), 1 << 40).solve().states for problem in (short, long)]
     assert labels[1] < 5.2 * labels[0] < 3_000
 
 

@@ -144,7 +144,7 @@ def traffic(mesh: DeviceMesh) -> dict[str, tuple[Any, Any]]:
         model = dsp.parallelize(make(name, ckpt=True), mesh, STAGES)
         with dsp.count_comm() as comm:
             model(x).sum().backward()
-        (kind,) = model.forward.__self__.kinds.values()  # its own plan, which dsp.plan makes too
+        (kind,) = model.forward.__self__.entries.values()  # its own plan, which dsp.plan makes too
         counted = {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
         found[name] = (counted, kind.plan.bytes)
     return found

@@ -110,7 +110,7 @@ MODELS = {
 
 def graphs(model: nn.Module) -> list[int | None]:
     """How many graphs there are of each kind of calls; None where none can be made."""
-    kinds = model.forward.__self__.kinds.values()  # type: ignore[union-attr]
+    kinds = model.forward.__self__.entries.values()  # type: ignore[union-attr]
     return [None if kind.graphs is None else len(kind.graphs) for kind in kinds]
 
 
@@ -335,7 +335,7 @@ def lean(mesh: DeviceMesh) -> None:
         with way():
             for _ in range(2):
                 model(torch.ones(2, 4, 6, requires_grad=True))
-    for kind in model.forward.__self__.kinds.values():  # type: ignore[union-attr]
+    for kind in model.forward.__self__.entries.values():  # type: ignore[union-attr]
         ops = [node for node in kind.graphs[0].plainly.graph.nodes if node.op == "call_function"]
         assert len(ops) <= 2 * 5 + 2  # and views of what is given and returned
 

@@ -72,9 +72,9 @@ def chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
         found = rolled(model, x, keep == "object", chunk=1)
     for y, z in zip(found, expect, strict=True):
         torch.testing.assert_close(y, z)
-    told = [kind.told for kind in model.forward.__self__.kinds.values()]
+    told = [kind.told for kind in model.forward.__self__.entries.values()]
     assert not any(told), told
-    plans = [kind.plan for kind in model.forward.__self__.kinds.values()]
+    plans = [kind.plan for kind in model.forward.__self__.entries.values()]
     assert all(plan is not None and not plan.script.recorded for plan in plans)
     if keep == "module":
         held = model.one.kept["kv"][0]
@@ -132,7 +132,7 @@ def states(mesh: DeviceMesh, detach: bool, reads: bool = False) -> None:
         torch.distributed.all_reduce(p.grad, group=mesh.get_group())
         torch.testing.assert_close(p.grad / mesh.size(), q.grad)
 
-    assert all(kind.plan is not None for kind in model.forward.__self__.kinds.values())
+    assert all(kind.plan is not None for kind in model.forward.__self__.entries.values())
 
 
 @pytest.mark.parametrize(

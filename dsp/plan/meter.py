@@ -31,7 +31,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
 UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 
 
-class Facts(NamedTuple):
+class OpTraits(NamedTuple):
     """The facts of an operation that do not depend on its arguments."""
 
     flops: Callable[..., int] | None
@@ -41,9 +41,9 @@ class Facts(NamedTuple):
 
 
 @cache
-def facts(func: OpOverload) -> Facts:
+def facts(func: OpOverload) -> OpTraits:
     aliased = [r.alias_info for r in schema_of(func).returns if r.alias_info is not None]
-    return Facts(
+    return OpTraits(
         flops=FLOPS.get(func.overloadpacket),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
@@ -51,7 +51,7 @@ def facts(func: OpOverload) -> Facts:
     )
 
 
-class Watch(TorchDispatchMode):
+class Meter(TorchDispatchMode):
     """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
 
     `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while

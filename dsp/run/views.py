@@ -37,7 +37,7 @@ class Copies:
     made: dict[Cut | None, Tensor] = field(default_factory=dict)
 
 
-class Home:
+class ViewBase:
     """The tensor that a chain of views started from, its part, and its copies in other layouts."""
 
     def __init__(self, t: Sharded) -> None:
@@ -71,16 +71,16 @@ class Home:
         self.copies.made[cut] = copy
 
 
-def home_of(t: Sharded) -> Home:
+def view_base(t: Sharded) -> ViewBase:
     """The home of the tensor that `t` is a view of, or of `t` itself."""
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t = view[0]
-    return Home(t)
+    return ViewBase(t)
 
 
 def forget(t: Sharded) -> None:
     """It was written, or a view of it: its copies are of the past."""
-    home_of(t).copies.made.clear()
+    view_base(t).copies.made.clear()
 
 
 def views_of(t: Sharded) -> list[View]:
@@ -106,7 +106,7 @@ def seen(views: Sequence[View], cut: Cut) -> Cut | None:
 HERE = object()  # in arguments, where the tensor comes that a view is taken of
 
 
-class Again(NamedTuple):
+class Replay(NamedTuple):
     """A view of a part: the call, and where the result is cut."""
 
     call: Any
@@ -123,16 +123,16 @@ class View:
 
     def __init__(self, func: Any, frame: Frame) -> None:
         self.func, self.frame = func, frame
-        self.found: dict[Cut | None, Again | None] = {}
+        self.found: dict[Cut | None, Replay | None] = {}
         self.near: dict[Any, Cut | None] = {}  # of chains that end here, see `source` of a run
 
-    def under(self, cut: Cut | None) -> Again | None:
+    def under(self, cut: Cut | None) -> Replay | None:
         """With its argument cut so, or whole; None if the cut cannot pass."""
         if cut not in self.found:
             self.found[cut] = self.again(cut)
         return self.found[cut]
 
-    def again(self, cut: Cut | None) -> Again | None:
+    def again(self, cut: Cut | None) -> Replay | None:
         x = Operand(self.frame.args[0].shape, cut)
         frame = replace(self.frame, args=(x, *self.frame.args[1:]))
         try:
@@ -142,6 +142,6 @@ class View:
         # others give a shape alone, as those of view_as
         table: dict[int, Any] = {id(o): torch.empty(o.shape, device="meta") for o in frame.operands()} | {id(x): HERE}
         args = without_operands(frame.args if outcome.args is None else outcome.args, table)
-        return Again(
+        return Replay(
             outcome.func or self.func, args, frame.kwargs if outcome.kwargs is None else outcome.kwargs, outcome.cut
         )

@@ -1,6 +1,7 @@
 """A stage call: its tensors brought into the stage's layout on the way in, its results back into the model's after it.
 
-What is done depends on where the tensors lie and not on what they hold, so it is found once and kept, as a `Way`.
+What is done depends on where the tensors lie and not on what they hold, so it is found once and kept, as a
+`StageDecision`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.collectives import inexact
-from dsp.inside import Peers, Place, Received
 from dsp.layout import At, Axis, Cut
+from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.script import StageStep, Via
@@ -28,7 +29,7 @@ from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
-from dsp.run.recipes import Odd
+from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Stage
 from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
@@ -37,7 +38,7 @@ MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage
 
 
 @dataclass(eq=False)
-class Way:
+class StageDecision:
     """How a stage runs on arguments that lie in one way.
 
     slots: the places of its tensors in args or kwargs; cuts: what each has to be (None: whole); still: all of them are;
@@ -47,7 +48,7 @@ class Way:
     step: StageStep | None
     option: Option
     sizes: dict[str, int]
-    place: Place
+    place: RankPart
     slots: list[int | str]
     patterns: list[TensorPattern | None]
     cuts: tuple[Cut | None, ...]
@@ -71,7 +72,7 @@ def lies(value: Any) -> Any:
     if kind is tuple or kind is list:
         return kind, *map(lies, value)
     if isinstance(value, (Tensor, tuple, list, dict)):
-        raise Odd
+        raise NoKey
     return kind
 
 
@@ -137,7 +138,7 @@ class StageCalls:
         )  # fmt: skip
         return tuple(args), kwargs
 
-    def way(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> Way:
+    def way(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> StageDecision:
         """The plan's decision for this call, or else a greedy choice."""
         index, script = run.stage_index, run.script
         run.stage_index += 1
@@ -147,7 +148,7 @@ class StageCalls:
             mark = index if script is not None else run.sizes_key
             key: Any = (stage, mark, *map(lies, args), *((k, lies(v)) for k, v in kwargs.items()))
             found = run.recipes.get(key)
-        except Odd:
+        except NoKey:
             key = found = None
         if found is not None:
             return found
@@ -170,15 +171,15 @@ class StageCalls:
             peers = Peers.all(option.size, self.axis.size)
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
-        found = Way(
-            step, option, sizes, Place(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
+        found = StageDecision(
+            step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
         if key is not None:
             run.keep(key, found)
         return found
 
-    def parts(self, run: Run, way: Way, tensors: list[Tensor], shells: list[Sharded | None]) -> list[Tensor]:
+    def parts(self, run: Run, way: StageDecision, tensors: list[Tensor], shells: list[Sharded | None]) -> list[Tensor]:
         moved = None
         if not way.still:
             moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, way.cuts) if s is not None]))
@@ -239,7 +240,7 @@ class StageCalls:
         push = way.step.push if way.step is not None else [None] * len(tensors)
         if way.option.name is None:
             stage.outputs(tensors)
-            self.lend(run, inside, tensors)
+            self.mark_copies(run, inside, tensors)
             return [
                 t if cut is None else run.carry(self.axis.narrow(t, cut), cut, t.shape) for t, cut in zip(tensors, push)
             ]
@@ -258,7 +259,7 @@ class StageCalls:
         returned = [argument(t, at, given) for t, at in zip(tensors, landings)]
         if way.option.onto is None and way.place.own == 0:
             tensors = [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
-        self.lend(run, inside, tensors)
+        self.mark_copies(run, inside, tensors)
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
@@ -266,17 +267,17 @@ class StageCalls:
         else:
             pushed = [carry(t, at) for t, at in zip(tensors, landings)]
         for t, own, moves in zip(pushed, tensors, moving):
-            if not moves and (lent := own.__dict__.get("_dsp_lent")) is not None:
-                t._dsp_lent = lent  # type: ignore[attr-defined]
+            if not moves and (copied := own.__dict__.get("_dsp_copy_of")) is not None:
+                t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return [t if moves or itself is None else itself for t, itself, moves in zip(pushed, returned, moving)]
 
-    def lend(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
+    def mark_copies(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
         """Mark those of its results that are views of a copy."""
         shells = [x.shell for x in inside.given if x.shell is not None]
-        if not inside.way.still or run.lends or any("_dsp_lent" in s.__dict__ for s in shells):
-            run.lend(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
+        if not inside.way.still or run.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
+            run.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
 
-    def landing(self, stage: Stage, way: Way, t: Tensor, pattern: TensorPattern) -> At:
+    def landing(self, stage: Stage, way: StageDecision, t: Tensor, pattern: TensorPattern) -> At:
         """Where a stage's result lies. Its size along the sharded dim is checked."""
         name, size = way.option.name, way.option.size
         assert name is not None
@@ -318,7 +319,7 @@ def unpicklable() -> TypeError:
     )
 
 
-def misread(stage: Stage, way: Way, place: Place, tensors: Sequence[Tensor], error: BaseException) -> str:
+def misread(stage: Stage, way: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException) -> str:
     """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
     name = way.option.name
     assert name is not None

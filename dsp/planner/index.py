@@ -77,7 +77,7 @@ class Shape:
         return moves
 
 
-class Run(NamedTuple):
+class Digest(NamedTuple):
     """One choice of one op, digested."""
 
     cost: int
@@ -88,7 +88,7 @@ class Run(NamedTuple):
     saved: int
 
 
-class Facts:
+class Index:
     """The facts that a problem implies: a value's producer, the layouts it may take, the ops that want it in which."""
 
     def __init__(self, problem: Problem):
@@ -170,7 +170,7 @@ class Facts:
             found.append(shape(replace(value, name="", home=()), layouts))
         return found
 
-    def _digest(self, op: Op, choice: Choice) -> Run:
+    def _digest(self, op: Op, choice: Choice) -> Digest:
         needs: dict[int, Copies] = {}
         for v, layout in zip(op.inputs, choice.needs):
             needs[v] = needs.get(v, frozenset()) | {layout}
@@ -178,7 +178,7 @@ class Facts:
         read = [self.shapes[v].most(layouts) for v, layouts in needs.items()]
         made = [self.shapes[v].local[layout] for v, layout in gives.items()]
         cost = cost_of(choice.bytes, choice.calls, choice.rank)
-        return Run(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
+        return Digest(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
 
     def prune(self, capacity: int) -> None:
         """Leave out the choices that cannot fit, whatever the other ops do. Raises Infeasible if an op has no other."""
@@ -196,7 +196,7 @@ class Facts:
                 {i: run for i, run in runs.items() if least[i] <= capacity} for runs, least in zip(self.runs, takes)
             ]
 
-    def takes(self, run: Run, live: Sequence[int]) -> int:
+    def takes(self, run: Digest, live: Sequence[int]) -> int:
         """The bytes that a choice adds at least to what is resident and saved when it runs."""
         least = {v: min(self.shapes[v].local.values()) for v in live}
         needs = {v: self.shapes[v].weigh(layouts) for v, layouts in run.needs.items()}

@@ -18,7 +18,7 @@ from dsp.tensors import version
 NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
 
 
-class Facts:
+class Guards:
     """Facts about the model, and about the call that was recorded."""
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:

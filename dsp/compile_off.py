@@ -9,7 +9,7 @@ import torch
 from dsp.private import compiler_loaded
 
 
-class Followed:
+class CompileOff:
     """While it is entered torch.compile is put aside: between stages glue has to see each operation.
 
     What nobody loaded a compiler for is not compiled. It may be entered again within, as modes of torch are.

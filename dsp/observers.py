@@ -14,41 +14,41 @@ from typing import Any, Protocol, TypeVar
 Result = TypeVar("Result")
 
 
-class Listener(Protocol):
-    def hear(self, name: str, args: tuple[Any, ...]) -> None:
+class Observer(Protocol):
+    def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
         """A collective is made: the name and the arguments of its op."""
 
-    def way_back(self) -> Listener | None:
+    def for_backward(self) -> Observer | None:
         """The observer of the backward of what is made now."""
 
 
-LISTENER: ContextVar[Listener | None] = ContextVar("dsp_listener", default=None)
+OBSERVER: ContextVar[Observer | None] = ContextVar("dsp_listener", default=None)
 
 
-def tell(name: str, *args: Any) -> None:
-    if (listener := LISTENER.get()) is not None:
-        listener.hear(name, args)
+def notify(name: str, *args: Any) -> None:
+    if (observer := OBSERVER.get()) is not None:
+        observer.on_collective(name, args)
 
 
-def remember(ctx: Any) -> None:
+def save_observer(ctx: Any) -> None:
     """In the forward of an autograd node."""
-    listener = LISTENER.get()
-    ctx.listener = None if listener is None else listener.way_back()
+    observer = OBSERVER.get()
+    ctx.observer = None if observer is None else observer.for_backward()
 
 
-def back(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
+def run_observed(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
     """In its backward: a collective, told to whom its forward was."""
-    token = LISTENER.set(ctx.listener)
+    token = OBSERVER.set(ctx.observer)
     try:
         return op(*args)
     finally:
-        LISTENER.reset(token)
+        OBSERVER.reset(token)
 
 
 @contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    token = LISTENER.set(listener)
+def observing(observer: Observer | None) -> Iterator[None]:
+    token = OBSERVER.set(observer)
     try:
         yield
     finally:
-        LISTENER.reset(token)
+        OBSERVER.reset(token)

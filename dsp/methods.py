@@ -25,7 +25,7 @@ def add_sent(*sents: Mapping[str, tuple[int, int]]) -> Sent:
 
 
 @dataclass(frozen=True)
-class Sends:
+class CommBytes:
     """Communication inside a stage call, by phase of a step; the kinds are those of `dsp.count_comm`."""
 
     forward: Sent = field(default_factory=dict)
@@ -34,11 +34,13 @@ class Sends:
     before: Sent = field(default_factory=dict)  # of forward, where it is outside of what runs again: before the stage,
     after: Sent = field(default_factory=dict)  # and after it
 
-    def __add__(self, other: Sends) -> Sends:
-        return Sends(*(add_sent(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(Sends)))
+    def __add__(self, other: CommBytes) -> CommBytes:
+        return CommBytes(
+            *(add_sent(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(CommBytes))
+        )
 
 
-class Inside(Protocol):
+class StageMethod(Protocol):
     """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is for the table of the plan."""
 
     module: nn.Module
@@ -48,7 +50,7 @@ class Inside(Protocol):
     def cut(self) -> int:
         """How many numbers its weights have that are cut over ranks."""
 
-    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> Sends:
+    def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         """The traffic of one call with these tensors, which are whole, if the stage were sharded `along` a dim.
 
         sizes: of the stage's dims.
@@ -67,7 +69,7 @@ class Peers(NamedTuple):
         return cls(tuple(range(n)), chunk_sizes(size, n))
 
 
-class Place(NamedTuple):
+class RankPart(NamedTuple):
     """The place of a stage call: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
 
     axis: Axis
@@ -93,14 +95,16 @@ class Received(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Around(Protocol):
+class StageWrapper(Protocol):
     """A method's work between a stage's layout for others and the one that the stage runs on (`dsp.embedded`)."""
 
-    def enter(self, place: Place, sizes: Mapping[str, int], given: Sequence[Received]) -> tuple[Place, list[Received]]:
+    def enter(
+        self, place: RankPart, sizes: Mapping[str, int], given: Sequence[Received]
+    ) -> tuple[RankPart, list[Received]]:
         """Where the stage runs, and what it is given there, without dummy rows."""
 
     def leave(
-        self, place: Place, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
     ) -> list[Tensor]:
         """The stage's results in the layout that others see, with a dummy row where a rank has nothing else."""
 

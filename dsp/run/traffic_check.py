@@ -1,11 +1,11 @@
 """Does a run send what its plan says? Counted where collectives are made, at the cost of an addition for each.
 
-A plan is made without the run, so it may be wrong of it: a forward that went another way, or moves that the plan did
-not foresee. What was promised is not kept then, and that is said, once; where the run went the way of its plan, with a
-sentence that its numbers are right.
+A plan is made without the run, so it may be wrong about it: the forward went another way, or makes moves that the plan
+did not foresee. The difference is said once; where the run went the way of its plan, with a sentence that its numbers
+are right.
 
-A forward is judged when it ends. What is sent on the way back, and what a checkpoint sends again there, is counted by
-the pass of backward, whoever calls it in whichever thread, and judged when that pass ends.
+Forward traffic is checked when the forward ends. Backward traffic, recomputation included, is counted per backward
+pass, in any thread, and checked when that pass ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsp.listening import Listener
+from dsp.observers import Observer
 from dsp.plan.script import Where
 from dsp.private import after_backward, backward_pass
 from dsp.sent import COLLECTIVES
@@ -32,7 +32,7 @@ MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ":
 
 
 @dataclass(eq=False, slots=True)
-class Tally:
+class Counts:
     """One rank's traffic in one phase of a step, sent or planned, and where."""
 
     bytes: int = 0
@@ -43,7 +43,7 @@ class Tally:
         self.bytes, self.calls = self.bytes + nbytes, self.calls + calls
         self.entries.append((where, kind, calls, nbytes))
 
-    def hear(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
+    def on_collective(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
         kind, sent, calls = COLLECTIVES[name]
         self.add(where, kind, calls(*args), sent(*args))
 
@@ -54,12 +54,12 @@ class Tally:
         return places
 
 
-class Word:
+class PlannedCounts:
     """The traffic that a plan promises of this rank, by phase."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.script = plan.script
-        self.phases = {phase: Tally() for phase in SAID}
+        self.phases = {phase: Counts() for phase in SAID}
         for s in plan.sendings:
             self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size)[rank])
 
@@ -68,42 +68,42 @@ class Word:
         """Tell whether anything is to be sent in backward."""
         return any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
-    def broken(self, phase: str, made: Tally, astray: str) -> str:
+    def difference(self, phase: str, made: Counts, where_it_left: str) -> str:
         """By how much what was sent is other than planned, and why; nothing if it is not."""
         planned = self.phases[phase]
         if (made.bytes, made.calls) == (planned.bytes, planned.calls):
             return ""
         return (
             f"{SAID[phase]} sent {human(made.bytes)} in {made.calls} calls where its plan says {human(planned.bytes)} "
-            f"in {planned.calls}: " + (astray or f"{first(phase, made, planned)}. {RIGHT}")
+            f"in {planned.calls}: " + (where_it_left or f"{first(phase, made, planned)}. {RIGHT}")
         )
 
 
-class Account:
-    """The traffic of one forward and its backward passes, compared with a word; `say` is told of a difference."""
+class TrafficCheck:
+    """The traffic of one forward and its backward passes, compared with the planned one; `say` tells the user."""
 
-    def __init__(self, word: Word, run: Run, say: Callable[[str], None]) -> None:
-        self.word, self.say, self.astray = word, say, ""
-        self.forward = Ledger(run, self, Tally())
-        self.passes: dict[int, dict[str, Tally]] = {}  # by the number of each that is under way
+    def __init__(self, planned: PlannedCounts, run: Run, say: Callable[[str], None]) -> None:
+        self.planned, self.say, self.where_it_left = planned, say, ""
+        self.forward = ForwardObserver(run, self, Counts())
+        self.passes: dict[int, dict[str, Counts]] = {}  # by the number of each that is under way
 
     def end(self) -> None:
         """The forward has ended."""
-        self.astray = astray(self.word.script, self.forward.run)
-        self.judge({"forward": self.forward.tally})
-        del self.forward  # backward keeps this account, and should keep no more
+        self.where_it_left = where_it_left(self.planned.script, self.forward.run)
+        self.judge({"forward": self.forward.counts})
+        del self.forward  # backward keeps this check, and should keep no more
 
-    def judge(self, made: dict[str, Tally]) -> None:
-        for phase, tally in made.items():
-            if text := self.word.broken(phase, tally, self.astray):
+    def judge(self, made: dict[str, Counts]) -> None:
+        for phase, counts in made.items():
+            if text := self.planned.difference(phase, counts, self.where_it_left):
                 self.say(text)
                 return
 
-    def running(self) -> dict[str, Tally] | None:
-        """The tallies of the pass of backward that calls this; None outside of one."""
+    def running(self) -> dict[str, Counts] | None:
+        """The counts of the pass of backward that calls this; None outside of one."""
         number = backward_pass()
         if number not in self.passes and number != -1:
-            self.passes[number] = {"backward": Tally(), "recompute": Tally()}
+            self.passes[number] = {"backward": Counts(), "recompute": Counts()}
             after_backward(lambda: self.judge(self.passes.pop(number)))
         return self.passes.get(number)
 
@@ -111,41 +111,41 @@ class Account:
         """A hook on what the forward returned: a pass that sends nothing is one, too."""
         self.running()
 
-    def again(self, run: Run) -> Ledger:
+    def again(self, run: Run) -> ForwardObserver:
         """For a run that computes a part of the forward once more, in backward."""
-        return Ledger(run, self, (self.running() or {"recompute": Tally()})["recompute"])
+        return ForwardObserver(run, self, (self.running() or {"recompute": Counts()})["recompute"])
 
 
-class Ledger(NamedTuple):
-    """Hears what this rank sends in a forward or in a part of it, outside of stages: these count for themselves."""
+class ForwardObserver(NamedTuple):
+    """Counts what this rank sends in a forward or in a part of it, outside of stages: these count for themselves."""
 
     run: Run
-    account: Account
-    tally: Tally
+    check: TrafficCheck
+    counts: Counts
 
-    def hear(self, name: str, args: tuple[Any, ...]) -> None:
+    def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
         if self.run.in_stage is None:
-            self.tally.hear(self.run.where, name, args)
+            self.counts.on_collective(self.run.where, name, args)
 
-    def way_back(self) -> Listener | None:
-        return WayBack(self.account, self.run.where) if self.run.in_stage is None else None
+    def for_backward(self) -> Observer | None:
+        return BackwardObserver(self.check, self.run.where) if self.run.in_stage is None else None
 
 
-class WayBack(NamedTuple):
-    """Hears the backward of what was sent at a place."""
+class BackwardObserver(NamedTuple):
+    """Counts the backward of what was sent at a place."""
 
-    account: Account
+    check: TrafficCheck
     where: Where
 
-    def hear(self, name: str, args: tuple[Any, ...]) -> None:
-        if (tallies := self.account.running()) is not None:
-            tallies["backward"].hear(self.where, name, args)
+    def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
+        if (counts := self.check.running()) is not None:
+            counts["backward"].on_collective(self.where, name, args)
 
-    def way_back(self) -> Listener | None:
+    def for_backward(self) -> Observer | None:
         return self
 
 
-def first(phase: str, made: Tally, planned: Tally) -> str:
+def first(phase: str, made: Counts, planned: Counts) -> str:
     """The first place where the two differ."""
     was, meant = made.by_place(), planned.by_place()
     for where in dict.fromkeys((*was, *meant)):
@@ -155,7 +155,7 @@ def first(phase: str, made: Tally, planned: Tally) -> str:
     return "the same in other places"
 
 
-def astray(script: Script, run: Run) -> str:
+def where_it_left(script: Script, run: Run) -> str:
     """Where a run left the way of its plan."""
     recorded = ", which is the record of an earlier call," if script.recorded else ""
     if run.strayed is not None:

@@ -134,7 +134,7 @@ def _made(like: list[Any]) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class Recipe:
+class StageOutput:
     """A stage's output, to be made again from the tensors of another call."""
 
     kept: list[Any]
@@ -152,10 +152,10 @@ class Recipe:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> Recipe | None:
+def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> StageOutput | None:
     """How to make such an output again; None where it is not simply new tensors, inputs and values."""
     leaves, spec = pytree.tree_flatten(output)
-    found, every = Recipe(kept, spec, [], [], []), list(inputs)
+    found, every = StageOutput(kept, spec, [], [], []), list(inputs)
     storages = {storage_id(t.untyped_storage()) for t in inputs}
     for leaf in leaves:
         at = next((i for i, t in enumerate(every) if t is leaf), None)
@@ -186,7 +186,7 @@ def once(
     `first(inputs, outputs)` is told of a call that ran and returns what to note of it; `again(note, inputs, outputs)`
     of one that did not run, and whose outputs were made to look the same.
     """
-    known: dict[Hashable, tuple[Recipe, Any]] = {}
+    known: dict[Hashable, tuple[StageOutput, Any]] = {}
 
     def wrapped(forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
