@@ -47,6 +47,7 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 )
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
+GRAD_SWITCH = torch._C._set_grad_enabled  # as a graph records it
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
 
@@ -217,6 +218,7 @@ def checkpoint_frame() -> Any:
 
 __all__ = [
     "COMPILERS_OWN",
+    "GRAD_SWITCH",
     "LEAF",
     "OF_AN_OP",
     "PASSING",

@@ -12,7 +12,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.layout import At, Axis
 from dsp.observers import observing
+from dsp.plan.script import Script
 from dsp.private import (
     OF_AN_OP,
     FakeTensor,
@@ -164,17 +165,9 @@ class Graph:
 def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
     """The graph of a forward, on local parts of the tensors among its arguments, and what it returns."""
     script, model = entry.plan.script, runtime.model
-    if script.recorded:
-        raise Unfit("it finds its way by what its tensors hold")
-    if script.random_glue or any(step.random for step in script.stages):
-        raise Unfit("it draws random numbers")
-    for odd in (v for v in options_of(flat) if type(v) not in SIMPLE):
-        raise Unfit(f"an input is a {type(odd).__name__}, which may hold anything")
     held = unique([*model.named_parameters(), *model.named_buffers()])
     names, weights = [name for name, _ in held], [w for _, w in held]
-    if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
-        raise Unfit("a weight is of another type than torch.Tensor, as those that fully_shard cuts")
-    refuse_hooks(runtime)
+    refuse_for([*reasons_before(runtime, script, flat, weights)])
     run = Run(runtime.axis, script, entry.sizes, {})
     run.by_graph = True
     output: Any = None
@@ -210,13 +203,7 @@ def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[Grap
     graph = graph_of(forward, weights, *leaves)
     if run.strayed is not None:
         raise Unfit("it does not go the way of its plan")
-    if not made:
-        raise Unfit("it returns no tensor")
-    if function := own_function([t for t, _ in made]):
-        raise Unfit(f"the autograd.Function {function} is in it, whose backward a graph would not call")
-    for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
-        raise Unfit(f"it returns a {type(odd).__name__}, which may hold anything")
-    refuse_what_is_in(graph, runtime.graphs.backend)
+    refuse_for([*reasons_in(graph, output, made, runtime.graphs.backend)])
     tidy(graph.graph, [t.requires_grad for t in (*weights, *leaves)])
     hold(graph, weights)
     return graph, output, [lies for _, lies in made]
@@ -235,14 +222,43 @@ def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     return [*{id(t): (name, t) for name, t in named}.values()]
 
 
-def refuse_hooks(runtime: Any) -> None:
+def refuse_for(reasons: Sequence[str]) -> None:
+    """Raise Unfit with all reasons, if there are any."""
+    if reasons:
+        raise Unfit("; ".join(dict.fromkeys(reasons)))
+
+
+def reasons_before(runtime: Any, script: Script, flat: list[Any], weights: list[Tensor]) -> Iterator[str]:
+    """The reasons against a graph that are known before the forward is recorded."""
+    if script.recorded:
+        yield "it finds its way by what its tensors hold"
+    if script.random_glue or any(step.random for step in script.stages):
+        yield "it draws random numbers"
+    for odd in (v for v in options_of(flat) if type(v) not in SIMPLE):
+        yield f"an input is a {type(odd).__name__}, which may hold anything"
+    if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
+        yield "a weight is of another type than torch.Tensor, as those that fully_shard cuts"
     own = {(id(module), key) for module, *keys in runtime.hooks for key in keys}
     for name, module in runtime.model.named_modules():
         if "forward" in module.__dict__ and module is not runtime.model:
-            raise Unfit(f"{name!r} has been given another forward, as by torch.compile or a cache")
+            yield f"{name!r} has been given another forward, as by torch.compile or a cache"
         for hooks in hooks_of(module):
             if any((id(module), key) not in own for key in hooks) and module is not runtime.model:
-                raise Unfit(f"{name!r} has a hook, which would run once and never again")
+                yield f"{name!r} has a hook, which would run once and never again"
+
+
+def reasons_in(graph: GraphModule, output: Any, made: Sequence[Made], backend: str) -> Iterator[str]:
+    """The reasons against a graph that its recording shows."""
+    if not made:
+        yield "it returns no tensor"
+    if function := own_function([t for t, _ in made]):
+        yield f"the autograd.Function {function} is in it, whose backward a graph would not call"
+    for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
+        yield f"it returns a {type(odd).__name__}, which may hold anything"
+    yield from draws(graph)
+    if torch.is_grad_enabled() and backend != "eager":
+        yield from recurrences(graph)
+    yield from strangers(graph)
 
 
 def own_function(tensors: Iterable[Tensor]) -> str:
@@ -259,14 +275,7 @@ def own_function(tensors: Iterable[Tensor]) -> str:
     return ""
 
 
-def refuse_what_is_in(graph: GraphModule, backend: str) -> None:
-    refuse_drawing(graph)
-    if torch.is_grad_enabled() and backend != "eager":
-        refuse_recurrences(graph)
-    refuse_strangers(graph)
-
-
-def refuse_drawing(graph: GraphModule) -> None:
+def draws(graph: GraphModule) -> Iterator[str]:
     for node in graph.graph.nodes:
         op = node.target
         if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
@@ -275,22 +284,22 @@ def refuse_drawing(graph: GraphModule) -> None:
         given = named | dict(zip(named, node.args)) | node.kwargs
         share = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1)
         if share and given.get("train", True):
-            raise Unfit(f"it draws random numbers ({op})")
+            yield f"it draws random numbers ({op})"
 
 
-def refuse_recurrences(graph: GraphModule) -> None:
+def recurrences(graph: GraphModule) -> Iterator[str]:
     for node in graph.graph.nodes:
         name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
         if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
-            raise Unfit(f"torch.compile takes no recurrence (aten.{name}) where there are gradients")
+            yield f"torch.compile takes no recurrence (aten.{name}) where there are gradients"
 
 
-def refuse_strangers(graph: GraphModule) -> None:
+def strangers(graph: GraphModule) -> Iterator[str]:
     """Tensors that came neither by the inputs nor with the modules; those that are no weights are constants."""
     for node in graph.graph.nodes:
         held = getattr(graph, node.target, None) if node.op == "get_attr" else None
         if isinstance(held, (nn.Parameter, FakeTensor)):
-            raise Unfit("it uses a weight, or a tensor of its own making, that no module holds")
+            yield "it uses a weight, or a tensor of its own making, that no module holds"
 
 
 def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:

@@ -12,9 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from dsp.private import OpOverload, schema_of
-
-SWITCH = torch._C._set_grad_enabled
+from dsp.private import GRAD_SWITCH, OpOverload, schema_of
 
 
 def tidy(graph: Graph, graded: Iterable[bool]) -> None:
@@ -26,7 +24,7 @@ def tidy(graph: Graph, graded: Iterable[bool]) -> None:
     now = on
     given, needing, all_need = iter(graded), set[Node](), False
     for node in list(graph.nodes):
-        if node.target is SWITCH:
+        if node.target is GRAD_SWITCH:
             now = node.args[0]
             graph.erase_node(node)
         elif node.op == "placeholder":
@@ -50,7 +48,7 @@ def tidy(graph: Graph, graded: Iterable[bool]) -> None:
 
 def switch(graph: Graph, before: Node, on: bool) -> None:
     with graph.inserting_before(before):
-        graph.call_function(SWITCH, (on,))
+        graph.call_function(GRAD_SWITCH, (on,))
 
 
 def is_unused(node: Node) -> bool:

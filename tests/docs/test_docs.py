@@ -138,10 +138,13 @@ def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "NOT OK" not in done.stdout
 
 
+LONG = "embedded adding planning your-own-model how-it-works numerics".split()  # and in one process they run anyway
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        (long if page.stem in ("embedded", "adding", "planning") else slow)(page, id=page.name)
+        (long if page.stem in LONG else slow)(page, id=page.name)
         for page in PAGES
         if page != FRAMEWORKS and python(page)
     ],

@@ -301,7 +301,8 @@ def graphs(mesh: DeviceMesh) -> None:
         y = (x @ weights[0]).relu()
         for z in (y, Noting.apply(y), torch.ops.dsp.all_reduce(y, mesh.get_group().group_name)):
             nodes.append(z.grad_fn)
-        return y
+        with torch.no_grad():
+            return y + 1
 
     x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(3, 3))
     with dsp.count_comm() as comm:
@@ -311,8 +312,10 @@ def graphs(mesh: DeviceMesh) -> None:
             graph = private.graph_of(f, [weight], x)
     named = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert named[:2] == ["aten.matmul.default", "aten.relu.default"]
+    switches = [node.args for node in graph.graph.nodes if node.target is private.GRAD_SWITCH]
+    assert switches == [(False,), (True,)]
     assert [node.op for node in graph.graph.nodes][:2] == ["placeholder"] * 2
-    torch.testing.assert_close(graph([weight], x), x @ weight)
+    torch.testing.assert_close(graph([weight], x), (x @ weight).relu() + 1)
     ours = [isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes]
     assert ours == [False, True, True]
     assert [node.name().startswith(private.OF_AN_OP) for node in nodes] == [False, False, True]

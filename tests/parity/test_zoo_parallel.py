@@ -13,7 +13,7 @@ import zoo
 from tests.support.beside import beside
 from tests.support.cases import CASES, PROTEINS, build, doubled, example
 from tests.support.shares import shares
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 from zoo.image.autoregressive import BitsPerDim
 from zoo.video.diffusion import IDDPM, RectifiedFlow
 
@@ -32,7 +32,11 @@ OF_A_KIND = {  # others show the same
 
 
 @pytest.mark.parametrize(
-    ("case", "n"), [*((case, 3) for case in CASES if case not in OF_A_KIND), *(slow(case, 4) for case in CASES)]
+    ("case", "n"),
+    [
+        *((case, 3) for case in CASES if case not in OF_A_KIND),
+        *((slow if case in OF_A_KIND else long)(case, 4) for case in CASES),
+    ],
 )
 def test_models(ranks, case: str, n: int) -> None:
     ranks(parity, n, case, 7 if n == 3 else 5, 6, 10)

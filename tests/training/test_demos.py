@@ -5,7 +5,7 @@ import pytest
 import zoo
 from tests.support.paths import ROOT
 from tests.support.runs import Runs, alike, metrics, run_here, stop_at
-from tests.support.slow import slow_but
+from tests.support.slow import long, slow
 from zoo.training import config as cfg
 
 DEMOS = sorted(path for path in (ROOT / "configs").glob("*demo.yaml"))
@@ -40,7 +40,13 @@ class Demo(Runs):
         return super().arguments(*SHORT, *SHORT_TASK[self.data], *overrides)
 
 
-@pytest.mark.parametrize("name", slow_but([path.stem for path in DEMOS], "demo"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        stem if stem == "demo" else (slow if stem in SHARED | {"latte_demo"} else long)(stem)
+        for stem in (path.stem for path in DEMOS)
+    ],
+)
 def test_a_demo(trainer, tmp_path, whole_world, monkeypatch, name):
     run = Demo(trainer, tmp_path, ROOT / f"configs/{name}.yaml")
     whole_world(run_here, 2, run.arguments("name=shared", "parallel.sp=2"))  # without a warning

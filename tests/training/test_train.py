@@ -205,7 +205,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
-@pytest.mark.parametrize("how", [slow("torchrun"), long("launcher"), slow("bare")])
+@pytest.mark.parametrize("how", [slow("torchrun"), long("launcher"), long("bare")])
 def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -290,10 +290,10 @@ def test_averaged_weights_of_other_runs(run, whole_world):
 @pytest.mark.parametrize(
     "options",
     [
-        slow(["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"]),
+        long(["parallel={dp_replicate: 2, sp: 2}", "train.batch=2"]),
         ["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=stages"],
         long(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
-        slow(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
+        long(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
         slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"]),
         slow(["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"]),
     ],

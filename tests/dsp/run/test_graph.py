@@ -154,7 +154,7 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
     [
         (3, "latte", "eager", False), (2, "modes", "eager", True), slow(3, "modes", "aot_eager", False),
         slow(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
-        long(3, "transformer2d", "aot_eager", False), slow(3, "flux", "aot_eager", True),
+        long(3, "transformer2d", "aot_eager", False), long(3, "flux", "aot_eager", True),
         slow(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
     ],
 )  # fmt: skip
@@ -283,6 +283,25 @@ def refused(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("n", [2])
 def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(ranks, n: int) -> None:
     ranks(refused, n)
+
+
+def refused_twice(mesh: DeviceMesh) -> list[str]:
+    log, heard = logging.getLogger("dsp"), list[str]()
+    model = Mixes("draws")
+    model.one.register_forward_hook(lambda *_: None)
+    dsp.parallelize(model, mesh, compile="eager")
+    log.addFilter(hear := lambda record: heard.append(record.getMessage()) or True)
+    try:
+        for _ in range(2):
+            model(torch.randn(2, 5, 7, 6, dtype=torch.float64))
+    finally:
+        log.removeFilter(hear)
+    return [text for text in heard if text.startswith("compile: ")]
+
+
+def test_all_reasons_are_said_at_once(ranks) -> None:
+    [text], _ = ranks(refused_twice, 2)
+    assert "it draws random numbers; 'one' has a hook" in text
 
 
 class Recurrent(nn.Module):
