@@ -57,7 +57,6 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         hardware=goal.hardware,
         problem=found.problem,
         inputs=program.inputs,
-        staged=tuple(event.kind == "stage" for event in t.events),
         reads=t.reads,
         compiled=t.compiled,
         chosen=not any(stage.whole for stage in stages.values()),

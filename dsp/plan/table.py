@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from html import escape
 from typing import Any
 
@@ -14,7 +13,6 @@ from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.plan.picture import ribbon
-from dsp.plan.residual import Residual, residuals
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
 from dsp.text import generic, human, number_of
@@ -112,19 +110,10 @@ class Plan:
     sends: dict[str, Sent] = field(default_factory=dict)
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
-    staged: tuple[bool, ...] = field(default=(), repr=False, compare=False)  # which of its ops are stages
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
     reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
-
-    @cached_property
-    def residuals(self) -> list[Residual]:
-        """For every residual stream added to in glue: what it costs to switch the stream, and its branches instead."""
-        if self.problem is None or self.size == 1:
-            return []
-        own = sum(row.bytes for row in self.stages), self.calls["forward"] + sum(s.shared for s in self.switches)
-        return residuals(self.problem, self.staged, own)
 
     @property
     def estimate(self) -> Estimate:
@@ -248,7 +237,6 @@ class Plan:
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
             along = ", ".join(f"{k} along {' and '.join(d)}" if d else f"{k} whole" for k, d in self.inputs.items())
             foot.insert(0, f"inputs: {along}")
-        foot += [_choices(r) for r in self.residuals]
         if self.hardware is not None:
             foot += self._timing(self.hardware)
         if self.advice:
@@ -292,20 +280,6 @@ class Plan:
         if self.peak > hardware.memory:
             lines.append(f"the peak does not fit in {human(hardware.memory)}")
         return lines
-
-
-def _choices(r: Residual) -> str:
-    """The cost of switching a residual stream, or its branches."""
-
-    def cost(way: tuple[int, int]) -> str:
-        return f"{human(way[0])} in {number_of(way[1], 'call')}"
-
-    ways = [f"{cost(r.plan)} forward as planned"]
-    if r.switched is not None:
-        ways.append(f"{cost(r.switched)} if only the stream moved")
-    if r.kept is not None:
-        ways.append(f"{cost(r.kept)} if it stayed along {r.along} and branches moved in and out")
-    return f"residual stream over {r.dims}, {number_of(r.joins, 'addition')}: {'; '.join(ways)}"
 
 
 def _folded(rows: Sequence[StageRow], lines: bool = False) -> list[tuple[StageRow, int]]:

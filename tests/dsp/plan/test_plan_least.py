@@ -113,3 +113,26 @@ def test_what_runs_along_batch_alone_leaves_no_third_rank_idle(n: int, batch: in
     assert f"inputs: input along {layout}" in plan.text()
     assert plan.share == pytest.approx(-(-batch // n) / batch if layout == "b" else 1 / n)
     assert (plan.bytes["forward"] == 0) == (layout == "b")
+
+
+class Narrow(nn.Module):
+    """The stages work on a quarter of the channels of a residual stream."""
+
+    stages = {"": "x=b t s c -> b t s c", "space.*": "b t [s c]", "time.*": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in "st")
+        self.down, self.up = nn.Linear(32, 8), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in zip(self.space, self.time):
+            for stage in pair:
+                x = x + self.up(stage(self.down(F.layer_norm(x, (32,)))))
+        return x
+
+
+def test_a_narrow_branch_is_switched_instead_of_the_residual_stream() -> None:
+    plan = dsp.plan(Narrow(), (torch.randn(1, 12, 12, 32),), size=3, gather_output=False)
+    branch = 12 * 12 * 8 * 4 * 2 // 9  # a fourth of the stream
+    assert (plan.bytes["forward"], plan.calls["forward"]) == (5 * branch, 5)
