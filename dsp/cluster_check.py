@@ -81,7 +81,7 @@ def layout(names: Sequence[str], sp: int | None) -> tuple[int, list[Finding]]:
     even = len(counts) == 1
     sp = sp or (world // len(hosts) if even else 1)
     if world % sp:
-        raise ValueError(f"--sp {sp} does not divide {world} ranks: no whole groups come out")
+        raise ValueError(f"--sp {sp} must divide the number of ranks, {world}")
     each = f"{world // len(hosts)} ranks each" if even else f"{min(counts)} to {max(counts)} ranks each"
     some = f"{world} ranks on {len(hosts)} hosts, {each}" if len(hosts) > 1 else f"{world} ranks on one host"
     findings = [Finding("ok" if even else "warning", "hosts", some)]

@@ -83,9 +83,9 @@ class HandedOver(Wrap):
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(
-        f"backward through a sharded tensor by a road the gradient contract does not cover: {reason}. Take the loss "
-        "with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it; if a pipeline "
-        "brings its gradient from the next part of the model, give it dsp.hand_over(x)"
+        f"backward through a sharded tensor in a way that the gradient contract does not cover: {reason}. Take the "
+        "loss with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it; if a "
+        "pipeline brings its gradient from the next part of the model, give it dsp.hand_over(x)"
     )
 
 

@@ -52,7 +52,7 @@ class Sharded(Tensor):
                 return func(*args, **kwargs)
         if backward:
             raise RuntimeError(
-                "backward works with a sharded tensor that was saved between stages, where nobody knows how to run it "
+                "backward works with a sharded tensor that was saved between stages, which dsp cannot run "
                 "on parts. If this is activation checkpointing, use use_reentrant=False; if it is an autograd.Function "
                 "of your own, put it into a stage, a submodule with a pattern, where tensors are local"
             )

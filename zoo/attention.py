@@ -181,9 +181,9 @@ class SelfAttention(nn.Module):
             raise ValueError(f"{width} channels do not divide into heads={heads}")
         check_heads(self.heads, self.kv_heads)
         if rope not in (None, "interleaved", "halves"):
-            raise ValueError(f"rope={rope!r}: there are None, 'interleaved' and 'halves'")
+            raise ValueError(f"rope={rope!r}: expected None, 'interleaved' or 'halves'")
         if qk_norm not in (None, "before", "after"):
-            raise ValueError(f"qk_norm={qk_norm!r}: there are None, 'before' and 'after' (the rotation)")
+            raise ValueError(f"qk_norm={qk_norm!r}: expected None, 'before' or 'after' (the rotation)")
         size = width // heads
         if rope and size % 2:
             raise ValueError(f"{width} channels in heads={heads}: rotary positions need an even number in each")

@@ -211,14 +211,14 @@ def _inspect(args: Any, kwargs: Any) -> None:
     for t in tensors:
         if not t.numel():
             raise ValueError(
-                f"discover got an input {tuple(t.shape)} that holds nothing, so that what moves in it cannot be seen; "
+                f"discover got an input {tuple(t.shape)} without elements: "
                 "pass at least two of everything that may grow: samples, frames, tokens"
             )
         counts = not inexact(t) and t.dtype != torch.bool
         if counts and not t.is_meta and t.ndim > 1 and t.numel() > 1 and (t == t.flatten()[0]).all():
             raise ValueError(
-                f"discover got an integer input {tuple(t.shape)} whose elements are all {t.flatten()[0].item()}: what "
-                "moves in it cannot be seen; pass values that differ"
+                f"discover got an integer input {tuple(t.shape)} whose elements are all {t.flatten()[0].item()}, "
+                "so that they cannot be told apart; pass values that differ"
             )
 
 

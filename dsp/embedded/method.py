@@ -155,7 +155,7 @@ METHODS: dict[str, Callable[..., Prepared]] = {
 
 def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepared:
     if method not in METHODS:
-        raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}")
+        raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
     return METHODS[method](model, **options)
 
 

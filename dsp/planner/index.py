@@ -271,7 +271,7 @@ def _check(problem: Problem) -> list[int]:
     """The op that produces each value, -1 for an input. Raises ValueError for a problem that makes no sense."""
     values, producer = problem.values, [-1] * len(problem.values)
     if problem.size < 1:
-        raise ValueError(f"a plan is for at least 1 rank, not {problem.size}")
+        raise ValueError(f"a plan needs at least 1 rank, got {problem.size}")
     for k, op in enumerate(problem.ops):
         if not op.choices:
             raise ValueError(f"op {op.name!r} offers no choice")

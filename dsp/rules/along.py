@@ -151,7 +151,7 @@ def put_by_index(f: Frame) -> Outcome:
     if x.ndim + position == dim:
         raise f.refuse("it puts parts into the sharded dim")
     if any(o.shape[position] != x.shape[position] for o in beside):
-        raise f.refuse("what it puts there differs along the sharded dim")
+        raise f.refuse("its source differs along the sharded dim")
     return outcome
 
 

@@ -135,7 +135,7 @@ def varlen(f: Frame) -> Outcome:
     q, k, v = f.args[:3]
     for o in f.operands():
         if o.cut is not None and o not in (q, k, v):
-            raise f.refuse("where its samples begin is sharded", "Leave that out of the root pattern")
+            raise f.refuse("the offsets of its samples are sharded", "Leave that out of the root pattern")
         if o.cut is not None and o.cut.dim != o.ndim - 2:
             raise f.refuse(PACKED if o.cut.dim == 0 else "it computes over the sharded dim", ALONG_HEADS)
     if k.ndim != 3:

@@ -34,7 +34,7 @@ special_polygamma special_psi special_round special_sinc special_xlog1py special
 def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
     if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
-        raise f.refuse("how many places it finds depends on the numbers")
+        raise f.refuse("the number of places that it finds depends on the data")
     return align(f, operands)[1]
 
 
@@ -44,7 +44,7 @@ def cast(f: Frame) -> Outcome:
     if cut is None:
         raise f.refuse("only the first argument may be sharded")
     if len(f.args) + len(f.kwargs) == 1 and f.name == "type":
-        raise f.refuse("it returns a name", "Use x.dtype")
+        raise f.refuse("it returns the name of a type", "Use x.dtype")
     return Outcome(cut, x.shape[cut.dim])
 
 

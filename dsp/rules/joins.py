@@ -139,7 +139,7 @@ def take(f: Frame) -> Outcome:
     if f.name == "narrow":
         start, length = f.get(2, "start"), f.get(3, "length")
         if isinstance(start, Operand):
-            raise f.refuse("where it starts is a tensor")
+            raise f.refuse("its start is a tensor")
         taken = range(size)[start:][:length]
         if cut.joined:
             own = stretch(f, cut, taken)
@@ -285,15 +285,15 @@ def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
     dim = out - len(indexed_shape(index, x))  # of the value, from behind: it may have fewer dims
     if isinstance(item, int):
         if value.cut is not None:
-            raise f.refuse("what it writes to one position of the sharded dim is sharded itself")
+            raise f.refuse("its value for one position of the sharded dim is sharded itself")
         if value.ndim >= -dim:
             outcome.func = lambda x, index, value: x.__setitem__(index, value.unsqueeze(dim - 1))
         return outcome
     if value.cut not in (None, Cut(value.ndim + dim)) or value.ndim > len(indexed_shape(index, x)):
-        raise f.refuse("what it writes is sharded along another dim")
+        raise f.refuse("its value is sharded along another dim")
     if value.cut is not None or (value.ndim >= -dim and value.shape[dim] > 1):
         if value.shape[dim] != len(places):
-            raise f.refuse(f"what it writes has {value.shape[dim]} where there is room for {len(places)}")
+            raise f.refuse(f"its value has {value.shape[dim]} rows for {len(places)} places")
         spans = tuple(inside(rank) for rank in range(f.n))
         outcome.rows[f.operands().index(value)] = (Rows(value.ndim + dim, len(places), spans),)
     return outcome

@@ -108,5 +108,5 @@ def embedding(f: Frame) -> Outcome:
 @rule("one_hot")
 def one_hot(f: Frame) -> Outcome:
     if f.get(1, "num_classes", -1) < 0:
-        raise f.refuse("how many classes there are it counts in what a rank holds", "Pass num_classes")
+        raise f.refuse("it counts the classes in this rank's part", "Pass num_classes")
     return embedding(f)

@@ -162,7 +162,7 @@ def repeat(f: Frame) -> Outcome:
     reps = [1] * (x.ndim - len(reps)) + reps
     at = cut.dim + lead
     if not reps[at]:
-        raise f.refuse("it repeats the sharded dim no time")
+        raise f.refuse("it repeats the sharded dim zero times")
     return Outcome(Cut(at, cut.folds * reps[at]), x.shape[cut.dim] * reps[at])
 
 

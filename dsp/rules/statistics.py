@@ -72,7 +72,7 @@ def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
     """How many numbers each rank has over `dims`, which must not be none at all."""
     size = x.shape[cut.dim]
     if not math.prod(x.shape[d] for d in dims):
-        raise f.refuse("it is over nothing")
+        raise f.refuse("it normalizes over an empty dim")
     beside = math.prod(x.shape[d] for d in dims) // size * cut.folds
     return [beside * own for own in chunk_sizes(size // cut.folds, f.n)]
 

@@ -150,7 +150,7 @@ def conv_transpose(f: Frame) -> Outcome:
     step, lead, reach = stride[at], padding[at], dilation[at] * (weight.shape[2 + at] - 1)
     out = (x.shape[cut.dim] - 1) * step - 2 * lead + reach + more[at] + 1
     if out < 1:
-        raise f.refuse("nothing is left of it")
+        raise f.refuse("its result is empty")
     gap = step - 1 > reach  # results between two rows, of which none has a part
     padding[at] = more[at] = 0
 
@@ -214,13 +214,13 @@ def interpolate(f: Frame) -> Outcome:
     if size is None:
         scales = [scale] * d if isinstance(scale, (int, float)) else list(scale)
         if f.get(5, "recompute_scale_factor") or any(s != int(s) for s in scales):
-            raise f.refuse("it stretches the sharded dim by no whole number")
+            raise f.refuse("it stretches the sharded dim by a factor that is not a whole number")
         target = [int(s) * k for s, k in zip(scales, x.shape[2:])]
     else:
         target = each(f, size, d)
     times, over = divmod(target[at], x.shape[cut.dim])
     if over or not times:
-        raise f.refuse("it stretches the sharded dim by no whole number")
+        raise f.refuse("it stretches the sharded dim by a factor that is not a whole number")
     beside = 0 if mode.startswith("nearest") else 1
     end = x.shape[cut.dim]
 
@@ -260,7 +260,7 @@ def pad(f: Frame) -> Outcome:
         raise f.refuse(f"its padding is made of the {mode} rows of the sharded dim")
     out, end = x.shape[cut.dim] + before + after, x.shape[cut.dim]
     if out < 1 or (mode == "replicate" and min(before, after) < 0):
-        raise f.refuse("nothing is left of it")
+        raise f.refuse("its result is empty")
 
     def reads(a: int, b: int) -> tuple[int, int]:
         if mode == "replicate":  # of a stretch that lies beyond an end, the row there

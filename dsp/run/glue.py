@@ -291,7 +291,7 @@ class Glue(Between):
         if what.name == "backward":
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         if what.name == "new_tensor" and _sharded(args[1:], kwargs):
-            raise GlueError("new_tensor() of a sharded tensor would be of its part; write y.detach().clone()")
+            raise GlueError("new_tensor() would copy this rank's part alone; write y.detach().clone()")
         if args and isinstance(args[0], Sharded):
             read = READ.get(func)
             if read is not None:

@@ -190,7 +190,7 @@ class Runtime:
         if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
                 f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
-                "or torch.export: what its ranks exchange would be missing. Call it as it is; for gradients use "
+                "or torch.export: the collectives of its ranks would be missing. Call it as it is; for gradients use "
                 "backward or torch.autograd.grad"
             )
         if not self.idle.acquire(blocking=False):

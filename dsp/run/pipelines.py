@@ -58,7 +58,7 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
             )  # fmt: skip
     if not found:
         raise NotationError(
-            f"{name}: of none of its parts ({', '.join(modules) or 'it has no modules'}) dsp knows the dims; find them "
+            f"{name}: dsp knows the dims of none of its parts ({', '.join(modules) or 'it has no modules'}); find them "
             "with dsp.discover, and parallelize each by itself"
         )
     return found

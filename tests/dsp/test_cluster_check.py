@@ -100,7 +100,7 @@ def test_layouts_on_paper():
     assert "sp=1 would stay" in findings[1].found
     _, findings = check.layout(["a", "b"] * 2, 2)
     assert any("not consecutive" in finding.found for finding in findings)
-    with pytest.raises(ValueError, match="--sp 3 does not divide 4 ranks"):
+    with pytest.raises(ValueError, match="--sp 3 must divide the number of ranks, 4"):
         check.layout(["a"] * 4, 3)
     assert check.groupings(["a", "b"], 1) == {"between hosts": [[0, 1]]}
     assert check.groupings(["a"], 1) == {}

@@ -131,8 +131,8 @@ def test_masked_attention_is_attention_to_the_tokens_kept():
         (6, {"kv_heads": 4}, "heads=6 is not a multiple of kv_heads=4"),
         (6, {"kv_heads": 0}, "heads=6 is not a multiple of kv_heads=0"),
         (16, {"rope": "halves"}, "48 channels in heads=16: rotary positions need an even number in each"),
-        (6, {"rope": "half"}, "rope='half': there are None, 'interleaved' and 'halves'"),
-        (6, {"qk_norm": "first"}, "qk_norm='first': there are None, 'before' and 'after'"),
+        (6, {"rope": "half"}, "rope='half': expected None, 'interleaved' or 'halves'"),
+        (6, {"qk_norm": "first"}, "qk_norm='first': expected None, 'before' or 'after'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(heads, options, message):

@@ -66,7 +66,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
         if self.order not in ("sequential", "summed"):
-            raise ValueError(f"order={self.order!r}: there are 'sequential' and 'summed'")
+            raise ValueError(f"order={self.order!r}: expected 'sequential' or 'summed'")
         check_shape(self.hidden, self.heads, self.patch)
 
     @property

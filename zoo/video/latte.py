@@ -102,9 +102,9 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
         if self.conditioning not in ("none", "class", "text"):
-            raise ValueError(f"conditioning={self.conditioning!r}: there are 'none', 'class' and 'text'")
+            raise ValueError(f"conditioning={self.conditioning!r}: expected 'none', 'class' or 'text'")
         if self.variant not in (1, 2, 3, 4):
-            raise ValueError(f"variant={self.variant}: there are 1, 2, 3 and 4")
+            raise ValueError(f"variant={self.variant}: expected 1, 2, 3 or 4")
         if self.variant <= 2 and self.depth % 2:
             raise ValueError(f"depth={self.depth}: spatial and temporal blocks come in pairs")
         if self.variant == 4 and self.heads % 2:

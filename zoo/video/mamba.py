@@ -50,7 +50,7 @@ class Config(ScanConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mixer not in MIXERS:
-            raise ValueError(f"mixer={self.mixer!r}: there are {' and '.join(map(repr, MIXERS))}")
+            raise ValueError(f"mixer={self.mixer!r}: expected {' or '.join(map(repr, MIXERS))}")
         inner = self.expand * self.hidden
         if self.mixer == "mamba2" and (inner % self.head_dim or inner // self.head_dim % self.groups):
             raise ValueError(

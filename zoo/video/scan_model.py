@@ -46,7 +46,7 @@ class ScanConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
         if self.order not in ("st", "sst"):
-            raise ValueError(f"order={self.order!r}: there are 'st' and 'sst'")
+            raise ValueError(f"order={self.order!r}: expected 'st' or 'sst'")
         if self.depth < 1 or self.depth % len(self.order):
             raise ValueError(f"depth={self.depth}: order={self.order!r} needs a multiple of {len(self.order)}")
         check_shape(self.hidden, 1, self.patch)

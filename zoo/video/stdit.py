@@ -85,7 +85,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(self.patch))
         if self.version not in TOLD:
-            raise ValueError(f"version={self.version!r}: there are {', '.join(map(repr, TOLD))}")
+            raise ValueError(f"version={self.version!r}: expected one of {', '.join(map(repr, TOLD))}")
         check_shape(self.hidden, self.heads, self.patch)
         check_heads(self.heads, self.heads if self.kv_heads is None else self.kv_heads)
         if self.version == "v2" and self.hidden % 3:

@@ -69,7 +69,7 @@ class Config:
         if self.low_rank is not None:
             object.__setattr__(self, "low_rank", tuple(self.low_rank))
         if self.block not in ("paper", "stdit"):
-            raise ValueError(f"block={self.block!r}: there are 'paper' and 'stdit'")
+            raise ValueError(f"block={self.block!r}: expected 'paper' or 'stdit'")
         if self.caption_channels is None:
             object.__setattr__(self, "caption_channels", 4096 if self.block == "stdit" else 0)
         if self.block == "paper" and self.caption_channels:

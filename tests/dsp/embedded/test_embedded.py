@@ -208,7 +208,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
 @pytest.mark.parametrize(
     ("name", "method", "size", "message"),
     [
-        ("transformer2d", "rings", 2, "method='rings': there are 'dsp', 'ulysses', 'ring'"),
+        ("transformer2d", "rings", 2, "method='rings': expected one of 'dsp', 'ulysses', 'ring'"),
         ("st_mamba", "ring", 2, "names no attention cores, so ring has no place to go"),
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
