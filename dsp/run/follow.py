@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
         return parted(run, out, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     written = 1 if op.what.in_place else 0
-    quick = recipe.quick
-    if quick is not None and before[written:] == [version(t) for t in parts[written:]]:
+    call = recipe.prepared
+    if call is not None and before[written:] == [version(t) for t in parts[written:]]:
         # an argument as it was is a copy that others have, too
-        own = not (quick.moves or quick.pushes) or set(map(memory, tensors_in(out))).isdisjoint(map(memory, parts))
+        own = not (call.moves or call.pushes) or set(map(memory, tensors_in(out))).isdisjoint(map(memory, parts))
         recipe.ready, recipe.ats = own, tuple(t.at for t in made)
     return map_tensors(out, made)
 
@@ -97,46 +97,60 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
         return out
 
 
+class Landed(NamedTuple):
+    """One result of local parts: where it lies and is wanted; what it is a copy of; the tensor that it is, if known."""
+
+    part: Part
+    source: Any
+    itself: Sharded | None
+
+
 def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
     """The results of local parts in global shape, where the plan wants them."""
-    outcome, run, aliases = recipe.outcome, op.run, op.what.name in ALIASES
+    outcome, run, first = recipe.outcome, op.run, op.shells[0]
     assert outcome is not None
-    made, copied, same = [], [], list[Sharded | None]()
-    loose = op.what.name in DENSE and op.copies is None
-    for k, own in enumerate(tensors_in(out)):
-        t = plain(own)
-        shape = list(t.shape)
-        shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
-        target = recipe.push[k] if k < len(recipe.push) else None
-        target = target if target is not None and target.fits(shape) else None
-        dense = t
-        if op.copies and memory(t) == memory(parts[0]):
-            dense = t.clone()
-        elif loose:
-            dense = dense_copy(t, parts[0], op.tensors[0], cut, shape)
-        # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives
-        # such a rank its argument, and the others something new; so does what may copy, where no plan tells
-        kept = own is op.shells[0] and dense is t and target in (None, cut)
-        kept &= not (op.what.in_place or recipe.draws or loose)
-        written = op.what.in_place and own is parts[0]  # it returns what it wrote into
-        same.append(op.shells[0] if kept else op.tensors[0].__dict__.get("now", op.shells[0]) if written else None)
-        made.append(Part(dense, cut, target or cut, tuple(shape)))
-        copied.append(None if target not in (None, cut) or dense is not t else copy_source(own))
-    wrapped: list[Any] = [
-        run.carry(t, p.dst, p.shape, of) if itself is None else itself
-        for t, p, of, itself in zip(run.push_all(made), made, copied, same)
+    found = [landed(op, recipe, cut, parts, k, own) for k, own in enumerate(tensors_in(out))]
+    made: list[Any] = [
+        run.carry(t, r.part.dst, r.part.shape, r.source) if r.itself is None else r.itself
+        for t, r in zip(run.push_all([r.part for r in found]), found)
     ]
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
-        moved = [(p, t) for p, t in zip(made, wrapped) if p.dst != p.src and memory(p.local) == memory(parts[0])]
-        run.copied += [(memory(p.local), memory(t)) for p, t in moved]
-    if recipe.view is not None and op.shells[0] is not None:
-        for t in (t for t, itself in zip(wrapped, same) if itself is None):
-            t._dsp_view = op.shells[0], recipe.view  # type: ignore[attr-defined]
-    for t in wrapped if outcome.rows and aliases else ():  # would be a view
+        moved = [(r.part.local, t) for r, t in zip(found, made) if r.part.dst != r.part.src]
+        run.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(parts[0])]
+    if recipe.view is not None and first is not None:
+        for t in (t for t, r in zip(made, found) if r.itself is None):
+            t._dsp_view = first, recipe.view
+    for t in made if outcome.rows and op.what.name in ALIASES else ():  # would be a view
         as_copy(op, t, parts[0])
-    if op.views and op.shells[0] is not None and memory(made[0].local) != memory(parts[0]):
-        run.reshape_copied(op.shells[0], wrapped[0])
-    return wrapped
+    if op.views and first is not None and memory(found[0].part.local) != memory(parts[0]):
+        run.reshape_copied(first, made[0])
+    return made
+
+
+def landed(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:
+    """The k-th result, `own`: its global shape, in memory of its own where it would be on one device."""
+    outcome, loose = recipe.outcome, op.what.name in DENSE and op.copies is None
+    assert outcome is not None
+    t, shell = plain(own), op.shells[0]
+    shape = list(t.shape)
+    shape[cut.dim] = outcome.sizes[k] if outcome.sizes else outcome.size
+    target = recipe.push[k] if k < len(recipe.push) else None
+    if target is None or not target.fits(shape):
+        target = cut
+    dense = t
+    if op.copies and memory(t) == memory(parts[0]):
+        dense = t.clone()
+    elif loose:
+        dense = dense_copy(t, parts[0], op.tensors[0], cut, shape)
+    stays, itself = dense is t and target == cut, None
+    if op.what.in_place:
+        if own is parts[0]:  # it returns what it wrote into
+            itself = op.tensors[0].__dict__.get("now", shell)
+    # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives such
+    # a rank its argument, and the others something new; so does what may copy, where no plan tells
+    elif own is shell and stays and not (recipe.draws or loose):
+        itself = shell
+    return Landed(Part(dense, cut, target, tuple(shape)), copy_source(own) if stays else None, itself)
 
 
 def as_copy(op: GlueCall, t: Tensor, local: Tensor) -> None:

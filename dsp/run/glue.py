@@ -35,7 +35,7 @@ from dsp.rules.between import Between
 from dsp.rules.functions import DENSE, DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
-from dsp.run.recipes import GlueCall, NoKey, Quick, Recipe, derive, key_of
+from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 
@@ -173,16 +173,16 @@ class Glue(Between):
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:
-            quick = recipe.quick
-            if recipe.ready and not (quick.changes and self.watched(args[0])):
-                if not (quick.moves or quick.pushes):
-                    return self.quickly(recipe, quick, args, kwargs)
+            call = recipe.prepared
+            if recipe.ready and not (call.writes and self.watched(args[0])):
+                if not (call.moves or call.pushes):
+                    return self.quickly(recipe, call, args, kwargs)
                 run.where = ("glue", index, what.name)
-                if quick.moves:
+                if call.moves:
                     tensors = tensor_args(args, kwargs)
                     shells = [t if type(t) is Sharded else None for t in tensors]
                     args, kwargs = replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
-                return self.quickly(recipe, quick, args, kwargs)
+                return self.quickly(recipe, call, args, kwargs)
             if recipe.whole and not run.has_copies:
                 return parted(run, func(*args, **kwargs), recipe.push)
         run.where = ("glue", index, what.name)
@@ -191,59 +191,63 @@ class Glue(Between):
             run.written_back(*args)
         shells = [run.open(t) for t in tensors]
         op = GlueCall(run, index, func, what, step, args, kwargs, tensors, shells)
-        if recipe is None:
-            if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
-                raise GlueError(f"{what.name}() {KEPT}")
-            if step is not None and step.cuts is not None and not fit(step.cuts, tensors):
-                run.strayed, op.step = (run.where, step.name), None  # x + 0 before, x + y now
-            if not any(s is not None for s in shells):
-                if op.step is not None and op.step.source is not None:
-                    return source(op, op.step.source)
-                if what.in_place or not (any(op.asked) or any(op.push)):
-                    with writes(op, tensors, [None] * len(tensors)) as views:
-                        return views(func(*args, **kwargs))
-            recipe = derive(op)
-            if key is not None:
-                run.keep(key, recipe)
+        return follow(op, recipe) if recipe is not None else self.first_time(op, key)
+
+    def first_time(self, op: GlueCall, key: Any) -> Any:
+        """An operation without a recipe, which is kept for those that have its key."""
+        run, step, tensors, shells = op.run, op.step, op.tensors, op.shells
+        if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
+            raise GlueError(f"{op.what.name}() {KEPT}")
+        if step is not None and step.cuts is not None and not fit(step.cuts, tensors):
+            run.strayed, op.step = (run.where, step.name), None  # x + 0 before, x + y now
+        if not any(s is not None for s in shells):
+            if op.step is not None and op.step.source is not None:
+                return source(op, op.step.source)
+            if op.what.in_place or not (any(op.asked) or any(op.push)):
+                with writes(op, tensors, [None] * len(tensors)) as views:
+                    return views(op.func(*op.args, **op.kwargs))
+        recipe = derive(op)
+        if key is not None:
+            run.keep(key, recipe)
         return follow(op, recipe)
 
     def watched(self, t: Sharded) -> bool:
         """Tell whether others may have to see a write into it, beside those that share its memory."""
         return bool(self.run.copied) or "_dsp_copy_of" in t.__dict__ or torch.is_inference_mode_enabled()
 
-    def quickly(self, recipe: Recipe, quick: Quick, args: Any, kwargs: Any) -> Any:
+    def quickly(self, recipe: Recipe, call: PreparedCall, args: Any, kwargs: Any) -> Any:
         """Run an operation as it ran before, on tensors that lie as it needs them."""
         first, graded = args[0] if args else None, torch.is_grad_enabled()
-        if quick.parts:
+        if call.narrowed:
             args = list(args)
-            for i, cut in quick.parts:
+            for i, cut in call.narrowed:
                 args[i] = self.run.axis.narrow(args[i], cut)
-        own = _sharded(args, kwargs) if quick.own is None else args[quick.own]
+        own = _sharded(args, kwargs) if call.own is None else args[call.own]
         for t in own:  # as `bare` does
             t.__class__ = Tensor
         try:
-            if quick.changes and graded:
+            if call.writes and graded:
                 _ = args[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
-            if quick.rest is None:
-                out = quick.call(*args, **kwargs)
+            if call.rest is None:
+                out = call.call(*args, **kwargs)
             else:
-                rest = list(quick.rest)
-                for i in quick.kept:
+                rest = list(call.rest)
+                for i in call.kept:
                     rest[i - 1] = args[i]
-                out = quick.call(first, *rest)
+                out = call.call(first, *rest)
             if not graded and out is not None and (type(out) is not Tensor or out.requires_grad):
                 out = plainly(out)
-            if quick.copies and not self.run.strayed and memory(out) == memory(own[0]):
+            if call.copies and not self.run.strayed and memory(out) == memory(own[0]):
                 out = out.clone()
-            torn = quick.views and out.data_ptr() != args[0].data_ptr()
+            torn = call.views and out.data_ptr() != args[0].data_ptr()
         finally:
             for t in own:
                 t.__class__ = Sharded
-        if type(out) is Sharded and quick.anew:
+        if type(out) is Sharded and call.anew:
             out = plain(out)
         if type(out) is Sharded or out is None:
             return out  # an argument as it was
-        if quick.pushes:
+        if call.pushes:
             return self.pushed(recipe, out)
         if type(out) is Tensor:
             out.__class__ = Sharded
@@ -261,7 +265,7 @@ class Glue(Between):
                 t._dsp_view = first, recipe.view
         if torn:
             self.run.reshape_copied(args[0], out)
-        if quick.aliases and (copied := first.__dict__.get("_dsp_copy_of")) is not None:
+        if call.aliases and (copied := first.__dict__.get("_dsp_copy_of")) is not None:
             for t in made:
                 if recipe.view is not None or memory(t) == memory(args[0]):
                     t._dsp_copy_of = copied
@@ -303,13 +307,13 @@ class Glue(Between):
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
     """Tell whether one of LOOKS by this recipe reads no number of its first argument indeed."""
-    quick = recipe.quick if recipe is not None and recipe.ready else None
-    if quick is None or quick.moves or quick.pushes:
+    call = recipe.prepared if recipe is not None and recipe.ready else None
+    if call is None or call.moves or call.pushes:
         return False
     if name in DTYPE_ARG:  # it is the argument itself, if that is of this type
         nothing = plain(args[0]).new_empty(0)
         return not kwargs and func(nothing, *args[1:]) is nothing
-    return not quick.views or plain(args[0]).is_contiguous()
+    return not call.views or plain(args[0]).is_contiguous()
 
 
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:

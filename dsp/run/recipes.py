@@ -28,8 +28,9 @@ class Recipe:
 
     frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
     be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
-    the result is the same data; draws: it takes random numbers. A `quick` one needs no care: once it ran, it is `ready`
-    and `ats` tell where its results lie. One `whole` has no sharded tensor: at the most it shares out its results.
+    the result is the same data; draws: it takes random numbers. A `prepared` one needs no care: once it ran, it is
+    `ready` and `ats` tell where its results lie. One `whole` has no sharded tensor: at the most it shares out its
+    results.
     """
 
     frame: Frame
@@ -40,26 +41,35 @@ class Recipe:
     view: View | None
     draws: bool
     whole: bool
-    quick: Quick | None = None
+    prepared: PreparedCall | None = None
     ready: bool = False
     ats: tuple[At, ...] = ()
 
 
-class Quick(NamedTuple):
-    """A call on local parts: of what, with which arguments after the first (None: its own), and which to cut."""
+class PreparedCall(NamedTuple):
+    """A local call that needs no care: what an operation does on parts that lie as it did before.
+
+    call: the function; rest: the arguments after the first, None for the operation's own; kept: positions in `rest`
+    where the operation's own arguments stand; narrowed: positions of whole arguments of which a part is taken, and its
+    cut; own: where its sharded tensors stand among the arguments, None if not next to each other; writes: into the
+    first argument; aliases: results may be views of the first argument; views: on one device the result is a view,
+    though on this rank it may be a copy; copies: by the plan the result is a copy, though on this rank it may look like
+    the argument; anew: the result is another tensor, though on this rank it is the argument (`follow.results`); moves:
+    its tensors are brought elsewhere first; pushes: its results are switched.
+    """
 
     call: Any
     rest: tuple[Any, ...] | None
-    kept: list[int]  # of those given the places where its own stand
-    parts: list[tuple[int, Cut]]
-    own: slice | None  # where its sharded tensors stand; None: not next to each other among the arguments themselves
-    changes: bool  # it writes into the first argument
-    aliases: bool  # its results may be views of the first argument
-    views: bool  # on one device its result is a view, though on this rank it may be a copy
-    copies: bool  # by the plan its result is a copy, though on this rank it may look like the argument
-    anew: bool  # its result is another tensor, though on this rank it is the argument: see `follow.results`
-    moves: bool  # its tensors are brought elsewhere first
-    pushes: bool  # its results are switched
+    kept: list[int]
+    narrowed: list[tuple[int, Cut]]
+    own: slice | None
+    writes: bool
+    aliases: bool
+    views: bool
+    copies: bool
+    anew: bool
+    moves: bool
+    pushes: bool
 
 
 class NoKey(Exception):
@@ -174,60 +184,91 @@ def derive(op: GlueCall) -> Recipe:
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
     made = View(op.func, frame) if view else None
     recipe = Recipe(frame, wanted, via, outcome, op.push, made, random, whole)
-    recipe.quick = quick(op, recipe)
+    recipe.prepared = prepared(op, recipe)
     return recipe
 
 
-def quick(op: GlueCall, recipe: Recipe) -> Quick | None:
-    """The call, if it is one of local parts, this rank has something of each, and no view is taken of what moved."""
-    frame, outcome, name = recipe.frame, recipe.outcome, op.what.name
-    if outcome is None or outcome.cut is None or outcome.kwargs or recipe.draws:
+def prepared(op: GlueCall, recipe: Recipe) -> PreparedCall | None:
+    """The call on local parts, if it needs no care."""
+    outcome, name, in_place = recipe.outcome, op.what.name, op.what.in_place
+    if outcome is None or outcome.cut is None or needs_care(op, recipe, outcome):
         return None
-    if outcome.rows or outcome.numbers is not None:
+    arguments = local_arguments(recipe.frame, outcome)
+    first = len(op.args) > 0 and isinstance(op.args[0], Sharded)
+    if arguments is None or (in_place and not first):
         return None
+    narrowed, rest, kept = arguments
+    if narrowed and name in ALIASES:  # whose results would have to be marked as views of a copy
+        return None
+    moves = moves_first(op, recipe)
+    return PreparedCall(
+        call=outcome.func or op.func,
+        rest=rest,
+        kept=kept,
+        narrowed=narrowed,
+        own=None if moves else next_to_each_other(op),
+        writes=in_place,
+        aliases=first and not in_place and (outcome.view or name in ALIASES),
+        views=op.views,
+        copies=bool(op.copies),
+        anew=name in DENSE and op.copies is None,
+        moves=moves,
+        pushes=any(recipe.push),
+    )
+
+
+def moves_first(op: GlueCall, recipe: Recipe) -> bool:
+    """Tell whether its tensors are brought elsewhere before it runs."""
+    lie_otherwise = list(map(cut_at, op.shells)) != list(recipe.wanted)
+    return lie_otherwise or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
+
+
+def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
+    """Tell whether it exchanges more than its tensors, meets an empty part, or takes a view of what moved."""
+    frame, name, axis = recipe.frame, op.what.name, op.run.axis
+    if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None:
+        return True
+    assert outcome.cut is not None
     if any(s is not None and 0 in s.at.local for s in op.shells) or not frame.own(outcome.cut, outcome.size):
-        return None
-    came = list(map(cut_at, op.shells))
-    moves = came != list(recipe.wanted) or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
-    pushes = any(recipe.push)
-    if moves or pushes:
-        # a view, or what is written, of a copy: that takes care
+        return True
+    if moves_first(op, recipe) or any(recipe.push):
         if name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
-            return None
-        axis, there = op.run.axis, zip(op.shells, recipe.wanted)
-        if any(s is not None and c is not None and 0 in axis.local_shape(s.at.shape, c) for s, c in there):
-            return None
+            return True
+        there = [(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and c is not None]
+        if any(0 in axis.local_shape(s.at.shape, c) for s, c in there):
+            return True
     cut = outcome.cut
-    if name in DENSE and op.run.axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0)):
-        return None
+    if name not in DENSE:
+        return False
+    return axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0))  # contiguous too often
+
+
+def local_arguments(frame: Frame, outcome: Outcome) -> tuple[list[tuple[int, Cut]], Any, list[int]] | None:
+    """The arguments to narrow, those after the first where the rule replaces them, and where the call's own stay.
+
+    None if an argument lies inside of a list, or the rule replaces the first.
+    """
     operands = frame.operands()
     places = {id(o): i for i, o in enumerate(frame.args) if isinstance(o, Operand)}
     if any(id(operands[i]) not in places for i in outcome.narrow):
         return None
-    parts = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
-    if parts and name in ALIASES:  # of which views would have to be marked
+    narrowed = [(places[id(operands[i])], cut) for i, cut in outcome.narrow.items()]
+    if outcome.args is None:
+        return None if outcome.kwargs is not None and frame.kwargs else (narrowed, None, [])
+    if outcome.args[0] is not frame.args[0]:
         return None
-    rest, kept = None, list[int]()
-    if outcome.args is not None:
-        if outcome.args[0] is not frame.args[0]:
-            return None
-        kept = [i for i, (a, b) in enumerate(zip(outcome.args, frame.args)) if i and a is b and isinstance(a, Operand)]
-        if any(has_operands(a) for i, a in enumerate(outcome.args) if i and i not in kept):
-            return None
-        rest = outcome.args[1:]
-    elif outcome.kwargs is not None and frame.kwargs:
+    kept = [i for i, (a, b) in enumerate(zip(outcome.args, frame.args)) if i and a is b and isinstance(a, Operand)]
+    if any(has_operands(a) for i, a in enumerate(outcome.args) if i and i not in kept):
         return None
-    alone = len(op.args) > 0 and isinstance(op.args[0], Sharded)
-    if op.what.in_place and not alone:
-        return None
+    return narrowed, outcome.args[1:], kept
+
+
+def next_to_each_other(op: GlueCall) -> slice | None:
+    """The positions of its sharded tensors, if they are arguments without another between them."""
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
-    own = slice(at[0], at[-1] + 1) if at and len(at) == sum(s is not None for s in op.shells) and not moves else None
-    if own is not None and own.stop - own.start > len(at):
-        own = None
-    aliases = alone and not op.what.in_place and (outcome.view or name in ALIASES)
-    changes, copies, loose = op.what.in_place, bool(op.copies), name in DENSE and op.copies is None
-    call = outcome.func or op.func
-    return Quick(call, rest, kept, parts, own, changes, aliases, op.views, copies, loose, moves, pushes)
+    if not at or len(at) != sum(s is not None for s in op.shells) or at[-1] + 1 - at[0] > len(at):
+        return None
+    return slice(at[0], at[-1] + 1)
 
 
 def has_operands(value: Any) -> bool:

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         f"torch.autograd.grad() {LOCAL}",
     ),
     "apply_": (lambda x: x.detach().clone().apply_(lambda v: v * 2), f"Tensor.apply_() {LOCAL}"),
-    "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() of a sharded tensor would be of its part"),
+    "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() would copy this rank's part alone"),
 }  # fmt: skip
 OUTSIDE: dict[str, Any] = {
     "torch.vmap": lambda model, x: torch.vmap(model)(x[None]),

@@ -114,5 +114,5 @@ def test_discover(name: str) -> None:
 
 
 def test_discover_refuses_what_holds_nothing() -> None:
-    with pytest.raises(ValueError, match=r"an input \(2, 0, 5, 4\) that holds nothing"):
+    with pytest.raises(ValueError, match=r"an input \(2, 0, 5, 4\) without elements"):
         dsp.discover(make("rotary"), torch.randn(2, 0, 5, C))
