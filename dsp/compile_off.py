@@ -10,9 +10,9 @@ from dsp.private import compiler_loaded
 
 
 class CompileOff:
-    """While it is entered torch.compile is put aside: between stages glue has to see each operation.
+    """Switches torch.compile off while it is entered: between stages glue has to see each operation.
 
-    What nobody loaded a compiler for is not compiled. It may be entered again within, as modes of torch are.
+    Nothing is done where no compiler was loaded. It may be entered again within, as modes of torch are.
     """
 
     def __init__(self) -> None:

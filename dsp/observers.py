@@ -1,7 +1,7 @@
 """Observers of collectives. The backward of a collective tells the observer that was active in its forward.
 
-Backward may run in another thread than its forward, on CUDA always, and such a thread knows nothing of who listens in
-the first: so an autograd node keeps who is to be told of its backward.
+Backward may run in another thread than its forward, on CUDA always, and a context variable of the forward's thread is
+not seen there. So an autograd node keeps the observer of its backward.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ Result = TypeVar("Result")
 
 class Observer(Protocol):
     def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
-        """A collective is made: the name and the arguments of its op."""
+        """Take note of a collective: the name and the arguments of its op."""
 
     def for_backward(self) -> Observer | None:
-        """The observer of the backward of what is made now."""
+        """The observer of the backward of the collectives that are made now."""
 
 
-OBSERVER: ContextVar[Observer | None] = ContextVar("dsp_listener", default=None)
+OBSERVER: ContextVar[Observer | None] = ContextVar("dsp_observer", default=None)
 
 
 def notify(name: str, *args: Any) -> None:
+    """Tell the active observer of a collective."""
     if (observer := OBSERVER.get()) is not None:
         observer.on_collective(name, args)
 
 
 def save_observer(ctx: Any) -> None:
-    """In the forward of an autograd node."""
+    """Keep the observer of the backward on an autograd node, in its forward."""
     observer = OBSERVER.get()
     ctx.observer = None if observer is None else observer.for_backward()
 
 
 def run_observed(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
-    """In its backward: a collective, told to whom its forward was."""
+    """Run a collective in the backward of an autograd node, under the observer that its forward kept."""
     token = OBSERVER.set(ctx.observer)
     try:
         return op(*args)
@@ -47,6 +48,7 @@ def run_observed(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
 
 @contextmanager
 def observing(observer: Observer | None) -> Iterator[None]:
+    """Make an observer the active one."""
     token = OBSERVER.set(observer)
     try:
         yield

@@ -296,7 +296,7 @@ FAULTS = [
     Fault(
         "what is whole already is switched once more",
         "dsp/run/forward.py",
-        "                if None in home:",
+        "                if None in base:",
         "                if not home.cuts:",
         "dsp/run/test_random_models::test_mended",
     ),

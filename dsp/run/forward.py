@@ -154,38 +154,38 @@ class Run:
         if all(cut == t.at.cut for t, cut in wanted):
             return [plain(t) for t, _ in wanted]
         for t, cut in wanted if self.stale else ():
-            if cut != t.at.cut:  # a view may see what its home missed
+            if cut != t.at.cut:  # a view may see what its base missed
                 self.seen_writes(view_base(t).local)
         todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
-        homes = [view_base(t) for t, _ in wanted]
-        sources = [self.source(t, cut, home) for (t, cut), home in zip(wanted, homes)]
-        for home, source in zip(homes, sources):
-            if isinstance(source, Cut) and source not in home:
-                if None in home:
-                    self.narrow(home, source)
+        bases = [view_base(t) for t, _ in wanted]
+        sources = [self.source(t, cut, base) for (t, cut), base in zip(wanted, bases)]
+        for base, source in zip(bases, sources):
+            if isinstance(source, Cut) and source not in base:
+                if None in base:
+                    self.narrow(base, source)
                 else:
-                    todo.setdefault((id(home.copies), source), (home, home.cut))
+                    todo.setdefault((id(base.copies), source), (base, base.cut))
         if todo:
             self.switch(todo)
-        return [self.view(t, cut, source, home) for (t, cut), source, home in zip(wanted, sources, homes)]
+        return [self.view(t, cut, source, base) for (t, cut), source, base in zip(wanted, sources, bases)]
 
-    def source(self, t: Sharded, cut: Cut | None, home: ViewBase) -> Cut | Literal["whole", "view"]:
-        """The cut of its home that gives a tensor in another cut; "view" if no cut of the home looks like that.
+    def source(self, t: Sharded, cut: Cut | None, base: ViewBase) -> Cut | Literal["whole", "view"]:
+        """The cut of a tensor's base that gives the tensor in another cut; "view" if no cut of the base does.
 
-        Where no one all-to-all leads to it, for both are parts of one dim, the home is gathered first.
+        Where no one all-to-all leads to it, for both are parts of one dim, the base is gathered first.
         """
         if cut is None:
             return "whole"
         if cut == t.at.cut:
-            return home.cut
+            return base.cut
         found, views = cut, views_of(t)
         if views:
-            cuts = home.cuts
+            cuts = base.cuts
             key = (cut, *cuts, *views[:-1])
             known = views[-1].near
             if key not in known:
-                dims = range(len(home.shape))
-                folds = (Cut(d, k) for d, size in enumerate(home.shape) for k in range(2, size) if size % k == 0)
+                dims = range(len(base.shape))
+                folds = (Cut(d, k) for d, size in enumerate(base.shape) for k in range(2, size) if size % k == 0)
                 folds = (Cut(d, cut.outer) for d in dims) if cut.joined else folds
                 candidates = chain(cuts, map(Cut, dims), folds)
                 known[key] = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
@@ -193,28 +193,28 @@ class Run:
             if near is None:
                 return "view"
             found = near
-        if found not in home and not separable(home.shape, home.cut, found, self.axis.size):
-            self.gather(home)
+        if found not in base and not separable(base.shape, base.cut, found, self.axis.size):
+            self.gather(base)
         return found
 
-    def gather(self, home: ViewBase, src: Cut | None = None) -> Tensor:
-        if None not in home:
-            with differentiable(home.local):
-                src = src or home.cut
-                home[None] = gather_local(home[src], src, home.shape, self.axis)
-        return home[None]
+    def gather(self, base: ViewBase, src: Cut | None = None) -> Tensor:
+        if None not in base:
+            with differentiable(base.local):
+                src = src or base.cut
+                base[None] = gather_local(base[src], src, base.shape, self.axis)
+        return base[None]
 
-    def narrow(self, home: ViewBase, dst: Cut) -> None:
-        with differentiable(home.local):
-            home[dst] = self.axis.narrow(home[None], dst)
+    def narrow(self, base: ViewBase, dst: Cut) -> None:
+        with differentiable(base.local):
+            base[dst] = self.axis.narrow(base[None], dst)
 
     def switch(self, todo: Mapping[tuple[int, Cut], tuple[ViewBase, Cut]]) -> None:
         """Copies in new cuts, each made of the one named: small ones share a call."""
-        parts = [Part(home[src], src, dst, home.shape) for (_, dst), (home, src) in todo.items()]
+        parts = [Part(base[src], src, dst, base.shape) for (_, dst), (base, src) in todo.items()]
         with differentiable(*[p.local for p in parts]):
             made = switch_all(parts, self.axis)
-        for ((_, dst), (home, _)), local in zip(todo.items(), made):
-            home[dst] = local
+        for ((_, dst), (base, _)), local in zip(todo.items(), made):
+            base[dst] = local
 
     def read(self, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
         """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
@@ -233,23 +233,23 @@ class Run:
     def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
         """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
         todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
-        for home, src, dst in [(view_base(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
-            if src is not None and (id(home.copies), src) in todo:
+        for base, src, dst in [(view_base(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
+            if src is not None and (id(base.copies), src) in todo:
                 self.switch(todo)
                 todo.clear()
-            if dst in home or src not in home:
+            if dst in base or src not in base:
                 continue
             if src is None and dst is not None:
-                self.narrow(home, dst)
+                self.narrow(base, dst)
             elif dst is None and src is not None:
-                self.gather(home, src)
+                self.gather(base, src)
             elif src is not None and dst is not None:
-                todo[id(home.copies), dst] = home, src
+                todo[id(base.copies), dst] = base, src
         if todo:
             self.switch(todo)
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
-        """Somebody wrote in place into `local`, which stands for `t`: nobody may use what did not see it."""
+        """Note a write in place into `local`, which stands for `t`: other memory of the same tensor is stale then."""
         copied, by = t.__dict__.get("_dsp_copy_of"), memory(local)
         if isinstance(copied, str):
             raise GlueError(f"{who} writes in place into {copied}; write it out of place")
@@ -262,7 +262,7 @@ class Run:
         self.stale += [(copy, who, by) for of, copy in self.copied if of == (copied or memory(t)) and copy != by]
 
     def written_back(self, x: Tensor, index: Any, value: Any) -> None:
-        """`x[index] = value` comes next: x misses nothing of what was written into value, if that is its copy there."""
+        """Note that `x[index] = value` comes next: if value is a copy of that part, x misses none of its writes."""
         read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
         if read is not None and read[0] is x and read[1] == index:
             self.stale = [s for s in self.stale if (s[0], s[2]) != (memory(x), memory(value))]
@@ -285,7 +285,7 @@ class Run:
                 self.mark(t, of)
 
     def mark(self, t: Tensor, copied: Any) -> None:
-        """Its memory is a copy of this memory, or is what this text names."""
+        """Note that the memory of `t` is a copy of `copied`, a memory or a text that names it."""
         t._dsp_copy_of = copied  # type: ignore[attr-defined]
         self.has_copies |= not isinstance(t, Sharded)
         self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]
@@ -295,16 +295,16 @@ class Run:
         if t.numel():
             self.mark(t, x.__dict__.get("_dsp_copy_of") or memory(x))
 
-    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], home: ViewBase) -> Tensor:
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], base: ViewBase) -> Tensor:
         if cut == t.at.cut:
             return plain(t)
         if source == "view":
             assert cut is not None
-            if None not in home and separable(t.at.shape, t.at.cut, cut, self.axis.size):
+            if None not in base and separable(t.at.shape, t.at.cut, cut, self.axis.size):
                 return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
-            return self.axis.narrow(self.view(t, None, "whole", home), cut)
+            return self.axis.narrow(self.view(t, None, "whole", base), cut)
         at = None if source == "whole" else source
-        local = self.gather(home) if at is None else home[at]
+        local = self.gather(base) if at is None else base[at]
         views = views_of(t)
         for view in views:
             again = view.under(at)

@@ -28,9 +28,9 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Copies:
-    """A tensor's copies in other layouts (None: whole), which the tensor holds itself, as it was `version` writes ago.
+    """A tensor's copies in other layouts (None: whole), made when it had been written `version` times; it holds them.
 
-    Its own part is not among them. It is a view of the tensor, and so keeps it: nobody would ever let go of either.
+    The tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
     """
 
     version: int
@@ -72,19 +72,19 @@ class ViewBase:
 
 
 def view_base(t: Sharded) -> ViewBase:
-    """The home of the tensor that `t` is a view of, or of `t` itself."""
+    """The base of a view, or `t` itself, with its copies."""
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t = view[0]
     return ViewBase(t)
 
 
 def forget(t: Sharded) -> None:
-    """It was written, or a view of it: its copies are of the past."""
+    """Drop the copies of a tensor that was written, or a view of it."""
     view_base(t).copies.made.clear()
 
 
 def views_of(t: Sharded) -> list[View]:
-    """The operations that made `t` of its home, in order."""
+    """The operations that made `t` of its base, in order."""
     views = []
     while (view := t.__dict__.get("_dsp_view")) is not None:
         t, made = view
@@ -93,7 +93,7 @@ def views_of(t: Sharded) -> list[View]:
 
 
 def seen(views: Sequence[View], cut: Cut) -> Cut | None:
-    """Where a cut of the home lies in its view; None if it cannot pass."""
+    """The cut of a view when its base is cut so; None if the cut cannot pass."""
     found: Cut | None = cut
     for view in views:
         again = view.under(found)
