@@ -297,7 +297,7 @@ FAULTS = [
         "what is whole already is switched once more",
         "dsp/run/forward.py",
         "                if None in base:",
-        "                if not home.cuts:",
+        "                if not base.cuts:",
         "dsp/run/test_random_models::test_mended",
     ),
     Fault(
