@@ -1,9 +1,14 @@
-"""Pictures of measurements as SVG that follows the reader's light or dark mode: panels of lines or bars."""
+"""Measurements as JSON, and their pictures as SVG that follows the reader's light or dark mode."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PICTURES = ROOT / "benchmarks/results", ROOT / "docs/images"
 STYLE = """
 text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .title { font-size: 15px; font-weight: 600 } .soft { fill: #59636e } .line { fill: none; stroke-width: 2 }
@@ -18,6 +23,17 @@ LEFT, TOP, BELOW, BETWEEN = 62, 66, 58, 34
 COLUMNS = 3
 DODGE = 3  # pixels between the whiskers of two series
 NEAR = 3.0  # pixels: two lines that are no farther apart hide one another
+
+
+def write_down(name: str, out: Path | None, found: Any, picture: str = "") -> str:
+    """Write numbers to OUT.json and their picture to OUT.svg, by default to where the docs look; returns the paths."""
+    numbers, drawn = (RESULTS / name, PICTURES / name) if out is None else (out, out)
+    written = {f"{numbers}.json": json.dumps(found, indent=1) + "\n"}
+    if picture:
+        written[f"{drawn}.svg"] = picture
+    for path, text in written.items():
+        Path(path).write_text(text)
+    return " and ".join(written)
 
 
 @dataclass

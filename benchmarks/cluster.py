@@ -1,6 +1,6 @@
 """The step by method on emulated hosts, whose links are held to a rate: DSP against the methods it is compared with.
 
-    python benchmarks/cluster.py               # as root; docs/images/cluster.json and cluster.svg
+    python benchmarks/cluster.py               # as root; benchmarks/results/cluster.json and cluster.svg
     python benchmarks/cluster.py --rates 100 1000 0 --rounds 3 --out FILE      # Mbit/s; 0 is no limit
 
 One rank is one host: a network namespace whose link to a switch has the rate in each direction (see hosts.py). All
@@ -16,7 +16,6 @@ one by one. Ranks share this machine's cores: the seconds of computing are those
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -28,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from charts import Panel, Series, figure
+from charts import Panel, Series, figure, write_down
 from hosts import Hosts, Ranks, serve, stoppable, why_not
-from rivals import COLOURS, METHODS, RECOMPUTE, ROOT, Shape, Step, circumstances
+from rivals import COLOURS, METHODS, RECOMPUTE, Shape, Step, circumstances
 
 import dsp
 
@@ -264,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--frames", type=int, default=64)
     parser.add_argument("--side", type=int, default=16, help="patches a side of a frame")
     parser.add_argument("--probe", type=int, default=8 * 2**20, help="bytes by which a link is measured")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/cluster", help="for OUT.json and OUT.svg")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     if "dsp" not in options.methods:
         parser.error("--methods: the others are compared with dsp, so it has to be among them")
@@ -277,9 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     with stoppable(), Hosts(max(options.ranks)) as hosts:
         found["sweep"] = sweep(hosts, options, shape)
         found["scaling"] = scaling(hosts, options, shape)
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.out.with_suffix(".svg").write_text(picture(found))
-    print(f"wrote {options.out}.json and {options.out}.svg")
+    print("wrote", write_down("cluster", options.out, found, picture(found)))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Wan and CogVideoX on emulated hosts: DSP against diffusers' own Ulysses on the same links, a step of each in turn.
 
-    python benchmarks/cluster_models.py        # as root, 24 GB of memory; docs/images/cluster-models.json
+    python benchmarks/cluster_models.py        # as root, 24 GB of memory; benchmarks/results/cluster-models.json
     python benchmarks/cluster_models.py --sizes small --rates 100 0 --rounds 3 --ranks 2 --out FILE    # 0: no limit
 
 Hosts, turns and ratios are those of benchmarks/cluster.py. The models are diffusers', unmodified, in float32, with the
@@ -19,7 +19,6 @@ q, k and v lost some that three small ones did not, and TCP takes 200 ms to send
 import argparse
 import copy
 import itertools
-import json
 import os
 import sys
 import warnings
@@ -33,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 import cluster
 import torch
 import torch.distributed as dist
+from charts import write_down
 from contenders import Circumstance, by_diffusers
 from hosts import Hosts, Ranks, serve, stoppable, why_not
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=list(LINES), default=list(LINES))
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 300, 0], help="Mbit/s")
     parser.add_argument("--rounds", type=int, default=6, help="an even number: a method runs slower after itself")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/cluster-models", help="for OUT.json")
+    parser.add_argument("--out", type=Path, help="for OUT.json")
     options = parser.parse_args(arguments)
     if options.rounds % 2:
         parser.error("--rounds must be even: in each round another method is first, and by that slower")
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"{ratio['median']:.2f} x that ({ratio['least']:.2f} to {ratio['most']:.2f})",
                     flush=True,
                 )
-    options.out.with_suffix(".json").write_text(json.dumps({"ranks": options.ranks, "steps": found}, indent=1) + "\n")
+    write_down("cluster-models", options.out, {"ranks": options.ranks, "steps": found})
     return 0
 
 

@@ -1,6 +1,6 @@
 """How long a step takes, by method and number of ranks: calibrated on the emulated hosts, predicted for H100 clusters.
 
-    python benchmarks/cost_model.py                        # docs/images/cost-model.json and cost-model.svg
+    python benchmarks/cost_model.py                        # benchmarks/results/cost-model.json and cost-model.svg
     python benchmarks/cost_model.py --measured FILE --out FILE
 
 The estimator is that of `dsp.Plan.takes` and of ``train.py dry_run=true``: counted FLOPs, bytes touched and bytes sent
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from charts import Panel, Series, figure
+from charts import Panel, Series, figure, write_down
 from rivals import COLOURS, METHODS, ROOT, Shape
 from scipy.optimize import nnls
 
@@ -447,8 +447,8 @@ def picture(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="The cost model: calibrated, and for clusters of H100s.")
-    parser.add_argument("--measured", type=Path, default=ROOT / "docs/images/cluster.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/cost-model", help="for OUT.json and OUT.svg")
+    parser.add_argument("--measured", type=Path, default=ROOT / "benchmarks/results/cluster.json")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     parser.add_argument("--only-calibration", action="store_true", help="print it and write nothing")
     options = parser.parse_args(arguments)
     if not options.measured.exists():
@@ -471,9 +471,7 @@ def main(arguments: Sequence[str]) -> int:
         began = time.perf_counter()
         found[name] = make()
         print(f"{name}: {len(found[name])} predictions in {time.perf_counter() - began:.0f} s", flush=True)
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.out.with_suffix(".svg").write_text(picture(found))
-    print(f"wrote {options.out}.json and {options.out}.svg")
+    print("wrote", write_down("cost-model", options.out, found, picture(found)))
     return 0
 
 

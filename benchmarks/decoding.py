@@ -14,7 +14,6 @@ frames beyond the third latent one take no more but for their pixels.
 # ruff: noqa: E402 (the repository is put on the path first)
 
 import argparse
-import json
 import sys
 import weakref
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
-from charts import Panel, Series, figure
+from charts import Panel, Series, figure, write_down
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=8, help="GB that one process may hold")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/decoding", help="for OUT.json and OUT.svg")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     codec = decoder()
     weights = sum(p.numel() * p.element_size() for p in codec.module.parameters())
@@ -126,7 +125,6 @@ def main(arguments: Sequence[str]) -> None:
     rows, columns = (8 * n for n in size)
     ideal = [weights + (max(found[options.ranks[0]]) - weights) / n for n in options.ranks]
     data = {"rows": rows, "columns": columns, "frames": 1 + 4 * (FRAMES - 1), "weights": weights, "peak": found}
-    options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     series = [
         Series("a rank holds", "#1f77b4", [(i, max(found[n]) / GB) for i, n in enumerate(options.ranks)]),
         Series("weights, and 1/N of the rest", "#999999", [(i, nbytes / GB) for i, nbytes in enumerate(ideal)]),
@@ -135,8 +133,8 @@ def main(arguments: Sequence[str]) -> None:
         f"AutoencoderKLWan, {rows} x {columns} pixels", list(map(str, options.ranks)), series, "ranks", unit="GB"
     )
     note = f"float32, decoding without gradients or tiles; weights {weights / GB:.2f} GB"
-    options.out.with_suffix(".svg").write_text(figure("Peak memory of decoding", [panel], note))
-    print(f"wrote {options.out}.json and {options.out}.svg: {rows} x {columns} pixels")
+    written = write_down("decoding", options.out, data, figure("Peak memory of decoding", [panel], note))
+    print(f"wrote {written}: {rows} x {columns} pixels")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ blocks in place of ours, of the same sizes, with its chunks and its checkpoints.
 
 # ruff: noqa: E402 (the repository is put on the path first)
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -28,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+from charts import write_down
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--residues", type=int)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/fold-memory")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args()
     options.residues = options.residues or (160 if options.ways else 512)
     options.rows = options.rows or (32 if options.ways else 64)
@@ -268,9 +268,8 @@ def main() -> None:
             share, off = f"{rows[-1]['share']:.2f}", f"{rows[-1]['off']:.0e}"
         print(f"| {kind} | {ranks} | {mib:.0f} | {share} | {seconds:.0f} | {loss:.6f} | {off} |", flush=True)
     settings = {"residues": options.residues, "rows": options.rows, "torch": torch.__version__, "model": MODEL}
-    options.out.with_suffix(".json").write_text(json.dumps({**settings, "runs": rows}, indent=1) + "\n")
     title = f"Memory a rank of one training step, {options.residues} residues"
-    options.out.with_suffix(".svg").write_text(picture(rows, title))
+    write_down("fold-memory", options.out, {**settings, "runs": rows}, picture(rows, title))
 
 
 if __name__ == "__main__":

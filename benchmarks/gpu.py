@@ -1,6 +1,6 @@
 """One command for a GPU: is everything right on CUDA, how fast is it, and what does the cost model make of it?
 
-    python benchmarks/gpu.py                                # nine minutes at most; docs/images/gpu.json, docs/gpu.md
+    python benchmarks/gpu.py                                # nine minutes at most; writes results/gpu.json, docs/gpu.md
     python benchmarks/gpu.py --out FOLDER                   # FOLDER/gpu.json, FOLDER/gpu.md
     python benchmarks/gpu.py --out FOLDER --only step host  # some of its parts
     python benchmarks/gpu.py --dry-run                      # on a CPU at tiny sizes, as where there is no GPU
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"CUDA does not start within a minute: {runner.told(problem)}; --dry-run goes without it")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
-    json_path, page_path = ROOT / "docs/images/gpu.json", ROOT / "docs/gpu.md"
+    json_path, page_path = ROOT / "benchmarks/results/gpu.json", ROOT / "docs/gpu.md"
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         json_path, page_path = options.out / "gpu.json", options.out / "gpu.md"

@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from charts import write_down
+
 from zoo.training import UserError
 from zoo.training import config as cfg
 from zoo.training.records import read_metrics
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs/long_run.yaml", help="what to train")
     parser.add_argument("--ranks", type=int, default=4, help="processes that share each sample")
     parser.add_argument("--kill-at", type=int, default=28, help="kill rank 0 once this step is recorded")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/long-run", help="for OUT.json and OUT.svg")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     given = [str(options.config), *options.overrides, "log.every=1", f"parallel.sp={options.ranks}"]
     try:
@@ -240,8 +242,7 @@ def main(arguments: Sequence[str]) -> int:
         "val_loss": {record["step"]: record["val_loss"] for record in after if "val_loss" in record},
         "comm_bytes": every[-1]["comm_bytes"], "memory_bytes": max(record["memory_bytes"] for record in every),
     }  # fmt: skip
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.out.with_suffix(".svg").write_text(picture(found, before, after))
+    written = write_down("long-run", options.out, found, picture(found, before, after))
     judged = ", ".join(f"{loss:.4g} after step {step}" for step, loss in found["val_loss"].items())
     print(
         f"{config.train.steps} steps of {task.tokens:,} tokens over {options.ranks} ranks, both starts in "
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
         f"every step is recorded once; {len(again)} were trained twice, equal bit for bit: {again}\n"
         f"wandb: {parts} offline parts of one run; the last holds the same curve\n"
         f"loss {every[0]['loss']:.4g} -> {every[-1]['loss']:.4g}; validation {judged or 'none'}\n"
-        f"wrote {options.out}.json and {options.out}.svg"
+        f"wrote {written}"
     )
     return 0
 

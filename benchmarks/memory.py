@@ -1,6 +1,6 @@
 """Memory a rank of a training step by method, and the longest video and the largest batch that fit a budget of it.
 
-    python benchmarks/memory.py                # 1, 2 and 4 ranks; docs/images/memory.json and memory.svg
+    python benchmarks/memory.py                # 1, 2 and 4 ranks; benchmarks/results/memory.json and memory.svg
     python benchmarks/memory.py --budget 64 --ranks 1 2 --methods dsp megatron_lm --out FILE
 
 What is measured is resident memory at its highest during forward and backward, above what the process held just before,
@@ -15,7 +15,6 @@ many patches, by ring attention and by its sparse form, and the longest such fra
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import time
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from charts import Panel, Series, figure
+from charts import Panel, Series, figure, write_down
 from hosts import GIVE_PAGES, Ranks, serve, stoppable
-from rivals import COLOURS, METHODS, ROOT, Shape, Step, circumstances
+from rivals import COLOURS, METHODS, Shape, Step, circumstances
 
 FINE = 16  # bisection ends within a sixteenth
 LONG = {"hidden": 32, "heads": 1, "depth": 1, "frames": 1}  # attention to all keys takes minutes for a long sequence
@@ -151,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--long", type=int, nargs="*", default=[448, 256], help="patches of one long frame; or nothing")
     parser.add_argument("--long-budget", type=float, default=256, help="MiB a rank")
     parser.add_argument("--low-rank", type=int, default=32, help="sums of keys that Linformer attends to")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/memory", help="for OUT.json and OUT.svg")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     if 1 not in options.ranks:
         parser.error("--ranks: all is compared with 1, so it has to be among them")
@@ -177,9 +176,7 @@ def main(arguments: Sequence[str]) -> int:
                     for row in of_long(Measure(ranks, "ring"), long, found["long"]["budget"], options.limit):
                         found["long"]["rows"].append(row)
                         print(row, flush=True)
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.out.with_suffix(".svg").write_text(picture(found))
-    print(f"wrote {options.out}.json and {options.out}.svg")
+    print("wrote", write_down("memory", options.out, found, picture(found)))
     return 0
 
 

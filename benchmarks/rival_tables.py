@@ -3,8 +3,8 @@
     python benchmarks/rival_tables.py          prints them
     python benchmarks/rival_tables.py --write  and puts them into the page
 
-They are read from docs/images/{wire,cluster,memory,gpu,cost-model}.json; what has not been measured says so. The paper
-is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
+They are read from benchmarks/results/{wire,cluster,memory,gpu,cost-model}.json; what has not been measured says so. The
+paper is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
 """
 
 import json
@@ -17,7 +17,7 @@ from gpu_parts.page import summary
 from rivals import METHODS, PAPER, ROOT, Shape, formula
 from zoo_tables import fill
 
-IMAGES = ROOT / "docs/images"
+IMAGES, RESULTS = ROOT / "docs/images", ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/benchmarks.md"
 OPERATIONS = {  # the paper's table 8, and what has those bytes here
     "all_reduce": ("all-reduce", "2M", "Megatron-LM"),
@@ -35,12 +35,12 @@ RSA = {"batch": 13.7, "longest": 3.0}  # on 64 GPUs against tensor parallelism
 
 
 def read(name: str) -> dict[str, Any] | None:
-    path = IMAGES / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def missing(name: str) -> str:
-    return f"Not measured yet: `python benchmarks/{name}.py` writes `images/{name}.json`, which this is read from."
+    return f"Not measured yet: `python benchmarks/{name}.py` writes `benchmarks/results/{name}.json`."
 
 
 def when(name: str) -> Iterator[str]:
@@ -353,7 +353,7 @@ def gpu_table() -> Iterator[str]:
     """The main numbers of docs/gpu.md."""
     found = read("gpu")
     if found is None or found["dry"]:
-        yield "Not run on a GPU yet: `python benchmarks/gpu.py` writes `images/gpu.json`, which this is read from."
+        yield "Not run on a GPU yet: `python benchmarks/gpu.py` writes `benchmarks/results/gpu.json`."
     if found is not None:
         yield from summary(found)
 
@@ -363,7 +363,7 @@ def cost() -> dict[str, Any] | None:
 
 
 def no_cost() -> str:
-    return "Not made yet: `python benchmarks/cost_model.py` writes `images/cost-model.json`, which this is read from."
+    return "Not made yet: `python benchmarks/cost_model.py` writes `benchmarks/results/cost-model.json`."
 
 
 def cost_when_table() -> Iterator[str]:

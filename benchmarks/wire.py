@@ -1,6 +1,6 @@
 """Bytes that each rank really sends in a training step, by method: counted by the kernel, against the paper's formulas.
 
-    python benchmarks/wire.py                  # 2, 4 and 8 ranks; docs/images/wire.json and wire.svg
+    python benchmarks/wire.py                  # 2, 4 and 8 ranks; benchmarks/results/wire.json and wire.svg
     python benchmarks/wire.py --ranks 2 4 --out FILE
 
 Every rank has a network device of its own (see hosts.py; as root), whose counter of sent bytes is read before and after
@@ -12,7 +12,6 @@ headers of packets in it.
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from charts import Panel, Series, figure
+from charts import Panel, Series, figure, write_down
 from hosts import Hosts, Ranks, sent, serve, stoppable, why_not
-from rivals import COLOURS, METHODS, PAPER, RECOMPUTE, ROOT, Shape, Step, circumstances, formula
+from rivals import COLOURS, METHODS, PAPER, RECOMPUTE, Shape, Step, circumstances, formula
 
 import dsp
 
@@ -165,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--side", type=int, default=16, help="patches a side of a frame")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--loopback", action="store_true", help="as without root")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/wire", help="for OUT.json and OUT.svg")
+    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
     options = parser.parse_args(arguments)
     shape = Shape(hidden=options.hidden, heads=max(options.ranks), frames=options.frames, side=options.side)
     reason = "--loopback" if options.loopback else why_not()
@@ -185,8 +184,7 @@ def main(arguments: Sequence[str]) -> int:
                 for method in options.methods:
                     found["rows"].append(of_method(ranks, method, shape, bool(reason)))
                     print(show(found["rows"][-1], shape), flush=True)
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.out.with_suffix(".svg").write_text(picture(found))
+    write_down("wire", options.out, found, picture(found))
     worst = max(abs(row["off"]) for row in found["rows"])
     print(
         f"a step is off its formula by {100 * worst:.1f}% at most; paper: "

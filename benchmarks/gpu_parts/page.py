@@ -42,7 +42,7 @@ def lines(found: Found) -> Iterator[str]:
         "What one command finds on one GPU, in nine minutes: is everything right on CUDA, how fast is it, and what "
         "does the [cost model](benchmarks.md#cost-model) make of it. This page is written by it:"
     )
-    yield "\n```bash\npython benchmarks/gpu.py             # JSON to docs/images/gpu.json; --out names another folder"
+    yield "\n```bash\npython benchmarks/gpu.py             # JSON to benchmarks/results; --out names another folder"
     yield "python benchmarks/gpu.py --dry-run   # the same on a CPU, at tiny sizes\n```\n"
     if found["dry"]:
         yield wrapped(

@@ -129,7 +129,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
     assert "| rates | 500 | 3,000 | 5% | 12% | 50% |" in page
     tables = script("rival_tables")
     (tmp_path / "gpu.json").write_text(json.dumps(found))
-    monkeypatch.setattr(tables, "IMAGES", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = "\n".join(tables.gpu_table())
     assert "| parts that are right | 5 of 7 |" in table
     assert "| 65,536 tokens/s, MFU 47.0%, 64 GiB, 20% outside of products and attention |" in table
@@ -138,7 +138,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_report(script) -> None:
-    found = json.loads((ROOT / "docs/images/gpu.json").read_text())
+    found = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
     assert (ROOT / "docs/gpu.md").read_text() == script("gpu_parts.page").page(found)
 
 
