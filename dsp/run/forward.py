@@ -353,7 +353,7 @@ class Given(NamedTuple):
 
 
 class InStage(NamedTuple):
-    """The stage call that runs now: the `Way` of it, what it runs on, and what it was given."""
+    """The stage call that runs now: its `StageDecision`, what it runs on, and what it was given."""
 
     stage: Stage
     way: Any
