@@ -10,7 +10,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def long(*values: Any, id: str | None = None) -> Any:
-    """A case that takes minutes: for `pytest -m long`, by hand before a release."""
+    """One of the longest of such cases: for `pytest -m long`, by hand before a release."""
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
