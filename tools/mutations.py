@@ -34,6 +34,20 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a graph forgets where gradients are switched off",
+        "dsp/run/tidy.py",
+        "if needs and written != now:",
+        "if False:",
+        "dsp/run/test_graph::test_outputs_every_gradient_and_the_collectives",
+    ),
+    Fault(
+        "discover does not look into functions that are many operations",
+        "dsp/rules/between.py",
+        "if what.decomposition is not None and (out",
+        "if type(self).__name__ != 'Follower' and what.decomposition is not None and (out",
+        "dsp/test_discover::test_dims_are_followed_through_a_function_that_is_many_operations",
+    ),
+    Fault(
         "zeros of a sharded tensor's type count as sharded",
         "dsp/rules/between.py",
         "if what.dtype_arg is not None:",
