@@ -240,7 +240,8 @@ def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
     cut = outcome.cut
     if name not in DENSE:
         return False
-    return axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0))  # contiguous too often
+    # a part of size 1 is contiguous where the whole is not, and would be a view where the whole is a copy
+    return axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0))
 
 
 def local_arguments(frame: Frame, outcome: Outcome) -> tuple[list[tuple[int, Cut]], Any, list[int]] | None:
