@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,17 +102,20 @@ class Signature:
                 found[p.names[0]] = value
         return found
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Bound]]:
-        """The tensors of one call, in the order of the signature."""
-        slots: list[tuple[str, int | str, Any]] = [
-            (self.positional[i] if i < len(self.positional) else f"{self.open_args}[{i - len(self.positional)}]", i, v)
+    def slots(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, int | str, Any]]:
+        """The name, place and value of each argument of one call, in the order of the signature."""
+        positional, last = self.positional, len(self.names)
+        found: list[tuple[str, int | str, Any]] = [
+            (positional[i] if i < len(positional) else f"{self.open_args}[{i - len(positional)}]", i, v)
             for i, v in enumerate(args)
         ]
-        last = len(self.names)
-        slots += [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
+        return found + [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Bound]]:
+        """The tensors of one call, in the order of the signature."""
         bare = iter(self.bare)
         bound: list[Bound] = []
-        for param, slot, value in slots:
+        for param, slot, value in self.slots(args, kwargs):
             if isinstance(value, Tensor):
                 pattern = self.named[param] if param in self.named else next(bare, None)
                 bound.append(Bound(param, slot, value, pattern))
@@ -127,16 +130,28 @@ class Signature:
                     f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
                     + (", nor a list or tuple of tensors" if self.pattern.root else "")
                 )
-            elif isinstance(value, (list, tuple, dict)) and any(
-                isinstance(t, (DTensor, Sharded)) or hasattr(t, "_dsp_sym") for t in tensors_in(value)
-            ):
-                raise NotationError(
-                    f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
-                    "can name it; pass it as an argument of its own"
-                )
+            elif any(isinstance(t, (DTensor, Sharded)) for t in nested(value)):
+                raise self.hidden(param, value)
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
             raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
         return Arguments(args, kwargs), bound
+
+    def nested(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, NotationError]]:
+        """The tensors of one call of a stage that no pattern can name, and an error for each if it is sharded."""
+        for param, _, value in self.slots(args, kwargs):
+            for t in nested(value):
+                yield t, self.hidden(param, value)
+
+    def hidden(self, param: str, value: Any) -> NotationError:
+        return NotationError(
+            f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
+            "can name it; pass it as an argument of its own"
+        )
+
+
+def nested(value: Any) -> list[Tensor]:
+    """The tensors inside a list, tuple or dict."""
+    return tensors_in(value) if isinstance(value, (list, tuple, dict)) else []
 
 
 def listed(value: Any) -> bool:

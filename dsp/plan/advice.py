@@ -157,8 +157,8 @@ class Names:
 
     def of(self, x: Tensor) -> TensorPattern:
         """The dims of a tensor as the trace knows them."""
-        sym = getattr(x, "_dsp_sym", None)
-        known = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
+        sym = self.trace.known.get(id(x))
+        known: dict[str, Any] = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
         found: list[list[str]] = []
         for d, extent in enumerate(x.shape):
             axis, outer = list[str](), 1

@@ -26,19 +26,19 @@ DEPTH = 64  # operations from what is named to where it is smallest
 
 
 class Backwards:
-    """The operations of a record that keep a dim as it is, and the least bytes at which each value can be switched."""
+    """The operations of a draft that keep a dim as it is, and the least bytes at which each value can be switched."""
 
-    def __init__(self, record: Values, taken: Mapping[int, Operation]) -> None:
-        self.record, self.taken = record, taken
-        self.makers = {record.ops[at].outputs[0]: at for at in taken}
+    def __init__(self, draft: Values, taken: Mapping[int, Operation]) -> None:
+        self.draft, self.taken = draft, taken
+        self.makers = {draft.ops[at].outputs[0]: at for at in taken}
         self.known: dict[tuple[int, Cut], float] = {}
 
     def name(self) -> None:
         """Offer each dim that was named late to the earlier operations whose tensors are smaller."""
-        record = self.record
+        draft = self.draft
         for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
-            have = {c.gives[0] for c in record.ops[at].choices}
-            for key, cut in list(record.cuts[v].items()):
+            have = {c.gives[0] for c in draft.ops[at].choices}
+            for key, cut in list(draft.cuts[v].items()):
                 if key not in have and self.least(v, cut) < self.size(v):
                     self.offer(at, key, cut)
 
@@ -48,32 +48,32 @@ class Backwards:
             self.known[v, cut] = own = self.size(v)
             if v in self.makers and depth < DEPTH and (ways := self.operands(self.makers[v], cut)) is not None:
                 before = dict.fromkeys((s.value, c and self.made(s, c)) for s, c in ways)
-                sizes = [self.record.n * self.whole(u) if c is None else self.least(u, c, depth + 1) for u, c in before]
+                sizes = [self.draft.n * self.whole(u) if c is None else self.least(u, c, depth + 1) for u, c in before]
                 self.known[v, cut] = min(own, sum(sizes))
         return self.known[v, cut]
 
     def size(self, v: int) -> int:
         """Bytes of a value; float64 counts as float32: a cast down within a test in float64 saves nothing real."""
-        value = self.record.values[v]
+        value = self.draft.values[v]
         return value.nbytes // value.itemsize * min(value.itemsize, 4)
 
     def whole(self, v: int) -> int:
-        return 0 if self.record.whole[v] else self.size(v)
+        return 0 if self.draft.whole[v] else self.size(v)
 
     def made(self, sym: Sym, cut: Cut) -> Cut:
         """The cut of a value, as it was made, that a view of it shows as `cut`."""
-        record = self.record
+        draft = self.draft
         key = next((k for k, c in sym.cuts.items() if c == cut), None)
         if key is not None:
-            return record.cuts[sym.value][key]
-        return record.spare_cut(sym.value, next(d for d, c in sym.spare.items() if c == cut))
+            return draft.cuts[sym.value][key]
+        return draft.spare_cut(sym.value, next(d for d, c in sym.spare.items() if c == cut))
 
     def operands(self, at: int, cut: Cut) -> list[tuple[Sym, Cut | None]] | None:
         """Operands and their cuts for a result that is cut so; None if the operation does not keep that dim."""
         op, found = self.taken[at], list[tuple[Sym, Cut | None]]()
         out, places = op.outputs[0], dict[int, Cut]()
         for i, t in enumerate(op.tracked):
-            sym = self.record.sym(t)
+            sym = self.draft.sym(t)
             if sym is None:
                 continue
             dim = cut.dim - out.ndim + t.ndim
@@ -90,19 +90,19 @@ class Backwards:
 
     def offer(self, at: int, key: str, cut: Cut) -> None:
         """Add a choice to an operation: its result in a layout that was named since."""
-        record, op = self.record, self.taken[at]
+        draft, op = self.draft, self.taken[at]
         needs: dict[int, str | None] = {}
         for sym, own in self.operands(at, cut) or ():
             if own is not None:
-                record.name_spare(sym, own)
+                draft.name_spare(sym, own)
             need = None if own is None else next(k for k, c in sym.cuts.items() if c == own)
             if needs.setdefault(sym.value, need) != need:
                 return  # two views of one value that lie differently
         if not needs:
             return
-        made = record.ops[at]
+        made = draft.ops[at]
         new = Choice(tuple(needs[v] for v in op.values), (key,))
         like = next((c for c in made.choices if any(c.needs)), made.choices[0])
-        share = made.share(new, record.values, record.n) / made.share(like, record.values, record.n)
+        share = made.share(new, draft.values, draft.n) / made.share(like, draft.values, draft.n)
         new = replace(new, work=int(like.work * share), saved=int(like.saved * share))
-        record.ops[at] = replace(made, choices=(*made.choices, new))
+        draft.ops[at] = replace(made, choices=(*made.choices, new))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.methods import CommBytes
+from dsp.plan.record import Record
 from dsp.planner import Op, Value
 from dsp.stages import Option
 
@@ -19,13 +20,12 @@ class Sym:
     """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor.
 
     `spare` is the same for dims that nobody named, by their place in the tensor that the value was made as: channels or
-    heads. An operation that needs one makes it a layout of the value (`Recorder.name_spare`).
+    heads. An operation that needs one makes it a layout of the value (`Values.name_spare`).
     """
 
     value: int
     cuts: dict[str, Cut]
     spare: dict[int, Cut] = field(default_factory=dict)
-    of: Any = None  # the record whose value it is
 
 
 class Passing(NamedTuple):
@@ -105,9 +105,12 @@ class Trace:
     saves: dict[int, float] | None = None  # per activation checkpoint: the last event that saves, if that is known
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
+    known: dict[int, Sym] = field(default_factory=dict)  # the tracked tensors among their arguments, by id
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
     left: list[Tensor] = field(default_factory=list)  # sharded tensors of earlier calls that the forward met
     compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled
+    tracked: dict[int, Sym] = field(default_factory=dict)  # by the number of a tensor in the record
+    record: Record | None = None
     reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
 
     def forwards(self, event: Event) -> int:

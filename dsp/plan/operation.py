@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.plan.events import Sym
+from dsp.plan.record import OperationNode, Ref
 from dsp.planner import Choice, Extent, Layout
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.sources import EXPANDED
-from dsp.tensors import memory
 
 Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
 
 
 @dataclass
 class Operation:
-    """One operation of glue as it ran on `n` ranks' behalf: its tensor arguments, what is known of each, its results.
+    """An operation of a record on behalf of `n` ranks, with what is known of its operands."""
 
-    written: it wrote in place, into its first operand.
-    """
-
-    index: int
-    name: str
-    args: Any
-    kwargs: Any
+    node: OperationNode
     n: int
-    written: bool
-    tracked: list[Tensor]
     syms: list[Sym | None]
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Ref] = field(default_factory=list)
     brought: dict[tuple[int, str], Cut | None] = field(default_factory=dict)
-    alone: Callable[[], None] | None = None  # of new zeros: counts them as whole
+    alone: OperationNode | None = None  # of new zeros: what costs something where they are whole
+
+    @property
+    def index(self) -> int:
+        return self.node.index
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def written(self) -> bool:
+        """Tell whether it wrote in place, into its first operand."""
+        return self.node.in_place
+
+    @property
+    def tracked(self) -> list[Ref]:
+        return self.node.operands
 
     @cached_property
     def values(self) -> list[int]:
@@ -56,13 +62,13 @@ class Operation:
     def largest(self) -> int:
         """Bytes of the largest tensor that it makes, or writes; of a view none."""
         made = self.tracked[:1] if self.written else self.outputs
-        known = () if self.written else [memory(t) for t in self.tracked]
-        return max((t.numel() * t.element_size() for t in made if memory(t) not in known), default=0)
+        known = () if self.written else [t.memory for t in self.tracked]
+        return max((t.nbytes for t in made if t.memory not in known), default=0)
 
     def frame(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
         operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
-        return Frame(self.name, *replaced(self.args, self.kwargs, operands), self.n, apart=apart)
+        return Frame(self.name, *replaced(self.node.args, self.node.kwargs, operands), self.n, apart=apart)
 
     def outcome(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Outcome | GlueError:
         try:
@@ -104,7 +110,7 @@ class Offers:
     refusal: GlueError | None = None
     through: bool = False  # whether a dim gets through as it is, that is neither batch nor joined of pieces
 
-    def sizes_of(self, t: Tensor) -> dict[str, Extent]:
+    def sizes_of(self, t: Ref) -> dict[str, Extent]:
         own = {key: cut.extent(t.shape[cut.dim]) for key, cut in self.cuts.items() if key in self.resized}
         return self.sizes | own
 

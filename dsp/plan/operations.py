@@ -7,23 +7,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import add
-from typing import Any
-
-from torch import Tensor
 
 from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Execution, Passing, Sym
 from dsp.plan.names import letters_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Offers, Operation
+from dsp.plan.record import OperationNode, Record, Ref
 from dsp.plan.values import Values, apart_from, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.private import base_of, compiled_callers
-from dsp.rules import SOURCES, GlueError, Outcome, source_cuts, tensor_args
-from dsp.rules.flex import OWN
+from dsp.rules import SOURCES, GlueError, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
-from dsp.tensors import edge, memory, overwritten, tensors_in
 
 # they return their argument where there is nothing to do
 SAME = frozenset(
@@ -38,48 +33,43 @@ COMBOS = 256  # tried of an operation; where there are more, all its values lie 
 
 
 class Operations(Values):
-    """Records operations of glue."""
+    """Offers the choices of operations between stages."""
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
-        super().__init__(n, root_sizes)
-        self.real = True  # whether the tensors have data
+    def __init__(self, record: Record, longest: int = 0) -> None:
+        super().__init__(record, longest)
         self.copies: set[int] = set()
         self.same: set[int] = set()
         self.fresh: set[int] = set()
-        self.names: list[str] = []  # of all glue operations
+        self.names: list[str] = []  # of all operations
         self.spare: set[int] = set()  # those of them that no value enters
         self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
         self.taken: dict[int, Operation] = {}  # by op: those that make one value anew
+        self.filled: dict[int, Operation] = {}  # by number: new zeros with which nothing was done yet
 
-    def record(self, index: int, name: str, args: Any, kwargs: Any, out: Any, written: bool) -> None:
-        """Glue operation number `index`; `written`: in place, into its first operand."""
+    def operation(self, node: OperationNode) -> None:
+        """One operation between stages."""
+        name, written, tracked = node.name, node.in_place, node.operands
         self.names.append(name)
-        tracked = tensor_args(args, kwargs)
         self.meet(tracked, written)
-        op = Operation(index, name, args, kwargs, self.n, written, tracked, [self.sym(t) for t in tracked])
+        op = Operation(node, self.n, [self.sym(t) for t in tracked])
         if written and tracked and (edges := self.edges_of(tracked[0], op.syms[0])) is not None:
-            edges.add(overwritten(tracked[0]))
+            edges.add(node.overwritten)
         if not op.values:
-            self.spare.add(index)
+            self.spare.add(node.index)
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
-            self.note_compiled()
-            if name in SAME and out is tracked[0] and not draws(name, args, kwargs):
-                self.same.add(index)
-            elif out is not NotImplemented:  # x == "a" is False, says Python then
-                self.glue(op, out)
-        elif name in FILLED and isinstance(out, Tensor):
-            out._dsp_fresh = op  # type: ignore[attr-defined]
-        elif name in SOURCES and tracked and isinstance(out, Tensor):
-            self.source(op, out, {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
+            self.compiled |= dict.fromkeys(node.compiled)
+            itself = node.returned == "tensor" and node.results[0].number == tracked[0].number
+            if name in SAME and itself and not draws(name, node.args, node.kwargs):
+                self.same.add(node.index)
+            elif node.returned != "unsupported":
+                self.glue(op)
+        elif name in FILLED and node.returned == "tensor":
+            self.filled[node.results[0].number] = op
+        elif name in SOURCES and tracked and node.returned == "tensor":
+            self.source(op, node.results[0], {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
 
-    def note_compiled(self) -> None:
-        """Note what torch.compile was given between stages: it is followed there, uncompiled, and a plan says so."""
-        for f in compiled_callers():
-            own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
-            self.compiled["" if own else getattr(f, "__qualname__", type(f).__name__)] = None
-
-    def sharded(self, t: Tensor) -> bool:
+    def sharded(self, t: Ref) -> bool:
         """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one.
 
         One that was stretched from whole ones, a mask as a rule, is not: from there on it stays whole.
@@ -99,17 +89,21 @@ class Operations(Values):
         before = [self.of_whole(v) for v in self.ops[made].inputs]
         return None if None in before else {made}.union(*filter(None, before))
 
-    def meet(self, tensors: Sequence[Tensor], written: bool = False) -> None:
+    def meet(self, tensors: Sequence[Ref], written: bool = False) -> None:
         """The first thing that is done with new zeros: what is sharded is written into them, or they are whole."""
         for i, t in enumerate(tensors):
-            if (made := t.__dict__.pop("_dsp_fresh", None)) is None:
+            if (made := self.filled.pop(t.number, None)) is None:
                 continue
             if i == 0 and written and any(self.sym(other) is not None for other in tensors):
-                self.source(made, t, self.filled(t))
+                self.source(made, t, self.cuts_of_filled(t))
             elif made.alone is not None:
-                made.alone()
+                self.add_whole(made.alone)
 
-    def source(self, op: Operation, out: Tensor, cuts: dict[str, Cut]) -> None:
+    def add_whole(self, node: OperationNode) -> None:
+        """An operation on tensors that no plan shards."""
+        raise NotImplementedError
+
+    def source(self, op: Operation, out: Ref, cuts: dict[str, Cut]) -> None:
         """A whole tensor is stretched, or one filled with a number: each rank may make its part alone."""
         if not cuts:
             return
@@ -121,24 +115,23 @@ class Operations(Values):
             self.values[value] = replace(self.values[value], fixed=True)
         choices = [Choice((), (k,), rank=int(is_batch(k)), way=Execution(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
-        self.add(made, Event("source", op.index, op.name))
+        self.add(made, Event("source", op.index, op.name), op.node)
         self.spare.discard(op.index)
 
-    def glue(self, op: Operation, out: Any) -> None:
-        op.outputs = tensors_in(out)
-        if op.name in DENSE and memory(op.outputs[0]) != memory(op.tracked[0]):
+    def glue(self, op: Operation) -> None:
+        op.outputs = [*op.node.results]
+        if op.name in DENSE and op.outputs[0].memory != op.tracked[0].memory:
             self.fresh.add(op.index)
         if not op.outputs and op.written and op.syms[0] is not None:
             op.outputs = [op.tracked[0]]  # x[...] = y
         if not op.outputs and not op.written:
-            # nothing, taken apart, is nothing
-            if not (out is None or (isinstance(out, (tuple, list)) and not out) or op.name in ("__setattr__", "set")):
+            if op.node.returned != "nothing" and op.name not in ("__setattr__", "set"):
                 self.reads(op)
             return
-        if op.kwargs.get("out") is not None:
+        if op.node.kwargs.get("out") is not None:
             raise op.frame({}).refuse("out= has no rule for a sharded tensor")
         if op.written and op.syms[0] is not None:
-            if (how := self.folded.get(memory(op.tracked[0]))) is not None:
+            if (how := self.folded.get(op.tracked[0].memory)) is not None:
                 raise op.unfolded(how)
             self.fix(op.tracked[0], op.syms[0].value)
         if op.name in FOLDS:
@@ -158,14 +151,14 @@ class Operations(Values):
 
     def reads(self, op: Operation) -> None:
         """It makes numbers of sharded tensors."""
-        if not self.real:
+        if not self.record.data:
             raise GlueError(
                 f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
                 "whole inputs"
             )
         # the run finds them whole
         event = Event("glue", op.index, op.name, operands=op.syms)
-        self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event)
+        self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event, op.node)
 
     def found(self, op: Operation) -> Offers:
         """The ways in which an operation may run."""
@@ -210,9 +203,10 @@ class Operations(Values):
                 self.name_spare(s)
         return self.ways(op, lambda v: True)
 
-    def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
+    def is_view(self, out: Ref, x: Ref, viewed: bool) -> bool:
         """Tell whether what looks like a view (by its rule, if `viewed`) is one."""
-        return viewed or memory(out) == memory(x)  # on shards none can tell: the next rank may see it otherwise
+        # on shards none can tell: the next rank may see it otherwise
+        return (viewed and self.record.data) or out.memory == x.memory
 
     def torn(self, op: Operation) -> bool:
         """Tell whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
@@ -248,18 +242,18 @@ class Operations(Values):
                 produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
                 if op.stretches:
                     self.stretched.add(produced[-1])
-                if op.written and base_of(t) is not None:  # what is used later may be another view of what was written
-                    self.edges[produced[-1]].add(edge(base_of(t)))
+                if op.node.base is not None:  # what is used later may be another view of what was written
+                    self.edges[produced[-1]].add(op.node.base)
         else:
             for t in op.outputs:
-                if hasattr(t, "_dsp_sym"):
-                    del t._dsp_sym
+                self.tracked.pop(t.number, None)
             choices = [replace(c, gives=(), rank=0) for c in choices]
-        if len(produced) == 1 and not (self.real or op.written or op.name in PRODUCTS):
+        if len(produced) == 1 and not (self.record.data or op.written or op.name in PRODUCTS):
             self.taken[len(self.ops)] = op
         grad = (op.outputs or op.tracked)[0].requires_grad
         event = Event("glue", op.index, op.name, operands=op.syms, grad=grad, largest=op.largest, written=op.written)
-        self.add(Op(op.name, tuple(op.values), tuple(produced), tuple(choices)), event, op.outputs or op.tracked[:1])
+        made = Op(op.name, tuple(op.values), tuple(produced), tuple(choices))
+        self.add(made, event, op.node, op.outputs or op.tracked[:1])
 
     # --- the ways of an operation ---
 
@@ -311,7 +305,7 @@ class Operations(Values):
         if outcome.rows or outcome.sizes or outcome.cut.joined:
             found.resized.add(key)
         if outcome.rows:
-            copied = not op.written and any(memory(op.outputs[0]) == memory(op.tracked[i]) for i in outcome.rows)
+            copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
@@ -360,7 +354,7 @@ class Operations(Values):
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
-    def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Tensor]) -> None:
+    def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
         found.view = False
         found.choices.append(Choice((None,) * len(op.values), (None,) * len(outputs)))

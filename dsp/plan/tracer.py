@@ -1,11 +1,10 @@
-"""Follows a forward on fake tensors: records its stages and glue, and measures what they take."""
+"""Follows a forward on fake tensors: tells a recorder of its stages and operations, and measures what they take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,43 +13,31 @@ from torch.distributed.tensor import DTensor
 
 from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
-from dsp.plan.events import Event
 from dsp.plan.meter import Meter
 from dsp.plan.places import FlexCall, refuse_places, seen
-from dsp.plan.recorder import Measured, Recorder, Saver
+from dsp.plan.record import Cost, Measured, Recorder
 from dsp.plan.skeleton import checkpointed
-from dsp.planner import Choice, Op
 from dsp.private import storage_id
-from dsp.rules import tensor_args
-from dsp.rules.between import Between
-from dsp.rules.flex import flex_attention, refuse_reading, rehearsed
+from dsp.rules.between import Between, suspects, unrunnable
+from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable
 from dsp.rules.functions import BY_NUMBER, Traits, traits
-from dsp.rules.sources import FILLED
 from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
-from dsp.tensors import edge, map_tensors, tensors_in
+from dsp.tensors import map_tensors, tensors_in
 from dsp.text import Moving
 
 LEFT = (Sharded, DTensor)  # by earlier calls
-SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
 
 
-class Longer(BaseException):
-    """A tensor is so long that others before it are short: they may run whole. No model may catch this."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.nbytes = nbytes
-
-
-class Tracer(Recorder, Between):
-    """Records a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
+class Tracer(Between):
+    """Follows a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
-        super().__init__(n, root_sizes)
-        self.recompute, self.real = recompute, real
-        self.savers: list[Saver] = []
-        self.restarts = False
+        super().__init__()
+        self.recorder = Recorder(n, root_sizes, real)
+        self.record = self.recorder.record
+        self.record.measured = True
+        self.n, self.recompute, self.real = n, recompute, real
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
         self.depth = 0
         self.watch = Meter()
@@ -70,65 +57,45 @@ class Tracer(Recorder, Between):
         return rehearsed(*args, **kwargs)
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
-        if not self.real and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
-            args, kwargs = self.standing((args, kwargs))
-        super().refuse_unrunnable(what, args, kwargs)
+        args, kwargs = self.standing(args, kwargs)
+        self.recorder.reads(suspects(what, args, kwargs), unrunnable(what))
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
-        self.random_glue |= self.watch.random
+        self.record.random |= self.watch.random
         return made
 
     def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        if what.name in ("stride", "is_contiguous") and args and hasattr(args[0], "_dsp_sym"):
+        if what.name in ("stride", "is_contiguous") and args and self.recorder.follows(args[0]):
             return laid_out(args[0].shape, what.name, *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
-        name = what.name
-        if not self.real and any(isinstance(t, LEFT) for t in tensor_args(args, kwargs)):
-            args, kwargs = self.standing((args, kwargs))
-        if name in BY_NUMBER and not self.real:
-            raise NotImplementedError(f"{name}_() on a tensor without data")  # where torch crashes
+        args, kwargs = self.standing(args, kwargs)
+        if what.name in BY_NUMBER and not self.real:
+            raise NotImplementedError(f"{what.name}_() on a tensor without data")  # where torch crashes
         call: Any = func
         if func is flex_attention:
             call = rehearsed
-            refuse_reading(args[3:], self.sharded)
-        index = len(self.names)
-        self.line.say(f"{index} operations")
+            self.recorder.reads(captured_by(args[3:]), unreadable())
+        self.line.say(f"{self.recorder.operations} operations")
         self.watch.restart()
-        region, kept = self.region(), list[Tensor]()
+        kept = list[Tensor]()
         with saving(kept):
             out = call(*args, **kwargs)
-        watch, before = self.watch, len(self.ops)
-        self.random_glue |= watch.random
-        flops, touched, largest = watch.flops, sum(watch.touched), watch.largest
-        self.record(index, name, args, kwargs, out, what.in_place)
-        if region is not None and kept:  # an op that is no event comes after the one before
-            own = len(self.events) > before
-            ends = None if own or what.in_place else {edge(t) for t in tensors_in(out)}
-            self.savers.append(Saver(region, before, own, ends))
-        saved = self.keep(kept) if region is None else 0
-        if len(self.ops) == before and (flops or touched):
-            grad = any(t.requires_grad for t in tensors_in(out))
-            event = Event("whole", index, name, grad=grad, memory=(watch.peak, saved), module=self.inside[-1])
-            event.flops, event.touched, event.largest = flops, (touched, 0), largest
-            if name in FILLED:  # perhaps, if nothing sharded is written into them
-                out._dsp_fresh.alone = partial(self.add_whole, event, [out])
-            else:
-                self.add_whole(event, tensors_in(out))
-        elif len(self.ops) > before:
-            event, op = self.events[-1], self.ops[-1]
-            event.flops, event.touched, event.module = flops, (touched, 0), self.inside[-1]
-            event.largest = max(event.largest, largest)
-            if saved:
-                parts = [replace(c, saved=int(saved * op.share(c, self.values, self.n))) for c in op.choices]
-                self.ops[-1] = replace(op, choices=tuple(parts))
+        watch, apart = self.watch, self.recorder.region() is None
+        self.record.random |= watch.random
+        saved = self.keep(kept) if apart else 0  # what a checkpoint saves is let go of
+        cost = Cost(watch.flops, sum(watch.touched), watch.largest, watch.peak, saved, bool(kept))
+        self.recorder.operation(what.name, args, kwargs, out, what.in_place, cost)
         return out
 
-    def standing(self, value: Any) -> Any:
+    def standing(self, args: Any, kwargs: Any) -> Any:
         """The same arguments with a tensor without data for each sharded one that an earlier call left, in a cache."""
-        return map_tensors(value, [self.stand_in(t) if isinstance(t, LEFT) else t for t in tensors_in(value)])
+        tensors = () if self.real else tensors_in((args, kwargs))
+        if not any(isinstance(t, LEFT) for t in tensors):
+            return args, kwargs
+        return map_tensors((args, kwargs), [self.stand_in(t) if isinstance(t, LEFT) else t for t in tensors])
 
     def stand_in(self, t: Sharded | DTensor) -> Tensor:
         if id(t) not in self.left:
@@ -136,32 +103,8 @@ class Tracer(Recorder, Between):
                 return t
             made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             self.left[id(t)] = t, made.requires_grad_(t.requires_grad)
-            self.kept_value(made, cut)
+            self.recorder.left(made, cut)
         return self.left[id(t)][1]
-
-    def add_whole(self, event: Event, outputs: Sequence[Tensor]) -> None:
-        """An operation on tensors that no plan shards: one op with those before it in the same module."""
-        last = self.events[-1] if self.events else None
-        if (
-            last is None
-            or any(getattr(last, what) != getattr(event, what) for what in ("kind", "module", "grad"))
-            or last.region != self.region()
-        ):
-            self.add(Op(event.name, (), (), (Choice((), (), saved=event.memory[1]),)), event, outputs)
-            return
-        self.made[-1] += [{edge(t)} for t in outputs]
-        last.flops, last.largest = last.flops + event.flops, max(last.largest, event.largest)
-        last.touched = (last.touched[0] + event.touched[0], 0)
-        work, saved = max(last.memory[0], event.memory[0]), last.memory[1] + event.memory[1]
-        if event.memory[0] > last.memory[0]:
-            last.name = event.name
-        last.memory = work, saved
-        self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=saved),))
-
-    def grow(self, nbytes: int) -> None:
-        super().grow(nbytes)
-        if self.restarts and SHORT * self.n * self.held <= self.longest:
-            raise Longer(self.longest)
 
     def keep(self, kept: list[Tensor]) -> int:
         """Bytes that were not kept for backward before; parameters are there anyway."""
@@ -172,15 +115,14 @@ class Tracer(Recorder, Between):
     def enter_module(self, path: str, args: Any, kwargs: Any) -> None:
         if not self.asleep:
             self.inside.append(path)
+            self.recorder.module = path
             if not self.real:
                 self.entered.setdefault(path, (args, kwargs))
 
     def leave_module(self) -> None:
         if not self.asleep:
             self.inside.pop()
-
-    def is_view(self, out: Tensor, x: Tensor, viewed: bool) -> bool:
-        return super().is_view(out, x, viewed and self.real)  # a run that is recorded cannot tell
+            self.recorder.module = self.inside[-1]
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Measured]:
         """A stage ran; what is measured of it will do for its twins."""
@@ -194,9 +136,8 @@ class Tracer(Recorder, Between):
         self.depth += 1
         if self.asleep:
             return None  # called by another stage: part of it
-        if any(isinstance(t, LEFT) for t in tensors_in((args, kwargs))):
-            args, kwargs = self.standing((args, kwargs))
-        self.enter_stage(stage, args, kwargs)
+        args, kwargs = self.standing(args, kwargs)
+        self.recorder.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
         self.now, self.attended = [], []
         self.sends: dict[str | None, CommBytes] = {}
@@ -208,7 +149,8 @@ class Tracer(Recorder, Between):
 
     def look_at_places(self) -> None:
         """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
-        stage, _, _, options = self.pending
+        node = self.recorder.pending[0]
+        stage, options = node.stage, node.options
         now, whole = self.now, self.attended
 
         def run(args: Any, kwargs: Any) -> list[FlexCall]:
@@ -225,9 +167,9 @@ class Tracer(Recorder, Between):
 
     def enter_inside(self, inside: StageMethod, args: Any, kwargs: Any) -> None:
         if self.asleep:
-            _, _, sizes, options = self.pending
-            for option in options:
-                more = inside.sends(args, kwargs, option.name, sizes, self.n)
+            node = self.recorder.pending[0]
+            for option in node.options:
+                more = inside.sends(args, kwargs, option.name, node.sizes, self.n)
                 self.sends[option.name] = self.sends.get(option.name, CommBytes()) + more
             self.watch.inside += 1
 
@@ -247,25 +189,23 @@ class Tracer(Recorder, Between):
             return
         self.saving.__exit__(None, None, None)
         self.asleep = False
-        region, stage = self.region(), self.pending[0]
+        region, stage = self.recorder.region(), self.recorder.pending[0].stage
         own = checkpointed(stage.module.__dict__.get("forward"))
         again = own or self.recompute or region is not None
-        first = region is None or all(event.region != region for event in self.events)
         if not self.now:
             saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
             self.now.append(Measured(*found, bool(self.saved), self.sends))
         [measured] = self.now
-        if (measured.keeps or (own and torch.is_grad_enabled())) and region is not None:
-            self.savers.append(Saver(region, len(self.events), True))
+        graded = torch.is_grad_enabled()
+        saves = measured.keeps or (own and graded)
         if again:
             measured = replace(measured, saved=0)
         if self.attended and not stage.inside and stage.around is None:
             self.look_at_places()
         del self.given
-        self.leave_stage(output, measured, keeps_inputs=again and (first or own) and torch.is_grad_enabled())
-        self.events[-1].own = own
+        self.recorder.leave_stage(output, measured, own, again and graded, saves)
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -11,7 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,19 @@ from torch import Tensor, nn
 from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.notation import StagePattern
+from dsp.plan.choices import refuse, trace_of
 from dsp.plan.events import Trace
 from dsp.plan.precision import Casts, Precision
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.stage_cache import alike, fingerprint, once
-from dsp.plan.tracer import SHORT, Longer, Tracer
+from dsp.plan.tracer import Tracer
 from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
 from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, clean
-from dsp.tensors import edge, remade, tensors_in
+from dsp.tensors import remade, tensors_in
 from dsp.world import World
-
-AGAIN = 4  # times that a trace starts again because a tensor is longer than all before it
-
 
 KEPT = (
     "met a tensor without data: something that outlives a call, and that no attribute, closure, global name or "
@@ -90,21 +88,19 @@ def trace(
 
     how: see `How`.
     """
-    longest, found, real = 0, None, how.get("real", False)
+    found, real = None, how.get("real", False)
     own = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
-    for again in range(AGAIN, -1, -1):
+    for again in (True, False):
         loaded = compiler_loaded()
         try:
             with World(model, args, kwargs, data=real, own=own):
                 with Rehearsal(model, stages, How(**how)) as rehearsal:
-                    found = rehearsal.run(root, args, kwargs, n, (longest, bool(again)))
+                    found = rehearsal.run(root, args, kwargs, n)
             break
         except Casts:
             return trace(model, stages, root, args, kwargs, n, **{**how, "mixed": False})
-        except Longer as longer:  # what is long beside that is known only now
-            longest = longer.nbytes // SHORT
         except Exception as error:
-            if loaded or type(error).__module__ != COMPILERS_OWN:
+            if loaded or type(error).__module__ != COMPILERS_OWN or not again:
                 raise
             # the forward itself loaded the compiler, which is put aside from now on
     if found is None:  # a stage that writes to itself: what it does may depend on how often it ran
@@ -178,19 +174,14 @@ class Rehearsal:
         """The state that shows whether stages wrote to themselves."""
         return [fingerprint(self.memo[id(group[0])]) for group in self.groups]
 
-    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int, longest: tuple[int, bool]) -> Trace | None:
-        """The record of a call with such inputs; None if stages that count as alike turned out not to be.
-
-        longest: bytes beside which a tensor is long or not until there is a longer one, and whether to raise `Longer`
-        where that misled.
-        """
+    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
+        """The record of a call with such inputs; None if stages that count as alike turned out not to be."""
         how = self.how
         # what an earlier call left in a cache lies as it left it: the tracer has a stand-in for it
         args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
         tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
-        tracer.longest, tracer.restarts = longest[0], longest[1] and not how.real
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
-        tracer.root_inputs(bound, how.given or {})
+        tracer.recorder.root_inputs(bound)
         tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
         handles, before = self.hooks(tracer), self.marks()
         once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
@@ -202,17 +193,24 @@ class Rehearsal:
                 warnings.catch_warnings(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")  # what the model has to say it says when it runs
-                tracer.root_outputs(self.clone(*args, **kwargs), how.gather_output)
+                output = self.clone(*args, **kwargs)
+            tracer.recorder.root_outputs(output)
+        except Exception:
+            refuse(tracer.record, how.given)  # what stumbled may have come of what is refused
+            raise
         finally:
             tracer.abandon()
             for handle in handles:
                 handle.remove()
         if before != self.marks():
             return None
+        found = trace_of(tracer.record, how.given, how.gather_output, self.resident())
         declared = {id(b.tensor) for b in bound if b.pattern is not None}
-        found = tracer.trace(self.resident())
-        whole = [t for t in tensors_in((args, kwargs)) if edge(t) in tracer.reached and id(t) not in declared]
-        whole_grads = [t.numel() * t.element_size() for t in whole]
-        unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
-        found = replace(found, recompute=how.recompute, entered=tracer.entered, whole_grads=whole_grads)
-        return replace(found, unnamed=unnamed, left=[t for t, _ in tracer.left.values()])
+        whole = [t for t in tensors_in((args, kwargs)) if id(t) not in declared and tracer.recorder.asks(t)]
+        found.recompute, found.entered = how.recompute, tracer.entered
+        met = ((id(t), tracer.recorder.number(t)) for t in tensors_in(list(tracer.entered.values())))
+        found.known = {key: found.tracked[number] for key, number in met if number in found.tracked}
+        found.whole_grads = [t.nbytes for t in whole]
+        found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
+        found.left = [t for t, _ in tracer.left.values()]
+        return found

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from dsp.layout import Cut, separable
-from dsp.lines import line_now
 from dsp.notation import BATCH_NAMES
 from dsp.plan.events import Event, Sym
+from dsp.plan.record import Node, Record, Ref
 from dsp.planner import Extent, Op, Value
-from dsp.private import StorageWeakRef, base_of, checkpoint_frame
-from dsp.tensors import edge, memory
+
+Edges = set[int | None]  # numbers of where autograd takes a gradient: of what takes none, None
 
 
 def is_batch(key: str) -> bool:
@@ -27,33 +23,32 @@ def is_batch(key: str) -> bool:
 class Values:
     """Every tensor that may be sharded as a value, with each dim that it may be sharded along."""
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int]) -> None:
-        super().__init__()
-        self.n, self.root_sizes = n, dict(root_sizes)
-        self.token = object()  # tells what is tracked here from what an earlier record left on a tensor
+    def __init__(self, record: Record, longest: int = 0) -> None:
+        self.record, self.n, self.root_sizes = record, record.n, record.root_sizes
+        root_sizes = record.root_sizes
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
         self.batch_name = next(filter(is_batch, root_sizes), "")
         self.values: list[Value] = []
-        self.edges: list[set[Any]] = []  # of autograd, for each value: a write in place may add another
-        self.made: list[list[set[Any]]] = []  # likewise, for the outputs of each op
-        self.untracked: dict[int, tuple[weakref.ref[Tensor], set[Any]]] = {}  # of outputs that are no values, by id
+        self.edges: list[Edges] = []  # of autograd, for each value: a write in place may add another
+        self.made: list[list[Edges]] = []  # likewise, for the outputs of each op
+        self.untracked: dict[int, Edges] = {}  # of outputs that are no values, by number
         self.syms: list[Sym] = []
+        self.tracked: dict[int, Sym] = {}  # by the number of a tensor
         self.cuts: list[dict[str, Cut]] = []
         self.shapes: list[tuple[int, ...]] = []
         self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
-        self.sharing: dict[StorageWeakRef, set[int]] = {}  # the values that live in one memory
+        self.sharing: dict[int, set[int]] = {}  # the values that live in one memory
         self.viewed: set[int] = set()  # values of which there are views
-        self.folded: dict[StorageWeakRef, str] = {}  # by memory, what made a view of it that on parts may be a copy
+        self.folded: dict[int, str] = {}  # by memory, what made a view of it that on parts may be a copy
         self.stretched: set[int] = set()  # values that are shorter ones, expanded
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
-        self.longest = 0  # bytes of the longest value so far, or of the longest at all, where that is known
+        self.longest = longest  # bytes of the longest value so far, or of one that is known to come
         self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
-        self.frames: list[Any] = []  # the activation checkpoints
 
     def value(
-        self, t: Tensor, name: str, sizes: Mapping[str, Extent], cuts: dict[str, Cut], whole: bool,
+        self, t: Ref, name: str, sizes: Mapping[str, Extent], cuts: dict[str, Cut], whole: bool,
         letters: Sequence[str],
     ) -> int:  # fmt: skip
         """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded; `letters`:
@@ -61,13 +56,13 @@ class Values:
         self.grow(t.numel() * t.element_size())
         dims = tuple((k, sizes[k]) for k in cuts)
         self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
-        self.edges.append({edge(t)})
+        self.edges.append({t.edge})
         self.cuts.append(dict(cuts))
         self.shapes.append(tuple(t.shape))
         self.letters.append(letters)
         self.whole.append(whole)
         index = len(self.values) - 1
-        self.sharing.setdefault(memory(t), set()).add(index)
+        self.sharing.setdefault(t.memory, set()).add(index)
         named = {c.dim for c in cuts.values()}
         fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
         spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.folds}
@@ -77,14 +72,14 @@ class Values:
     def grow(self, nbytes: int) -> None:
         self.longest = max(self.longest, nbytes)
 
-    def long(self, tensors: Iterable[Tensor]) -> bool:
+    def long(self, tensors: Iterable[Ref]) -> bool:
         """Tell whether one of them is longer than a rank's share of the longest."""
         nbytes = max(t.numel() * t.element_size() for t in tensors)
         if self.n * nbytes > self.longest:
             self.held = min(self.held, nbytes)
         return self.n * nbytes > self.longest
 
-    def filled(self, t: Tensor) -> dict[str, Cut]:
+    def cuts_of_filled(self, t: Ref) -> dict[str, Cut]:
         """The dims that new zeros may be sharded along."""
         cuts = {f"dim{d}": Cut(d) for d, size in enumerate(t.shape) if size > 1}
         if self.batch > 1 and "dim0" in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
@@ -92,23 +87,20 @@ class Values:
             cuts |= {self.batch_name: Cut(0)} if t.shape[0] == self.batch else {"dim0": Cut(0, self.batch)}
         return cuts
 
-    def kept_value(self, t: Tensor, cut: Cut) -> None:
+    def left_value(self, t: Ref, cut: Cut) -> None:
         """Track a tensor that an earlier call left, and lies as it left it."""
         key = f"dim{cut.dim}"
         index = self.value(t, "kept", {key: cut.extent(t.shape[cut.dim])}, {key: cut}, False, [""] * t.ndim)
         self.values[index] = replace(self.values[index], home=(key,))
         self.viewed.add(index)  # others may hold it, or a view
 
-    def track(self, t: Tensor, sym: Sym) -> None:
-        sym.of = self.token
+    def track(self, t: Ref, sym: Sym) -> None:
         self.syms.append(sym)
-        t._dsp_sym = sym  # type: ignore[attr-defined]
+        self.tracked[t.number] = sym
 
-    def sym(self, t: Tensor) -> Sym | None:
-        """The record of a tensor, with the dims of its value that another use has named since."""
-        found: Sym | None = getattr(t, "_dsp_sym", None)
-        if found is not None and found.of is not self.token:
-            return None  # of an earlier call
+    def sym(self, t: Ref) -> Sym | None:
+        """The layouts of a tensor, with the dims of its value that another use has named since."""
+        found = self.tracked.get(t.number)
         if found is not None:
             known = {cut: key for key, cut in self.cuts[found.value].items()}
             for d in list(found.spare):
@@ -142,7 +134,7 @@ class Values:
             known[key] = base
             sym.cuts[key] = cut
 
-    def align(self, tracked: Sequence[Tensor], syms: Sequence[Sym | None]) -> None:
+    def align(self, tracked: Sequence[Ref], syms: Sequence[Sym | None]) -> None:
         """Let each operand be sharded along what another one may be, where their dims meet."""
         known = {
             (c.dim - t.ndim, c.outer, t.shape[c.dim])
@@ -154,54 +146,44 @@ class Values:
                 if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
                     self.name_spare(s, cut)  # type: ignore[arg-type]
 
-    def fix(self, t: Tensor, value: int) -> None:
+    def fix(self, t: Ref, value: int) -> None:
         """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
-        kin = self.sharing.get(memory(t), set()) | {value}
+        kin = self.sharing.get(t.memory, set()) | {value}
         if len(kin) > 1 or value in self.viewed:
             for v in kin:
                 self.values[v] = replace(self.values[v], fixed=True)
 
-    def fold(self, name: str, out: Tensor, x: Tensor) -> None:
+    def fold(self, name: str, out: Ref, x: Ref) -> None:
         """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
-        if memory(out) == memory(x) and not (x if base_of(x) is None else base_of(x)).is_contiguous():
-            self.folded.setdefault(memory(x), name)
+        if out.memory == x.memory and not x.dense:
+            self.folded.setdefault(x.memory, name)
 
-    def used(self, tensors: Iterable[Tensor], syms: Iterable[Sym | None]) -> None:
+    def used(self, tensors: Iterable[Ref], syms: Iterable[Sym | None]) -> None:
         """If they were written in place, a gradient comes to them another way since."""
         for t, s in zip(tensors, syms):
             if s is not None:
-                self.edges[s.value].add(edge(t))
+                self.edges[s.value].add(t.edge)
 
-    def edges_of(self, t: Tensor, sym: Sym | None) -> set[Any] | None:
+    def edges_of(self, t: Ref, sym: Sym | None) -> Edges | None:
         """Where a gradient comes to a value, or to what is none, for all ranks have the whole."""
-        if sym is not None:
-            return self.edges[sym.value]
-        made, edges = self.untracked.get(id(t), (None, None))
-        return edges if made is not None and made() is t else None
+        return self.edges[sym.value] if sym is not None else self.untracked.get(t.number)
 
     def apart(self, v: int) -> frozenset[frozenset[str]]:
         """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
         pairs = itertools.combinations(self.cuts[v].items(), 2)
         return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
 
-    def add(self, op: Op, event: Event, outputs: Sequence[Tensor] = ()) -> None:
-        event.region, event.line = self.region(), "" if event.kind == "output" else line_now()
+    def add(self, op: Op, event: Event, node: Node | None, outputs: Sequence[Ref] = ()) -> None:
+        if node is not None:
+            event.region, event.line = node.region, node.line
+            event.module = node.module if event.kind != "stage" else ""
         made = [self.edges[v] for v in op.outputs]
         if not made:
-            made = [{edge(t)} for t in outputs]
-            self.untracked.update({id(t): (weakref.ref(t), edges) for t, edges in zip(outputs, made)})
+            made = [{t.edge} for t in outputs]
+            self.untracked.update({t.number: edges for t, edges in zip(outputs, made)})
         self.made.append(made)
         self.ops.append(op)
         self.events.append(event)
-
-    def region(self) -> int | None:
-        """The number of the activation checkpoint that runs now."""
-        frame = checkpoint_frame()
-        if frame is None:
-            return None
-        if not any(f is frame for f in self.frames):
-            self.frames.append(frame)
-        return next(i for i, f in enumerate(self.frames) if f is frame)
 
 
 def apart_from(known: Iterable[str], key: str) -> str:

@@ -6,6 +6,7 @@ which argument gives its type alone. What is left is one operation, and a subcla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,22 +61,31 @@ class Between(TorchFunctionMode):
         return False
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
-        """Raise GlueError for a sharded tensor in a function that no rule and no gather can make right.
+        """Raise GlueError for a sharded tensor in a function that no rule and no gather can make right."""
+        if any(map(self.sharded, suspects(what, args, kwargs))):
+            raise unrunnable(what)
 
-        Within a transform of torch.func a tensor hides another, and its shape.
-        """
-        for t in tensor_args(args, kwargs):
-            while (hidden := is_functorch_wrapped_tensor(t)) and not self.sharded(t):
-                t = get_unwrapped(t)
-                if self.sharded(t):
-                    break
-            if not self.sharded(t) or (what.metadata and not hidden and what.name not in UNRUNNABLE):
-                continue
-            name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
-            raise GlueError(
-                f"{name} between stages works on the part of a sharded tensor as if it were the whole; do it in a "
-                "stage, a submodule with a pattern, where tensors are local"
-            )
+
+def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among a function's arguments that may not be sharded where it is one of `UNRUNNABLE` or transformed.
+
+    Within a transform of torch.func a tensor hides another, and its shape.
+    """
+    for t in tensor_args(args, kwargs):
+        hidden = is_functorch_wrapped_tensor(t)
+        if hidden or not what.metadata or what.name in UNRUNNABLE:
+            yield t
+        while is_functorch_wrapped_tensor(t):
+            t = get_unwrapped(t)
+            yield t
+
+
+def unrunnable(what: Traits) -> GlueError:
+    name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
+    return GlueError(
+        f"{name} between stages works on the part of a sharded tensor as if it were the whole; do it in a "
+        "stage, a submodule with a pattern, where tensors are local"
+    )
 
 
 def without_data_of(args: Any, at: int) -> Any:

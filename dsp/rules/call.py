@@ -16,12 +16,15 @@ from dsp.rows import Rows
 class GlueError(RuntimeError):
     """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
 
-    Its text ends with the line of the user's code that the error came through last.
+    Its text ends with the line of the user's code that the error came through last, or is about: `line`.
     """
+
+    line = ""
 
     def __str__(self) -> str:
         lines = lines_of(self)
-        return super().__str__() + (f" (at {lines[-1].short})" if lines else "")
+        line = self.line or (lines[-1].short if lines else "")
+        return super().__str__() + (f" (at {line})" if line else "")
 
 
 @dataclass(eq=False)
@@ -163,7 +166,7 @@ def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def with_operands(value: Any, new: Iterator[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Operand)):
         return next(new)
     if type(value) in (list, tuple):
         return type(value)(with_operands(v, new) for v in value)

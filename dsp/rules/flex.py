@@ -28,7 +28,8 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     its kernel by itself, fused on any device but a CPU.
     """
     if has_torch_function((query, key, value)):
-        refuse_reading(rest, lambda t: isinstance(t, Sharded))
+        if any(isinstance(t, Sharded) for t in captured_by(rest)):
+            raise unreadable()
         return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)  # type: ignore
     with compiling(KERNELS):
         compiled = kernel("eager" if query.device.type == "cpu" else "inductor")
@@ -38,13 +39,17 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     return out, lse, largest
 
 
-def refuse_reading(rest: Sequence[Any], sharded: Callable[[Tensor], bool]) -> None:
-    if any(sharded(t) for f in (rest[0], rest[1][-1]) for t in captured(f)):
-        raise GlueError(
-            "flex_attention() between stages: its score or mask function reads a tensor that is sharded, by places "
-            "that only the whole has. Let the function read a whole one: an input that the root pattern leaves "
-            "out, or a parameter"
-        )
+def captured_by(rest: Sequence[Any]) -> list[Tensor]:
+    """The tensors that the score and mask functions of a call read; `rest`: its arguments after the first three."""
+    return [t for f in (rest[0], rest[1][-1]) for t in captured(f)]
+
+
+def unreadable() -> GlueError:
+    return GlueError(
+        "flex_attention() between stages: its score or mask function reads a tensor that is sharded, by places "
+        "that only the whole has. Let the function read a whole one: an input that the root pattern leaves "
+        "out, or a parameter"
+    )
 
 
 @functools.cache

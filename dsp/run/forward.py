@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,9 @@ from dsp.layout import Axis, Cut, cut_of, separable
 from dsp.methods import RankPart
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.pending import ahead
-from dsp.plan.recorder import Recorder
+from dsp.plan.choices import trace_of
+from dsp.plan.events import Trace
+from dsp.plan.record import Recorder
 from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
@@ -78,10 +81,23 @@ class Run:
 
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""
-        if self.recorder is None:
-            return
+        if self.recorder is not None:
+            with self.unplanned():
+                getattr(self.recorder, method)(*args)
+
+    def traced(self, given: Mapping[str, Cut], gather: bool) -> Trace | None:
+        """The problem of this run for the planner, if it was recorded; see `trace_of`."""
+        if self.recorder is not None:
+            self.recorder.record.random = True
+            with self.unplanned():
+                return trace_of(self.recorder.record, given, gather)
+        return None
+
+    @contextmanager
+    def unplanned(self) -> Iterator[None]:
+        """Let go of the recorder where it cannot follow."""
         try:
-            getattr(self.recorder, method)(*args)
+            yield
         except Exception as error:
             log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
             self.recorder = None

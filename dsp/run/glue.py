@@ -120,7 +120,7 @@ class Glue(Between):
                 return first  # of a part it might be a copy, as of one that is not contiguous
         out = self.operate(index, func, what, args, kwargs, types)
         if run.recorder is not None:
-            run.observe("record", index, what.name, args, kwargs, out, what.in_place)
+            run.observe("operation", what.name, args, kwargs, out, what.in_place)
         return out
 
     def aligned(self, script: Script, index: int, name: str, args: Any, kwargs: Any) -> int:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.layout import Axis
+from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
-from dsp.plan.recorder import Recorder
+from dsp.plan.record import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT, trace
@@ -258,7 +258,7 @@ class Runtime:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
                 bound = self.signature.bind(args, kwargs)[1]
-                run.observe("root_inputs", bound, given_cuts(self.signature, args, kwargs))
+                run.observe("root_inputs", bound)
         if graph is not None and self.graphs is not None:
             self.agreement.before_switching()
             try:
@@ -274,9 +274,9 @@ class Runtime:
             if without_data(output) and not without_data((args, kwargs)):
                 raise GlueError(f"{type(self.model).__name__} {KEPT}")
             run.arrive()
-            run.observe("root_outputs", output, self.gather_output)
+            run.observe("root_outputs", output)
             if plan is None:
-                entry.plan, entry.places = self.recorded(run), None
+                entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
             made, check = bring_out(run, output, self.root, self.gather_output), run.traffic_check
             witness = check.witness if check is not None and check.planned.returns else None
             output = hand_out(self.axis, output, made, witness)
@@ -303,12 +303,11 @@ class Runtime:
             if state is not None:
                 join(state)
 
-    def recorded(self, run: Run) -> Plan | None:
+    def recorded(self, run: Run, given: Mapping[str, Cut]) -> Plan | None:
         """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""
         plan = None
-        if run.recorder is not None:
-            run.recorder.random_glue = True
-            plan = self.solve(run.recorder.trace())
+        if (trace := run.traced(given, self.gather_output)) is not None:
+            plan = self.solve(trace)
             plan.script.recorded = True
             if plan.advice and self.axis.rank == 0 and len(self.entries) == 1:
                 log.warning(plan.advice)

@@ -1,0 +1,316 @@
+"""The planner's problem of a forward, as a pass over its record: the choices that each of its nodes offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from dsp.layout import Cut
+from dsp.methods import CommBytes
+from dsp.notation import NotationError, TensorPattern
+from dsp.plan.backwards import Backwards
+from dsp.plan.events import Event, Execution, Passing, Sym, Trace
+from dsp.plan.names import rename
+from dsp.plan.operations import Operations
+from dsp.plan.record import Cost, LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
+from dsp.plan.values import Edges, is_batch
+from dsp.planner import MOVES, Choice, Layout, Op, Value
+from dsp.rules import GlueError
+from dsp.rules.sources import FILLED
+from dsp.stages import Option, cut_for, fits_fold
+
+SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
+AGAIN = 4  # times that a pass starts again because a tensor is longer than all before it
+
+
+def trace_of(record: Record, given: Mapping[str, Cut], gather: bool, resident: int = 0) -> Trace:
+    """The planner's problem of a forward.
+
+    given: the cuts of the inputs that arrive sharded; gather: whether its outputs are gathered; resident: bytes that
+    each rank holds anyway. Raises GlueError and NotationError for what a sharded tensor may not enter.
+    """
+    longest = 0
+    for again in range(AGAIN, -1, -1):
+        choices = Choices(record, longest, restarts=bool(again))
+        try:
+            choices.read(given, gather)
+            break
+        except Longer as longer:  # what is long beside that is known only now
+            longest = longer.nbytes // SHORT
+    return choices.trace(resident)
+
+
+def refuse(record: Record, given: Mapping[str, Cut]) -> None:
+    """Raise what `trace_of` would of the nodes of a record, which need not be complete."""
+    Choices(record, 0, restarts=False).read(given, gather=True)
+
+
+class Longer(Exception):
+    """A tensor is so long that others before it are short: they may run whole."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class Saver(NamedTuple):
+    """An event that saves something for backward in an activation checkpoint: the one that comes at `at`, or else an
+    operation that is none, before it, whose results are those edges (None: not known)."""
+
+    region: int
+    at: int
+    event: bool
+    ends: Edges | None = None
+
+
+class Choices(Operations):
+    """Collects the planner's problem from the nodes of a record."""
+
+    def __init__(self, record: Record, longest: int, restarts: bool) -> None:
+        super().__init__(record, longest)
+        self.restarts = restarts
+        self.inputs: dict[str, int] = {}
+        self.savers: list[Saver] = []
+
+    def read(self, given: Mapping[str, Cut], gather: bool) -> None:
+        """Follow the nodes of the record, in order."""
+        self.root_inputs(given)
+        for node in self.record.nodes:
+            try:
+                self.node(node)
+            except GlueError as error:
+                error.line = node.line
+                raise
+        self.root_outputs(gather)
+
+    def node(self, node: Node) -> None:
+        if isinstance(node, StageNode):
+            self.stage(node)
+        elif isinstance(node, LeftNode):
+            self.left_value(node.operands[0], node.cut)
+        elif isinstance(node, WholeNode):
+            if any(map(self.sharded, node.operands)):
+                raise node.error
+        elif isinstance(node, OperationNode):
+            before = len(self.ops)
+            self.operation(node)
+            if node.cost is not None:
+                self.price(node, node.cost, before)
+
+    def grow(self, nbytes: int) -> None:
+        super().grow(nbytes)
+        if self.restarts and SHORT * self.n * self.held <= self.longest:
+            raise Longer(self.longest)
+
+    # --- the cost of operations ---
+
+    def price(self, node: OperationNode, cost: Cost, before: int) -> None:
+        """What an operation cost, by which there are ops from `before` on, if it is one."""
+        own = len(self.ops) > before
+        if node.region is not None and cost.saves:  # an op that is no event comes after the one before
+            ends = None if own or node.in_place else {t.edge for t in node.results}
+            self.savers.append(Saver(node.region, before, own, ends))
+        if own:
+            event, op = self.events[-1], self.ops[-1]
+            event.flops, event.touched = cost.flops, (cost.touched, 0)
+            event.largest = max(event.largest, cost.largest)
+            if cost.saved:
+                parts = [replace(c, saved=int(cost.saved * op.share(c, self.values, self.n))) for c in op.choices]
+                self.ops[-1] = replace(op, choices=tuple(parts))
+        elif cost.flops or cost.touched:
+            if node.name in FILLED:  # perhaps, if nothing sharded is written into them
+                self.filled[node.results[0].number].alone = node
+            else:
+                self.add_whole(node)
+
+    def add_whole(self, node: OperationNode) -> None:
+        """An operation on tensors that no plan shards: one op with those before it in the same module."""
+        cost, grad = node.cost, any(t.requires_grad for t in node.results)
+        assert cost is not None
+        alike = "whole", node.module, grad, node.region
+        last = self.events[-1] if self.events else None
+        if last is None or (last.kind, last.module, last.grad, last.region) != alike:
+            event = Event("whole", node.index, node.name, grad=grad, memory=(cost.work, cost.saved))
+            event.flops, event.touched, event.largest = cost.flops, (cost.touched, 0), cost.largest
+            self.add(Op(node.name, (), (), (Choice((), (), saved=cost.saved),)), event, node, node.results)
+            return
+        self.made[-1] += [{t.edge} for t in node.results]
+        last.flops, last.largest = last.flops + cost.flops, max(last.largest, cost.largest)
+        last.touched = (last.touched[0] + cost.touched, 0)
+        if cost.work > last.memory[0]:
+            last.name = node.name
+        last.memory = max(last.memory[0], cost.work), last.memory[1] + cost.saved
+        self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=last.memory[1]),))
+
+    # --- stages ---
+
+    def stage(self, node: StageNode) -> None:
+        """One call of a stage."""
+        self.meet(node.given)
+        for t, error in node.nested:
+            if self.sym(t) is not None:
+                raise error
+        self.compiled |= dict.fromkeys(node.compiled)
+        stage, measured, sizes = node.stage, node.measured, node.sizes
+        syms = [self.sym(t) for t in node.operands]
+        self.used(node.operands, syms)
+        for s, (written, before) in zip(syms, node.writes):
+            if s is not None and written:
+                self.edges[s.value].add(before)
+        first = node.region is None or all(event.region != node.region for event in self.events)
+        keeps_inputs = node.again and (first or node.own)
+        if node.saves and node.region is not None:
+            self.savers.append(Saver(node.region, len(self.events), True))
+        values = list(dict.fromkeys(s.value for s in syms if s is not None))
+        tensors, results = [r.tensor for r in node.results], node.results
+        out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
+        choices = []
+        for option in node.options:
+            needs = self.needs(option, values, syms)
+            share, sends = option.share(self.n), measured.sends.get(option.name, CommBytes())
+            passing = adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None
+            sums = max(passing.forward) if passing is not None else 0
+            kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
+            choices.append(
+                Choice(
+                    needs,
+                    tuple(option.lands if option.lands in c else None for c in out_cuts),
+                    work=int(measured.work * share) + (tensors[0].nbytes if option.onto else 0),
+                    saved=int(measured.saved * share) + kept,
+                    rank=int(option.last_resort),
+                    bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + sums,
+                    calls=sum(calls for _, calls in sends.forward.values()) + (option.onto is not None),
+                    way=Execution(option, sends, passing),
+                )
+            )
+        produced = [
+            self.value(t, f"{stage.name}[{node.index}]", own, cuts, node.options[0].name is None, letters_in(p))
+            for (t, p, own), cuts in zip(results, out_cuts)
+        ]
+        event = Event(
+            "stage", node.index, stage.name, operands=syms, sizes=sizes, flops=measured.flops,
+            memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
+            largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=node.constants,
+            own=node.own,
+        )  # fmt: skip
+        self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
+
+    def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
+        """The dims of a pattern that a tensor may be sharded along, and where they lie."""
+        cuts = {}
+        for name in p.names:
+            cut = cut_for(p, t.shape, name, sizes)
+            if cut is not None and sizes[name] > 1 and fits_fold(p, name, sizes, self.n):
+                cuts[name] = cut
+        return cuts
+
+    def needs(self, option: Option, values: Iterable[int], syms: list[Sym | None]) -> tuple[Layout, ...]:
+        """The layout that an option of a stage takes of each value."""
+        found = []
+        for v in values:
+            need: set[Layout] = set()
+            for sym, cut in zip(syms, option.cuts):
+                if sym is None or sym.value != v:
+                    continue
+                if cut is not None and cut not in sym.cuts.values():
+                    self.name_spare(sym, cut)
+                need.add(next((k for k, c in sym.cuts.items() if c == cut), None) if cut else None)
+            # one value in two arguments that need it differently: gathered, then cut for each
+            found.append(need.pop() if len(need) == 1 else None)
+        return tuple(found)
+
+    # --- the model's own inputs and outputs ---
+
+    def root_inputs(self, given: Mapping[str, Cut]) -> None:
+        taken = self.record.parameters
+        for name in given.keys() - set(taken):
+            raise NotationError(
+                f"given names {name!r}, which is not a tensor argument of the model; those are {', '.join(taken)}"
+                if taken
+                else f"given names {name!r}: the stages need a root pattern that declares it"
+            )
+        for param, t, pattern in self.record.inputs:
+            sizes, home = self.root_sizes, None
+            cuts = self.cuts_of(pattern, t, sizes)
+            if param in given:
+                home = next((k for k, c in cuts.items() if c == given[param]), None)
+                if home is None:
+                    raise NotationError(
+                        f"input {param!r} arrives as {given[param].placement()}, which '{pattern}' cannot name"
+                    )
+            index = self.value(t, param, sizes, cuts, home is None, letters_in(pattern))
+            self.values[index] = replace(self.values[index], home=(home,))
+            self.inputs[param] = index
+
+    def root_outputs(self, gather: bool) -> None:
+        for position, t in enumerate(self.record.outputs):
+            if (sym := self.sym(t)) is None:
+                continue
+            self.used([t], [sym])
+            cuts = {} if gather else {k: c for k, c in sym.cuts.items() if not c.joined}  # which no DTensor is
+            choices = [Choice((k,), (), rank=int(is_batch(k))) for k in cuts]
+            event = Event("output", position, "output", operands=[sym], grad=t.requires_grad)
+            self.add(Op("output", (sym.value,), (), tuple(choices or [Choice((None,), ())])), event, None, [t])
+
+    # --- what comes of it ---
+
+    def leave_out_dead_ends(self) -> None:
+        """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
+        reached = self.record.reached
+        for k, (op, event, made) in enumerate(zip(self.ops, self.events, self.made)):
+            asked = [bool(edges & reached) for edges in made]
+            event.grad &= any(asked)
+            self.ops[k] = replace(op, choices=tuple(with_asked(c, asked) for c in op.choices))
+        self.grads = [bool(edges & reached) for edges in self.edges]
+
+    def leave_views(self) -> None:
+        """Keep values that are written in place, before or later, as views of their base, if they can be."""
+        for k, op in enumerate(self.ops):
+            stay = [c for c in op.choices if not (c.way and c.way.copied)]
+            if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
+                self.ops[k] = replace(op, choices=tuple(stay))
+
+    def saves(self) -> dict[int, float] | None:
+        """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
+        backward asks for anything: no other is computed again."""
+        if not self.record.measured:
+            return None
+        found, asked = dict[int, float](), set[int]()
+        for s in self.savers:
+            found[s.region] = s.at if s.event else s.at - 0.5
+            if self.events[s.at].grad if s.event else s.ends is None or s.ends & self.record.reached:
+                asked.add(s.region)
+        return {region: last for region, last in found.items() if region in asked}
+
+    def trace(self, resident: int = 0) -> Trace:
+        Backwards(self, self.taken).name()
+        self.leave_out_dead_ends()
+        self.leave_views()
+        rename(self)
+        self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
+        return Trace(
+            self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.record.random,
+            resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
+            spare=self.spare,
+            sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled], tracked=self.tracked,
+            record=self.record,
+        )  # fmt: skip
+
+
+def with_asked(c: Choice, asked: Sequence[bool]) -> Choice:
+    """A choice where a gradient comes to these of the results."""
+    passing = c.way and c.way.passing
+    return replace(c, way=replace(c.way, passing=passing.where(asked))) if passing else c
+
+
+def adding_up(along: str, t: Ref, sizes: Mapping[str, int], n: int) -> Passing:
+    """The traffic that adds up a stage's results, one sum for each rank, and leaves them sharded along a dim."""
+    value = Value("", ((along, sizes[along]),), t.element_size(), numel=t.numel())
+    there = MOVES["reduce_scatter"].sent(value, None, along, n)
+    return Passing("reduce_scatter", "gather", tuple(there), tuple(MOVES["gather"].sent(value, along, None, n)))
+
+
+def letters_in(p: TensorPattern) -> list[str]:
+    """The name of each axis of a tensor in a pattern: that of a fold is its last dim's."""
+    return [axis[-1] if axis else "" for axis in p.axes]
