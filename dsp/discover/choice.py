@@ -7,19 +7,19 @@ from typing import Any
 
 from dsp.discover.dims import Dim, GlueOp, atoms, places
 from dsp.discover.folds import Folds
-from dsp.discover.nodes import Group, Node, known
+from dsp.discover.nodes import Group, ModuleCall, known
 from dsp.discover.search import Search
 
 
 class StageChoice(Folds):
     """Which submodules become stages; those `opened` do not, but for what is inside of them."""
 
-    def __init__(self, search: Search, root: Node, opened: Set[str] = frozenset()) -> None:
+    def __init__(self, search: Search, root: ModuleCall, opened: Set[str] = frozenset()) -> None:
         self.search, self.root, self.opened = search, root.copy(), opened
         root = self.root
         self.sequence = search.sequence(root)
         self.batch = set(atoms(search.batch))
-        self.calls: dict[str, list[Node]] = {}
+        self.calls: dict[str, list[ModuleCall]] = {}
         for node in root.walk():
             self.calls.setdefault(node.path, []).append(node)
         self.merged = {}
@@ -39,7 +39,7 @@ class StageChoice(Folds):
             if i == self.search.main or {d for axis in known(axes) for d in axis} & self.sequence
         ]
 
-    def visit(self, node: Node) -> None:
+    def visit(self, node: ModuleCall) -> None:
         if not node.live or not node.tested or not node.outputs:
             return
         if node.path in self.opened or node.hides:
@@ -68,13 +68,13 @@ class StageChoice(Folds):
         """Tell whether there is a sequence dim that an operation between submodules cannot run along."""
         return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
 
-    def transparent(self, node: Node) -> bool:
+    def transparent(self, node: ModuleCall) -> bool:
         """Tell whether glue can do all that a submodule does, along every dim along which it is independent."""
         free = node.free()
         ops = [op for n in node.walk() for op in n.ops if op.live]
         return all(ok for op in ops for d, ok in op.accepts.items() if free & set(d.atoms()))
 
-    def choose(self, node: Node) -> None:
+    def choose(self, node: ModuleCall) -> None:
         """All calls of a submodule have one pattern: keep what is free in each of them."""
         calls = [n for n in self.calls[node.path] if n.tested]
         base = max(calls, key=lambda n: (len(n.params), -n.index))
@@ -94,10 +94,10 @@ class StageChoice(Folds):
         }
 
 
-def aligned(one: Node, g: Group, two: Node, h: Group) -> bool:
+def aligned(one: ModuleCall, g: Group, two: ModuleCall, h: Group) -> bool:
     """Tell whether two calls of a submodule are independent along the same dim of the arguments that they share."""
 
-    def at(node: Node, group: Group, param: str) -> Any:
+    def at(node: ModuleCall, group: Group, param: str) -> Any:
         i = node.params.index(param)
         cut = group.cuts[i]
         if cut is None:

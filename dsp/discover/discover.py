@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dsp import randomness
 from dsp.collectives import inexact
-from dsp.discover.nodes import Node
+from dsp.discover.nodes import ModuleCall
 from dsp.discover.patterns import Patterns
 from dsp.discover.repeats import Repeats
 from dsp.discover.search import Search
@@ -122,7 +122,7 @@ def discover(
 
 def _searched(
     model: nn.Module, given: tuple[Any, Any], how: tuple[bool, bool], seed: int, tell: Callable[[str], None]
-) -> tuple[nn.Module, Search, Node]:
+) -> tuple[nn.Module, Search, ModuleCall]:
     """A copy to plan with, and the search. how: whether there are no data, and whether to skip layers alike."""
     (bare, thin), planned = how, Skeleton(lambda t: t, {}, ()).of(model)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _searched(
                 ) from None
 
 
-def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: Any) -> Stages:
+def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwargs: Any) -> Stages:
     """The stages, those taken apart of which the plan is better without: as smaller stages, or as glue."""
     inputs = {b.param: b.tensor.numel() * b.tensor.element_size() for b in search.signature.bind(args, kwargs)[1]}
 
@@ -193,7 +193,7 @@ def cheapest(model: nn.Module, search: Search, root: Node, args: Any, kwargs: An
     return Stages(patterns.everywhere())
 
 
-def one_sample(search: Search, root: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def one_sample(search: Search, root: ModuleCall, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The example inputs with a batch of one, where no plan can shard it."""
     n = root.group(search.main, Cut(0))
     if n is None or not search.batch:

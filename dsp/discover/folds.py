@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dsp.discover.dims import Dim, places
-from dsp.discover.nodes import Node, known
+from dsp.discover.nodes import ModuleCall, known
 
 Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to
 Row = list[list[Item]]  # a tensor: for each axis the dims it folds
@@ -24,13 +24,13 @@ class Symbol(NamedTuple):
 class Folds:
     """The dims of a model's inputs, of which `declared` have a pattern, and of the submodules `chosen` as stages."""
 
-    root: Node
+    root: ModuleCall
     declared: list[int]
-    chosen: dict[str, Node]
-    own: dict[Node, dict[Dim, Dim]]  # dims of a stage that are not the same in each of its calls
-    merged: dict[Node, list[tuple[int, ...]]]
+    chosen: dict[str, ModuleCall]
+    own: dict[ModuleCall, dict[Dim, Dim]]  # dims of a stage that are not the same in each of its calls
+    merged: dict[ModuleCall, list[tuple[int, ...]]]
 
-    def rows(self, node: Node) -> tuple[list[Row], list[Row]]:
+    def rows(self, node: ModuleCall) -> tuple[list[Row], list[Row]]:
         """The items of every axis of every tensor of a call: inputs, outputs."""
         inputs: list[Row] = []
         outputs: list[Row] = []
@@ -84,7 +84,7 @@ class Folds:
                     found.add(unknown[0])
         return found
 
-    def symbols(self, node: Node, axis: list[Item]) -> list[Symbol]:
+    def symbols(self, node: ModuleCall, axis: list[Item]) -> list[Symbol]:
         """The names of an axis: each free dim has its own, computed dims in between share one."""
         found: list[Symbol] = []
         for is_free, run in itertools.groupby(axis, lambda item: item[1] is not None):
@@ -117,7 +117,7 @@ class Folds:
             if not found:
                 return dropped
 
-    def settle_fold(self, node: Node) -> str:
+    def settle_fold(self, node: ModuleCall) -> str:
         inputs, outputs = self.rows(node)
         axes = [self.symbols(node, axis) for row in inputs for axis in row]
         sizes = self.sizes | {axis[0].dims for axis in axes if len(axis) == 1}

@@ -27,7 +27,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class Node:
+class ModuleCall:
     """One call of a submodule: its tensor arguments, what it is independent along, what runs inside it."""
 
     path: str
@@ -40,7 +40,7 @@ class Node:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     ops: list[GlueOp] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
     hides: bool = False  # takes some of its tensors inside lists and dicts, where no pattern can name them
     tested: bool = False
     local: bool = False  # acts on each position alone: computes over one axis at most, the channels
@@ -68,11 +68,11 @@ class Node:
     def blocked(self) -> set[Dim]:
         return {d for i, d, c in self.slots() if self.group(i, c) is None}
 
-    def copy(self) -> Node:
+    def copy(self) -> ModuleCall:
         """This call and those inside it, of which one may drop groups."""
         return replace(self, groups=[*self.groups], children=[child.copy() for child in self.children])
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[ModuleCall]:
         yield self
         for child in self.children:
             yield from child.walk()
@@ -93,7 +93,7 @@ def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
     return tuple(taken) if math.prod(d.size for d in taken) == size else None
 
 
-def acts_locally(node: Node, outputs: list[tuple[int, ...]]) -> bool:
+def acts_locally(node: ModuleCall, outputs: list[tuple[int, ...]]) -> bool:
     blocked = {(i, c.dim) for i, _, c in node.slots() if node.group(i, c) is None}
     if len(blocked) > len({i for i, _ in blocked}):
         return False
@@ -106,7 +106,7 @@ def acts_locally(node: Node, outputs: list[tuple[int, ...]]) -> bool:
     return True
 
 
-def structure(node: Node) -> Any:
+def structure(node: ModuleCall) -> Any:
     """The dims of a call's arguments, numbered: which are the same, which are folds."""
     numbers: dict[Dim, int] = {}
     return tuple(

@@ -11,7 +11,7 @@ from typing import Any
 from dsp.discover.choice import StageChoice
 from dsp.discover.dims import Dim
 from dsp.discover.folds import Chain, Row
-from dsp.discover.nodes import Node, known
+from dsp.discover.nodes import ModuleCall, known
 from dsp.notation import TensorPattern
 from dsp.stages import matches
 
@@ -81,7 +81,7 @@ class Patterns(StageChoice):
         wholes = self.wholes(axis)
         return wholes if len(wholes) < 2 or all(c in self.sizes for c in wholes) else [axis]
 
-    def render(self, node: Node) -> str:
+    def render(self, node: ModuleCall) -> str:
         inputs, outputs = self.rows(node)
         used: dict[Any, str] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.discover.nodes import Node, fingerprint, known
+from dsp.discover.nodes import ModuleCall, fingerprint, known
 from dsp.private import pytree
 from dsp.slices import copied
 from dsp.stages import clean
@@ -77,7 +77,7 @@ class Repeats:
             lines.append(f"{number_of(len(paths), 'layer')}, {ends}, not run: taken to be as {first}")
         return lines
 
-    def kept(self, root: Node) -> bool:
+    def kept(self, root: ModuleCall) -> bool:
         """Tell whether the layers that stand for others hand on each dim where it was, as the skipped ones do."""
         firsts = set(self.first.values())
         for node in root.walk():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsp import randomness
 from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
-from dsp.discover.nodes import Group, Node, acts_locally, dim_at, fingerprint, known, structure
+from dsp.discover.nodes import Group, ModuleCall, acts_locally, dim_at, fingerprint, known, structure
 from dsp.discover.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
@@ -66,7 +66,7 @@ class Search:
         self.live = {self.main}
         self.batch: tuple[Dim, ...] = ()
 
-    def settle(self) -> Node:
+    def settle(self) -> ModuleCall:
         for _ in range(PASSES):
             before = (self.dims.changes, len(self.live))
             root = self.run()
@@ -78,14 +78,14 @@ class Search:
         log.info("discover: %d runs of submodules on slices, %.1f s", self.runs, took)
         return root
 
-    def widen(self, root: Node) -> None:
+    def widen(self, root: ModuleCall) -> None:
         """Inputs that share a sequence dim with the main one are to be sharded, too."""
         wanted = {d for i in self.live for axis in root.inputs[i] for d in atoms(axis)} & self.sequence(root)
         for i, axes in enumerate(root.inputs):
             if wanted & {d for axis in axes for d in atoms(axis)}:
                 self.live.add(i)
 
-    def sequence(self, root: Node) -> set[Dim]:
+    def sequence(self, root: ModuleCall) -> set[Dim]:
         """Sequence dims: those along which some module with parameters is independent; the batch aside."""
         found: set[Dim] = set()
         for node in root.walk():
@@ -95,14 +95,14 @@ class Search:
 
     # --- one run ---
 
-    def run(self) -> Node:
+    def run(self) -> ModuleCall:
         args, kwargs = remade((self.args, self.kwargs), torch.clone)
         for i, b in enumerate(self.signature.bind(args, kwargs)[1]):
             follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
-        self.stack: list[Node] = []
+        self.stack: list[ModuleCall] = []
         self.count = 0
         self.follower = Follower(self.dims, self.on_op)
-        root: list[Node] = []
+        root: list[ModuleCall] = []
         handles = []
         for module in dict.fromkeys(runs(self.model)):
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
@@ -124,7 +124,7 @@ class Search:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.follower.asleep:
             return
-        node = Node(self.paths[id(module)], module, self.count)
+        node = ModuleCall(self.paths[id(module)], module, self.count)
         self.count += 1
         if self.stack:
             self.stack[-1].children.append(node)
@@ -171,7 +171,7 @@ class Search:
             self.keep_names(node, t)
         node.outputs = [axes_of(t) or [] for t in tensors]
 
-    def keep_names(self, node: Node, t: Tensor) -> None:
+    def keep_names(self, node: ModuleCall, t: Tensor) -> None:
         """Keep the names of axes that the rules lost inside, where input and output have one shape."""
         mine, passed = axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
@@ -181,13 +181,13 @@ class Search:
                         self.dims.unify(old, new)
                 return
 
-    def dim_of(self, node: Node, g: Group) -> tuple[Dim, ...] | None:
+    def dim_of(self, node: ModuleCall, g: Group) -> tuple[Dim, ...] | None:
         arg, cut = g.primary
         return dim_at(known(node.inputs[arg]), cut, g.size)
 
     # --- one submodule ---
 
-    def test(self, node: Node, args: Any, kwargs: Any) -> None:
+    def test(self, node: ModuleCall, args: Any, kwargs: Any) -> None:
         self.follower.asleep = True
         try:
             probe = self.probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
@@ -211,7 +211,7 @@ class Search:
             self.follower.asleep = False
         self.tell(f"{number_of(self.runs, 'run')} of submodules, at {node.path or 'the model'}")
 
-    def explore(self, node: Node, probe: Probe) -> None:
+    def explore(self, node: ModuleCall, probe: Probe) -> None:
         """Every dim of its tensors that the call is independent along."""
         taken: set[tuple[int, Cut]] = set()
         for arg, dim, cut in node.slots():
@@ -227,7 +227,7 @@ class Search:
                 break
 
     def ways(
-        self, node: Node, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
+        self, node: ModuleCall, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
     ) -> Iterable[tuple[Cut | None, ...]]:
         """The ways to slice the tensors of a call together along a dim of one of them, the likeliest first."""
         options: list[list[Cut | None]] = []
@@ -244,7 +244,7 @@ class Search:
         for way in sorted(order, key=lambda w: (sum(x > 0 for x in w), w)):
             yield tuple(o[x] for o, x in zip(options, way))
 
-    def inside(self, node: Node, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
+    def inside(self, node: ModuleCall, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
         """The places where a dim of `size` may lie in an argument, judged by sizes alone."""
         found = []
         for d, c in places(known(node.inputs[arg])):
@@ -254,7 +254,7 @@ class Search:
         return found
 
     def unambiguous(
-        self, node: Node, probe: Probe, choice: tuple[Cut | None, ...], arg: int, dim: Dim, at: Cut
+        self, node: ModuleCall, probe: Probe, choice: tuple[Cut | None, ...], arg: int, dim: Dim, at: Cut
     ) -> None:
         """A tensor matched by size and test alone must not pass the test another way, unless folded as its partner."""
         for i, cut in enumerate(choice):
@@ -273,7 +273,7 @@ class Search:
                         "values differ, and whose batch, frames and tokens have different sizes"
                     )
 
-    def find_batch(self, root: Node) -> tuple[Dim, ...]:
+    def find_batch(self, root: ModuleCall) -> tuple[Dim, ...]:
         """The first dim of the main input, if the model is independent along it: in eval mode will do.
 
         Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.

@@ -106,7 +106,7 @@ class Choices(Operations):
     # --- the cost of operations ---
 
     def price(self, node: OperationNode, cost: Cost, before: int) -> None:
-        """What an operation cost, by which there are ops from `before` on, if it is one."""
+        """The cost of an operation; there are ops from `before` on if a plan may shard what it works on."""
         own = len(self.ops) > before
         if node.region is not None and cost.saves:  # an op that is no event comes after the one before
             ends = None if own or node.in_place else {t.edge for t in node.results}

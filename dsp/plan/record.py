@@ -1,32 +1,25 @@
 """The record of a forward: what it did, in order, as data. No tensor is part of it.
 
-A `Recorder` is told of a forward as it runs, on tensors without data or for real on shards, and writes a `Record`:
-nodes (operations between stages, calls of stages, outputs) over references to tensors. It decides nothing. What a plan
-knows of a forward it reads off the record: `dsp.plan.choices` makes the planner's problem of it.
+A `Recorder` (`dsp.plan.recorder`) is told of a forward as it runs, on tensors without data or for real on shards, and
+writes a `Record`: nodes (operations between stages, calls of stages) over references to tensors. It decides nothing.
+What a plan knows of a forward it reads off the record: `dsp.plan.choices` makes the planner's problem of it.
+``print(record)`` shows it, a line a node.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dsp.layout import Cut
-from dsp.lines import line_now
 from dsp.methods import CommBytes
-from dsp.notation import NotationError, TensorPattern, solve_sizes
+from dsp.notation import NotationError, TensorPattern
 from dsp.planner import Layout
-from dsp.private import StorageWeakRef, base_of, checkpoint_frame, compiled_callers
-from dsp.rules import GlueError, Operand, replaced, tensor_args
-from dsp.rules.flex import OWN
-from dsp.rules.sources import SOURCES
-from dsp.signature import Bound
+from dsp.rules import GlueError, Operand
 from dsp.stages import Option, Stage
-from dsp.tensors import constants_in, edge, leading_to, memory, overwritten, tensors_in, version
 
 
 @dataclass(eq=False)
@@ -100,6 +93,10 @@ class Node:
     module: str = ""
     compiled: tuple[str, ...] = ()
 
+    def written(self) -> tuple[Sequence[Ref], str]:
+        """The tensors that a plan may shard since, and what made them."""
+        return (), ""
+
 
 @dataclass(kw_only=True)
 class OperationNode(Node):
@@ -121,6 +118,10 @@ class OperationNode(Node):
     overwritten: int | None = None
     base: int | None = None
     cost: Cost | None = None
+
+    def written(self) -> tuple[Sequence[Ref], str]:
+        results = self.results or self.operands[:1] if self.in_place else self.results
+        return [t for t in results if t.memory >= 0], self.name
 
 
 class Result(NamedTuple):
@@ -155,12 +156,18 @@ class StageNode(Node):
     again: bool = False
     saves: bool = False
 
+    def written(self) -> tuple[Sequence[Ref], str]:
+        return [r.tensor for r in self.results], f"stage {self.stage.name} '{self.stage.pattern.text}' "
+
 
 @dataclass(kw_only=True)
 class LeftNode(Node):
     """A tensor that an earlier call left sharded, where this one met it first."""
 
     cut: Cut
+
+    def written(self) -> tuple[Sequence[Ref], str]:
+        return self.operands, "left by an earlier call "
 
 
 @dataclass(kw_only=True)
@@ -180,7 +187,7 @@ class Input(NamedTuple):
 
 @dataclass
 class Record:
-    """What a forward did, in order, on behalf of `n` ranks.
+    """The nodes of a forward in order, on behalf of `n` ranks.
 
     root_sizes: of the dims that the root pattern names; reached: the edges that a gradient comes to from the outputs;
     data: whether the tensors had any.
@@ -198,214 +205,24 @@ class Record:
     measured: bool = False  # whether nodes have their cost
 
     def __str__(self) -> str:
-        return "\n".join(lines_of(self))
+        return "\n".join(text_of(self))
 
 
-class Recorder:
-    """Writes the record of a forward that it is told of."""
+def text_of(record: Record) -> Iterator[str]:
+    """A record as text, a line a node: tensors that a plan may shard have numbers, all others show their shape."""
+    numbers: dict[int, str] = {}
 
-    def __init__(self, n: int, root_sizes: Mapping[str, int], data: bool = True) -> None:
-        self.record = Record(n, dict(root_sizes), data)
-        self.numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors, by id
-        self.count = 0
-        self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
-        self.memories: dict[StorageWeakRef, int] = {}
-        self.edges: dict[Any, int] = {}
-        self.frames: list[Any] = []  # the activation checkpoints
-        self.operations = self.stages = 0
-        self.module = ""
+    def read(t: Ref) -> str:
+        return numbers.get(t.number, str(list(t.shape)))
 
-    # --- references ---
+    def made(t: Ref) -> str:
+        return f"{numbers.setdefault(t.number, f'%{len(numbers)}')} {list(t.shape)}"
 
-    def number(self, t: Tensor) -> int | None:
-        """The number of a tensor that was met before."""
-        met, number = self.numbers.get(id(t), (None, -1))
-        return number if met is not None and met() is t else None
-
-    def follows(self, t: Tensor) -> bool:
-        """Tell whether a plan may shard a tensor: an input that is declared, or something made of one."""
-        return self.number(t) in self.followed
-
-    def edge(self, e: Any) -> int | None:
-        return None if e is None else self.edges.setdefault(e, len(self.edges))
-
-    def ref(self, t: Tensor, follow: bool = False) -> Ref:
-        """A tensor as it is now; `follow`: it was made just now of what a plan may shard."""
-        number = self.number(t)
-        if number is None:
-            number, self.count = self.count, self.count + 1
-            self.numbers[id(t)] = weakref.ref(t), number
-        if follow:
-            self.followed.add(number)
-        found = Ref(tuple(t.shape), None, number, t.dtype, requires_grad=t.requires_grad)
-        if number in self.followed:
-            self.place(found, t)
-            found.edge = self.edge(edge(t))
-        return found
-
-    def place(self, ref: Ref, t: Tensor) -> None:
-        """Note where in memory a tensor lies."""
-        ref.memory = self.memories.setdefault(memory(t), len(self.memories))
-        ref.dense = (t if base_of(t) is None else base_of(t)).is_contiguous()
-
-    # --- what a forward does ---
-
-    def add(self, node: Node) -> None:
-        node.region, node.module, node.line = self.region(), self.module, line_now()
-        self.record.nodes.append(node)
-
-    def region(self) -> int | None:
-        """The number of the activation checkpoint that runs now."""
-        frame = checkpoint_frame()
-        if frame is None:
-            return None
-        if not any(f is frame for f in self.frames):
-            self.frames.append(frame)
-        return next(i for i, f in enumerate(self.frames) if f is frame)
-
-    def root_inputs(self, bound: Iterable[Bound]) -> None:
-        """The model's own inputs, of which those with a pattern are declared."""
-        bound = list(bound)
-        self.record.parameters = [b.param for b in bound]
-        declared = [b for b in bound if b.pattern is not None]
-        self.record.inputs = [Input(b.param, self.ref(b.tensor, True), b.pattern) for b in declared]  # type: ignore[arg-type]
-
-    def left(self, t: Tensor, cut: Cut) -> None:
-        """A tensor that an earlier call left sharded."""
-        self.add(LeftNode(operands=[self.ref(t, True)], cut=cut))
-
-    def reads(self, tensors: Iterable[Tensor], error: GlueError) -> None:
-        """Something that raises if one of these may be sharded."""
-        refs = [self.ref(t) for t in tensors if self.follows(t)]
-        if refs:
-            self.add(WholeNode(operands=refs, error=error))
-
-    def operation(self, name: str, args: Any, kwargs: Any, out: Any, in_place: bool, cost: Cost | None = None) -> None:
-        """An operation between stages that ran just now."""
-        tensors, results = tensor_args(args, kwargs), tensors_in(out)
-        follow = any(map(self.follows, tensors)) or (name in SOURCES and isinstance(out, Tensor))
-        operands = [self.ref(t) for t in tensors]
-        if follow:
-            for ref, t in zip(operands, tensors):
-                if ref.memory < 0:
-                    self.place(ref, t)
-            if in_place and tensors and not self.follows(tensors[0]):
-                operands[0] = self.ref(tensors[0], True)
-        node = OperationNode(
-            operands=operands, index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
-            returned=returned(out), in_place=in_place, cost=cost,
-        )  # fmt: skip
-        self.operations += 1
-        if in_place and tensors:
-            node.overwritten = self.edge(overwritten(tensors[0]))
-        if follow:
-            node.compiled = compiled()
-            node.args, node.kwargs = replaced(args, kwargs, iter(operands))
-            base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
-            node.base = None if base is None else self.edge(edge(base))
-        else:  # a write into it may follow, of something that a plan shards
-            for ref, t in zip(node.results, results):
-                ref.edge = self.edge(edge(t))
-        self.add(node)
-
-    def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
-        _, bound = stage.signature.bind(args, kwargs)
-        sizes = stage.sizes(bound, self.record.root_sizes)
-        nested = [(self.ref(t), error) for t, error in stage.signature.nested(args, kwargs) if self.follows(t)]
-        node = StageNode(
-            operands=[self.ref(b.tensor) for b in bound], compiled=compiled(), stage=stage, index=self.stages,
-            given=[self.ref(t) for t in tensors_in((args, kwargs))], nested=nested, sizes=sizes,
-            options=stage.options(bound, sizes, self.record.n),
-        )  # fmt: skip
-        self.pending = node, bound, [version(b.tensor) for b in bound]
-
-    def leave_stage(
-        self, output: Any, measured: Measured = Measured(), own: bool = False, again: bool = False, saves: bool = False
-    ) -> None:
-        """The stage entered last returned."""
-        node, bound, versions = self.pending
-        self.stages += 1
-        node.measured, node.own, node.again, node.saves = measured, own, again, saves
-        written = [version(b.tensor) != before for b, before in zip(bound, versions)]
-        node.writes = [(w, self.edge(overwritten(b.tensor)) if w else None) for b, w in zip(bound, written)]
-        tensors = tensors_in(output)
-        for t, p in zip(tensors, node.stage.outputs(tensors)):
-            sizes = sizes_of_result(node.stage, t, p, node.sizes, self.record.root_sizes)
-            node.results.append(Result(self.ref(t, True), p, sizes))
-        node.constants = constants_in(output)
-        self.add(node)
-
-    def root_outputs(self, output: Any) -> None:
-        """What the model returned: the record is complete."""
-        ends = tensors_in(output)  # not their nodes: those of others' functions fall apart without a tensor
-        self.record.outputs = [self.ref(t) for t in ends]
-        reached = leading_to(edge(t) for t in ends)
-        self.record.reached = {number for e, number in self.edges.items() if e in reached}
-
-    def asks(self, t: Tensor) -> bool:
-        """Tell whether a gradient comes to a tensor from the outputs."""
-        e = edge(t)
-        return e is not None and self.edges.get(e) in self.record.reached
-
-
-def compiled() -> tuple[str, ...]:
-    """What torch.compile was given and runs now: it is followed, uncompiled, and a plan says so."""
-    names = []
-    for f in compiled_callers():
-        own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
-        names.append("" if own else getattr(f, "__qualname__", type(f).__name__))
-    return tuple(names)
-
-
-def returned(out: Any) -> str:
-    """The kind of what an operation returned."""
-    if isinstance(out, Tensor):
-        return "tensor"
-    if out is NotImplemented:  # x == "a" is False, says Python then
-        return "unsupported"
-    if out is None or (isinstance(out, (tuple, list)) and not out):  # nothing, taken apart, is nothing
-        return "nothing"
-    return "tensors" if tensors_in(out) else "number"
-
-
-def sizes_of_result(
-    stage: Stage, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root_sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """The sizes of the dims of a stage's result. What it computes over may have changed."""
-    found = dict(sizes)
-    for name in [n for n in p.names if n in stage.pattern.computed]:
-        if len(p.axes[p.axis_of(name)]) == 1:
-            found[name] = t.shape[p.axis_of(name)]
-    for name, size in solve_sizes([(p, tuple(t.shape))], {**root_sizes, **found}, where=stage.where).items():
-        if name in stage.pattern.free and size != sizes.get(name, size):
-            raise NotationError(
-                f"{stage.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
-                f"{sizes[name]}; a dim outside brackets keeps its size"
-            )
-        found[name] = size
-    return found
-
-
-def lines_of(record: Record) -> Iterator[str]:
-    """A record as text, a line a node, with the tensors that a plan follows."""
-
-    def shown(refs: Sequence[Ref]) -> str:
-        return ", ".join(f"%{r.number}" for r in refs)
-
-    def made(refs: Sequence[Ref]) -> str:
-        return ", ".join(f"%{r.number} {list(r.shape)}" for r in refs)
-
-    for given in record.inputs:
-        yield f"{made([given.tensor])} = input {given.param} '{given.pattern}'"
+    for param, t, pattern in record.inputs:
+        yield f"{made(t)} = input '{pattern}'" if pattern.param else f"{made(t)} = input {param} '{pattern}'"
     for node in record.nodes:
-        where = f"  # {node.line}" if node.line else ""
-        if isinstance(node, StageNode):
-            results = [r.tensor for r in node.results]
-            text = f"stage {node.stage.name}({shown(node.operands)}) '{node.stage.pattern.text}'"
-            yield f"{made(results)} = {text}{where}"
-        elif isinstance(node, OperationNode) and node.args:
-            writes = " in place" if node.in_place else ""
-            yield f"{made(node.results) or '-'} = {node.name}({shown(node.operands)}){writes}{where}"
-        elif isinstance(node, LeftNode):
-            yield f"{made(node.operands)} = left by an earlier call, sharded along dim {node.cut.dim}"
-    yield f"output {shown(record.outputs)}"
+        results, what = node.written()
+        if results:
+            operands = ", ".join(map(read, node.operands))
+            yield f"{', '.join(map(made, results))} = {what}({operands}){node.line and f'  # {node.line}'}"
+    yield f"output {', '.join(map(read, record.outputs))}"

@@ -15,7 +15,8 @@ from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
 from dsp.plan.meter import Meter
 from dsp.plan.places import FlexCall, refuse_places, seen
-from dsp.plan.record import Cost, Measured, Recorder
+from dsp.plan.record import Cost, Measured
+from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import checkpointed
 from dsp.private import storage_id
 from dsp.rules.between import Between, suspects, unrunnable

@@ -19,7 +19,7 @@ from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.pending import ahead
 from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
-from dsp.plan.record import Recorder
+from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows

@@ -23,7 +23,7 @@ from dsp.observers import observing
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
-from dsp.plan.record import Recorder
+from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT, trace

@@ -18,8 +18,8 @@ ROOMS = {
     "planner": "problem index loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions between""",
-    "plan": """script events places skeleton precision meter operation names values operations backwards recorder
-        stage_cache tracer tracing reads picture table solve program traffic cost advice make choose""",
+    "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
+        choices stage_cache tracer tracing reads picture table solve program traffic cost advice make choose""",
     "run": """views notes kept traffic_check forward recipes follow glue inputs outputs agreement stage_calls hooks
         guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",

@@ -1,0 +1,219 @@
+"""The writer of a record: it is told of a forward as it runs, and keeps none of its tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dsp.layout import Cut
+from dsp.lines import line_now
+from dsp.notation import NotationError, TensorPattern, solve_sizes
+from dsp.plan.record import (
+    Cost,
+    Input,
+    LeftNode,
+    Measured,
+    Node,
+    OperationNode,
+    Record,
+    Ref,
+    Result,
+    StageNode,
+    WholeNode,
+)
+from dsp.private import StorageWeakRef, base_of, checkpoint_frame, compiled_callers
+from dsp.rules import GlueError, replaced, tensor_args
+from dsp.rules.flex import OWN
+from dsp.rules.sources import SOURCES
+from dsp.signature import Bound
+from dsp.stages import Stage
+from dsp.tensors import constants_in, edge, leading_to, memory, overwritten, tensors_in, version
+
+UNMEASURED = Measured()  # of a run
+
+
+class Recorder:
+    """Writes the record of a forward that it is told of."""
+
+    def __init__(self, n: int, root_sizes: Mapping[str, int], data: bool = True) -> None:
+        self.record = Record(n, dict(root_sizes), data)
+        self.numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors, by id
+        self.count = 0
+        self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
+        self.memories: dict[StorageWeakRef, int] = {}
+        self.edges: dict[Any, int] = {}
+        self.frames: list[Any] = []  # the activation checkpoints
+        self.operations = self.stages = 0
+        self.module = ""
+
+    # --- references ---
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a tensor that was met before."""
+        met, number = self.numbers.get(id(t), (None, -1))
+        return number if met is not None and met() is t else None
+
+    def follows(self, t: Tensor) -> bool:
+        """Tell whether a plan may shard a tensor: an input that is declared, or something made of one."""
+        return self.number(t) in self.followed
+
+    def edge(self, e: Any) -> int | None:
+        return None if e is None else self.edges.setdefault(e, len(self.edges))
+
+    def ref(self, t: Tensor, follow: bool = False) -> Ref:
+        """A tensor as it is now; `follow`: it was made just now of what a plan may shard."""
+        number = self.number(t)
+        if number is None:
+            number, self.count = self.count, self.count + 1
+            self.numbers[id(t)] = weakref.ref(t), number
+        if follow:
+            self.followed.add(number)
+        found = Ref(tuple(t.shape), None, number, t.dtype, requires_grad=t.requires_grad)
+        if number in self.followed:
+            self.place(found, t)
+            found.edge = self.edge(edge(t))
+        return found
+
+    def place(self, ref: Ref, t: Tensor) -> None:
+        """Note where in memory a tensor lies."""
+        ref.memory = self.memories.setdefault(memory(t), len(self.memories))
+        ref.dense = (t if base_of(t) is None else base_of(t)).is_contiguous()
+
+    # --- what a forward does ---
+
+    def add(self, node: Node) -> None:
+        node.region, node.module, node.line = self.region(), self.module, line_now()
+        self.record.nodes.append(node)
+
+    def region(self) -> int | None:
+        """The number of the activation checkpoint that runs now."""
+        frame = checkpoint_frame()
+        if frame is None:
+            return None
+        if not any(f is frame for f in self.frames):
+            self.frames.append(frame)
+        return next(i for i, f in enumerate(self.frames) if f is frame)
+
+    def root_inputs(self, bound: Iterable[Bound]) -> None:
+        """The model's own inputs, of which those with a pattern are declared."""
+        bound = list(bound)
+        self.record.parameters = [b.param for b in bound]
+        declared = [b for b in bound if b.pattern is not None]
+        self.record.inputs = [Input(b.param, self.ref(b.tensor, True), b.pattern) for b in declared]  # type: ignore[arg-type]
+
+    def left(self, t: Tensor, cut: Cut) -> None:
+        """A tensor that an earlier call left sharded."""
+        self.add(LeftNode(operands=[self.ref(t, True)], cut=cut))
+
+    def reads(self, tensors: Iterable[Tensor], error: GlueError) -> None:
+        """Something that raises if one of these may be sharded."""
+        refs = [self.ref(t) for t in tensors if self.follows(t)]
+        if refs:
+            self.add(WholeNode(operands=refs, error=error))
+
+    def operation(self, name: str, args: Any, kwargs: Any, out: Any, in_place: bool, cost: Cost | None = None) -> None:
+        """An operation between stages that ran just now."""
+        tensors, results = tensor_args(args, kwargs), tensors_in(out)
+        follow = any(map(self.follows, tensors)) or (name in SOURCES and isinstance(out, Tensor))
+        operands = [self.ref(t) for t in tensors]
+        if follow:
+            for ref, t in zip(operands, tensors):
+                if ref.memory < 0:
+                    self.place(ref, t)
+            if in_place and tensors and not self.follows(tensors[0]):
+                operands[0] = self.ref(tensors[0], True)
+        node = OperationNode(
+            operands=operands, index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
+            returned=returned(out), in_place=in_place, cost=cost,
+        )  # fmt: skip
+        self.operations += 1
+        if in_place and tensors:
+            node.overwritten = self.edge(overwritten(tensors[0]))
+        if follow:
+            node.compiled = compiled()
+            node.args, node.kwargs = replaced(args, kwargs, iter(operands))
+            base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
+            node.base = None if base is None else self.edge(edge(base))
+        else:  # a write into it may follow, of something that a plan shards
+            for ref, t in zip(node.results, results):
+                ref.edge = self.edge(edge(t))
+        self.add(node)
+
+    def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
+        _, bound = stage.signature.bind(args, kwargs)
+        sizes = stage.sizes(bound, self.record.root_sizes)
+        nested = [(self.ref(t), error) for t, error in stage.signature.nested(args, kwargs) if self.follows(t)]
+        node = StageNode(
+            operands=[self.ref(b.tensor) for b in bound], compiled=compiled(), stage=stage, index=self.stages,
+            given=[self.ref(t) for t in tensors_in((args, kwargs))], nested=nested, sizes=sizes,
+            options=stage.options(bound, sizes, self.record.n),
+        )  # fmt: skip
+        self.pending = node, bound, [version(b.tensor) for b in bound]
+
+    def leave_stage(
+        self, output: Any, measured: Measured = UNMEASURED, own: bool = False, again: bool = False, saves: bool = False
+    ) -> None:
+        """The stage entered last returned."""
+        node, bound, versions = self.pending
+        self.stages += 1
+        node.measured, node.own, node.again, node.saves = measured, own, again, saves
+        written = [version(b.tensor) != before for b, before in zip(bound, versions)]
+        node.writes = [(w, self.edge(overwritten(b.tensor)) if w else None) for b, w in zip(bound, written)]
+        tensors = tensors_in(output)
+        for t, p in zip(tensors, node.stage.outputs(tensors)):
+            sizes = sizes_of_result(node.stage, t, p, node.sizes, self.record.root_sizes)
+            node.results.append(Result(self.ref(t, True), p, sizes))
+        node.constants = constants_in(output)
+        self.add(node)
+
+    def root_outputs(self, output: Any) -> None:
+        """The model returned: the record is complete."""
+        ends = tensors_in(output)  # not their nodes: those of others' functions fall apart without a tensor
+        self.record.outputs = [self.ref(t) for t in ends]
+        self.reached = leading_to(edge(t) for t in ends)
+        self.record.reached = {number for e, number in self.edges.items() if e in self.reached}
+
+    def asks(self, t: Tensor) -> bool:
+        """Tell whether a gradient comes to a tensor from the outputs."""
+        return edge(t) in self.reached
+
+
+def compiled() -> tuple[str, ...]:
+    """The names of what torch.compile was given and runs now: it is followed uncompiled, and a plan says so."""
+    names = []
+    for f in compiled_callers():
+        own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
+        names.append("" if own else getattr(f, "__qualname__", type(f).__name__))
+    return tuple(names)
+
+
+def returned(out: Any) -> str:
+    """The kind of what an operation returned."""
+    if isinstance(out, Tensor):
+        return "tensor"
+    if out is NotImplemented:  # x == "a" is False, says Python then
+        return "unsupported"
+    if out is None or (isinstance(out, (tuple, list)) and not out):  # nothing, taken apart, is nothing
+        return "nothing"
+    return "tensors" if tensors_in(out) else "number"
+
+
+def sizes_of_result(
+    stage: Stage, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root_sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes of the dims of a stage's result. What it computes over may have changed."""
+    found = dict(sizes)
+    for name in [n for n in p.names if n in stage.pattern.computed]:
+        if len(p.axes[p.axis_of(name)]) == 1:
+            found[name] = t.shape[p.axis_of(name)]
+    for name, size in solve_sizes([(p, tuple(t.shape))], {**root_sizes, **found}, where=stage.where).items():
+        if name in stage.pattern.free and size != sizes.get(name, size):
+            raise NotationError(
+                f"{stage.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
+                f"{sizes[name]}; a dim outside brackets keeps its size"
+            )
+        found[name] = size
+    return found
