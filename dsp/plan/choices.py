@@ -152,7 +152,7 @@ class Choices(Operations):
             if self.sym(t) is not None:
                 raise error
         self.compiled |= dict.fromkeys(node.compiled)
-        stage, measured, sizes = node.stage, node.measured, node.sizes
+        measured, sizes = node.measured, node.sizes
         syms = [self.sym(t) for t in node.operands]
         self.used(node.operands, syms)
         for s, (written, before) in zip(syms, node.writes):
@@ -185,16 +185,16 @@ class Choices(Operations):
                 )
             )
         produced = [
-            self.value(t, f"{stage.name}[{node.index}]", own, cuts, node.options[0].name is None, letters_in(p))
+            self.value(t, f"{node.name}[{node.index}]", own, cuts, node.options[0].name is None, letters_in(p))
             for (t, p, own), cuts in zip(results, out_cuts)
         ]
         event = Event(
-            "stage", node.index, stage.name, operands=syms, sizes=sizes, flops=measured.flops,
+            "stage", node.index, node.name, operands=syms, sizes=sizes, flops=measured.flops,
             memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=node.constants,
             own=node.own,
         )  # fmt: skip
-        self.add(Op(stage.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
+        self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
         """The dims of a pattern that a tensor may be sharded along, and where they lie."""

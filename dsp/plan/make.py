@@ -107,6 +107,8 @@ def plan_stages(
         gather_output=goal.gather_output, dtype=goal.dtype, given=goal.given, recompute=goal.again_inside,
     )  # fmt: skip
     made = make_plan(t, {s.name: s for s in stages}, goal)
+    if advise:
+        made = replace(made, record=t.record)
     if not (advise and made.whole):
         return made
 

@@ -19,7 +19,7 @@ from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
 from dsp.planner import Layout
 from dsp.rules import GlueError, Operand
-from dsp.stages import Option, Stage
+from dsp.stages import Option
 
 
 @dataclass(eq=False)
@@ -142,7 +142,8 @@ class StageNode(Node):
     is an activation checkpoint itself; again: backward starts anew from its inputs.
     """
 
-    stage: Stage
+    name: str
+    pattern: str
     index: int
     given: list[Ref]
     nested: list[tuple[Ref, NotationError]]
@@ -157,7 +158,7 @@ class StageNode(Node):
     saves: bool = False
 
     def written(self) -> tuple[Sequence[Ref], str]:
-        return [r.tensor for r in self.results], f"stage {self.stage.name} '{self.stage.pattern.text}' "
+        return [r.tensor for r in self.results], f"stage {self.name} '{self.pattern}' "
 
 
 @dataclass(kw_only=True)

@@ -147,24 +147,25 @@ class Recorder:
         sizes = stage.sizes(bound, self.record.root_sizes)
         nested = [(self.ref(t), error) for t, error in stage.signature.nested(args, kwargs) if self.follows(t)]
         node = StageNode(
-            operands=[self.ref(b.tensor) for b in bound], compiled=compiled(), stage=stage, index=self.stages,
-            given=[self.ref(t) for t in tensors_in((args, kwargs))], nested=nested, sizes=sizes,
+            operands=[self.ref(b.tensor) for b in bound], given=[self.ref(t) for t in tensors_in((args, kwargs))],
+            name=stage.name, pattern=stage.pattern.text, index=self.stages, nested=nested, sizes=sizes,
+            compiled=compiled(),
             options=stage.options(bound, sizes, self.record.n),
         )  # fmt: skip
-        self.pending = node, bound, [version(b.tensor) for b in bound]
+        self.pending = node, stage, bound, [version(b.tensor) for b in bound]
 
     def leave_stage(
         self, output: Any, measured: Measured = UNMEASURED, own: bool = False, again: bool = False, saves: bool = False
     ) -> None:
         """The stage entered last returned."""
-        node, bound, versions = self.pending
+        node, stage, bound, versions = self.pending
         self.stages += 1
         node.measured, node.own, node.again, node.saves = measured, own, again, saves
         written = [version(b.tensor) != before for b, before in zip(bound, versions)]
         node.writes = [(w, self.edge(overwritten(b.tensor)) if w else None) for b, w in zip(bound, written)]
         tensors = tensors_in(output)
-        for t, p in zip(tensors, node.stage.outputs(tensors)):
-            sizes = sizes_of_result(node.stage, t, p, node.sizes, self.record.root_sizes)
+        for t, p in zip(tensors, stage.outputs(tensors)):
+            sizes = sizes_of_result(stage, t, p, node.sizes, self.record.root_sizes)
             node.results.append(Result(self.ref(t, True), p, sizes))
         node.constants = constants_in(output)
         self.add(node)

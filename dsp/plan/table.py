@@ -13,6 +13,7 @@ from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.plan.picture import ribbon
+from dsp.plan.record import Record
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
 from dsp.text import generic, human, number_of
@@ -84,7 +85,8 @@ class Plan:
     nothing is fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the
     largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
-    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step.
+    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. record: what the
+    forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
     """
 
     size: int
@@ -113,7 +115,12 @@ class Plan:
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
     reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way
+    record: Record | None = field(default=None, repr=False, compare=False)
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
+        return {name: value for name, value in vars(self).items() if name != "record"}
 
     @property
     def estimate(self) -> Estimate:

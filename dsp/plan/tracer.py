@@ -150,8 +150,8 @@ class Tracer(Between):
 
     def look_at_places(self) -> None:
         """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
-        node = self.recorder.pending[0]
-        stage, options = node.stage, node.options
+        node, stage, *_ = self.recorder.pending
+        options = node.options
         now, whole = self.now, self.attended
 
         def run(args: Any, kwargs: Any) -> list[FlexCall]:
@@ -190,7 +190,7 @@ class Tracer(Between):
             return
         self.saving.__exit__(None, None, None)
         self.asleep = False
-        region, stage = self.recorder.region(), self.recorder.pending[0].stage
+        region, stage = self.recorder.region(), self.recorder.pending[1]
         own = checkpointed(stage.module.__dict__.get("forward"))
         again = own or self.recompute or region is not None
         if not self.now:

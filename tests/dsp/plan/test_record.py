@@ -1,0 +1,139 @@
+"""The record of a forward: what it shows, that no tensor is part of it, and that data change nothing of it."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from dsp.plan.choices import trace_of
+from dsp.plan.make import stages_of
+from dsp.plan.record import OperationNode, StageNode
+from dsp.plan.tracing import trace
+from tests.support import toys
+
+
+class Small(nn.Module):
+    """Stages in a checkpoint, views, a write in place, a mask, and something on whole tensors alone."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+        self.table = nn.Parameter(torch.ones(toys.C, toys.C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: self.time(F.gelu(self.space(x))), x, use_reentrant=False)
+        out = torch.zeros_like(x) + x
+        out[:, :, 1:] = y[:, :, 1:].transpose(1, 2).transpose(1, 2)
+        return out @ self.table.softmax(0)
+
+
+def test_a_record_shows_each_node_with_what_it_reads() -> None:
+    plan = dsp.plan(Small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    text = [line.partition("  #")[0] for line in str(plan.record).splitlines()]
+    assert text == [
+        "%0 [2, 4, 3, 4] = input 'x=b t s c'",
+        "%1 [2, 4, 3, 4] = stage space 'b t [s c]' (%0)",
+        "%2 [2, 4, 3, 4] = gelu(%1)",
+        "%3 [2, 4, 3, 4] = stage time 'b [t] s [c]' (%2)",
+        "%4 [2, 4, 3, 4] = zeros_like(%0)",
+        "%5 [2, 4, 3, 4] = add(%4, %0)",
+        "%6 [2, 4, 2, 4] = getitem(%3)",
+        "%7 [2, 2, 4, 4] = transpose(%6)",
+        "%8 [2, 4, 2, 4] = transpose(%7)",
+        "%5 [2, 4, 3, 4] = setitem(%5, %8)",
+        "%9 [2, 4, 3, 4] = matmul(%5, [4, 4])",
+        "output %9",
+    ]
+    assert plan.record is not None
+    lines = [node.line for node in plan.record.nodes]
+    assert all(line.startswith("test_record.py:") for line in lines)
+    assert [node.region for node in plan.record.nodes][:4] == [0, 0, 0, None]
+    stage = next(node for node in plan.record.nodes if isinstance(node, StageNode))
+    assert [o.name for o in stage.options] == ["t", "b"]
+
+
+def recorded(model: nn.Module, args: Any, real: bool) -> Any:
+    found, root = stages_of(model, None)
+    return trace(model, found, root, args, {}, 3, gather_output=True, real=real)
+
+
+def test_data_change_nothing_of_a_record() -> None:
+    model, x = Small(), torch.randn(2, 4, 3, toys.C)
+    fake, real = (recorded(model, (x,), data).record for data in (False, True))
+    assert str(fake) == str(real)
+    for a, b in zip(fake.nodes, real.nodes, strict=True):
+        assert [t.memory for t in a.operands] == [t.memory for t in b.operands]
+        assert [t.edge for t in a.operands] == [t.edge for t in b.operands]
+    assert fake.reached == real.reached
+
+
+def test_a_pass_over_a_record_can_be_made_again() -> None:
+    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), False).record
+    one, two = (trace_of(record, {}, gather=True) for _ in range(2))
+    assert (one.ops, one.values, one.cuts) == (two.ops, two.values, two.cuts)
+
+
+def held(value: Any) -> list[Any]:
+    """All that a record holds."""
+    if isinstance(value, (list, tuple, set)):
+        return [x for v in value for x in held(v)]
+    if isinstance(value, dict):
+        return held([*value.values()])
+    if dataclasses.is_dataclass(value):
+        return [value, *held([getattr(value, f.name) for f in dataclasses.fields(value)])]
+    return [value]
+
+
+def test_no_tensor_is_part_of_a_record() -> None:
+    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), True).record
+    found = held(record)
+    assert len(found) > 100
+    assert not [v for v in found if isinstance(v, (Tensor, nn.Module))]
+
+
+def test_a_plan_goes_to_another_process_without_its_record() -> None:
+    plan = dsp.plan(Small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan
+    assert sent.record is None
+
+
+class Reads(nn.Module):
+    """An operation that no rule stands in for, on what a stage returned."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]"}
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.space, self.read = toys.Along(2), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.space(x))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_refused_is_named_with_its_line_though_the_forward_went_on(fails: bool) -> None:
+    def read(y: Tensor) -> Tensor:
+        wrong = y.as_strided((1,), (1,))
+        if fails:
+            raise RuntimeError("behind it")
+        return wrong
+
+    with pytest.raises(dsp.GlueError, match=r"as_strided\(\) between stages .*\(at test_record.py:\d+\)$"):
+        dsp.plan(Reads(read), torch.randn(2, 4, 3, toys.C), size=3)
+
+
+def test_an_operation_has_its_cost_where_it_was_measured() -> None:
+    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), False).record
+    costs = {n.name: n.cost for n in record.nodes if isinstance(n, OperationNode)}
+    assert costs["matmul"].flops == 2 * 2 * 4 * 3 * toys.C * toys.C
+    assert costs["gelu"].touched > 0
+    assert costs["transpose"].touched == 0
