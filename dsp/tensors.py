@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dsp.private import StorageWeakRef, base_of, is_view, pytree, values_of, version_of
+
+T = TypeVar("T")
+
+
+class ByTensor(Generic[T]):
+    """A value for each of some tensors, found by the tensor itself; it keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def get(self, t: Tensor) -> T | None:
+        found = self.held.get(id(t))
+        return found[1] if found is not None and found[0]() is t else None
+
+    def __setitem__(self, t: Tensor, value: T) -> None:
+        self.held[id(t)] = weakref.ref(t), value
 
 
 def memory(t: Tensor) -> StorageWeakRef:

@@ -19,7 +19,7 @@ from dsp.layout import Cut
 from dsp.rules import RULES, Frame, Operand, Outcome, replaced, tensor_args
 from dsp.rules.between import Between
 from dsp.rules.functions import Traits
-from dsp.tensors import tensors_in
+from dsp.tensors import ByTensor, tensors_in
 
 MANY = 64  # elements of a dim
 
@@ -54,6 +54,8 @@ class Dims:
 
     def __init__(self) -> None:
         self.births: dict[Any, Dim] = {}
+        self.axes = ByTensor[Axes]()  # of the tensors that are followed
+        self.live = ByTensor[bool]()  # whether a tensor is computed from the inputs whose dims are to be sharded
         self.changes = 0
 
     def born(self, key: Any, size: int) -> tuple[Dim, ...]:
@@ -121,10 +123,24 @@ class Dims:
 
     def claim(self, t: Tensor, cut: Cut, dims: tuple[Dim, ...], key: Any) -> None:
         """A followed tensor turns out to have these dims there."""
-        axes = axes_of(t)
+        axes = self.axes_of(t)
         if axes is not None:
             found: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
-            follow(t, self.fill(t.shape, [*found, (cut, dims)], key), is_live(t))
+            self.follow(t, self.fill(t.shape, [*found, (cut, dims)], key), self.is_live(t))
+
+    def axes_of(self, t: Tensor) -> Axes | None:
+        """The dims of a followed tensor."""
+        axes = self.axes.get(t)
+        return None if axes is None else [atoms(axis) for axis in axes]
+
+    def is_live(self, t: Tensor) -> bool:
+        return bool(self.live.get(t))
+
+    def follow(self, t: Tensor, axes: Axes, live: bool) -> None:
+        every = {dim for axis in axes for dim in axis}
+        for dim in every:
+            dim.apart |= every - {dim}
+        self.axes[t], self.live[t] = axes, live
 
     def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
         """The part of a fold that spans [start, end) of it, as products of sizes."""
@@ -158,24 +174,6 @@ def places(axes: Axes) -> Iterator[tuple[Dim, Cut]]:
             outer *= dim.size
 
 
-def axes_of(t: Tensor) -> Axes | None:
-    """The dims of a followed tensor."""
-    axes = getattr(t, "_dsp_axes", None)
-    return None if axes is None else [atoms(axis) for axis in axes]
-
-
-def is_live(t: Tensor) -> bool:
-    """Tell whether a tensor is computed from the inputs whose dims are to be sharded."""
-    return bool(getattr(t, "_dsp_live", False))
-
-
-def follow(t: Tensor, axes: Axes, live: bool) -> None:
-    every = {dim for axis in axes for dim in axis}
-    for dim in every:
-        dim.apart |= every - {dim}
-    t._dsp_axes, t._dsp_live = axes, live  # type: ignore[attr-defined]
-
-
 @dataclass
 class GlueOp:
     """One operation on followed tensors: for each of their dims, whether it can run with that dim sharded."""
@@ -197,17 +195,17 @@ class Follower(Between):
         out = func(*args, **kwargs)
         self.index += 1
         tensors = tensor_args(args, kwargs)
-        if any(axes_of(t) is not None for t in tensors):
+        if any(self.dims.axes_of(t) is not None for t in tensors):
             self.step(what.name, args, kwargs, tensors, shapes, tensors_in(out))
         return out
 
     def step(
         self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shapes: list[tuple[int, ...]], out: list[Tensor]
     ) -> None:
-        live = any(is_live(t) for t in tensors)
+        live = any(self.dims.is_live(t) for t in tensors)
         if RULES.get(name) in _RESHAPES and len(out) == 1:
-            self.take_apart(axes_of(tensors[0]) or [], out[0].shape)
-        where = {i: dict(places(axes)) for i, t in enumerate(tensors) if (axes := axes_of(t)) is not None}
+            self.take_apart(self.dims.axes_of(tensors[0]) or [], out[0].shape)
+        where = {i: dict(places(axes)) for i, t in enumerate(tensors) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
         found: list[tuple[Cut, tuple[Dim, ...]]] = []
         for dim in dict.fromkeys(d for own in where.values() for d in own):
@@ -228,7 +226,7 @@ class Follower(Between):
         self.on_op(GlueOp(live, accepts))
         for k, t in enumerate(out):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
-            follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
+            self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
 
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp import randomness
-from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, axes_of, follow, is_live, places
+from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, places
 from dsp.discover.nodes import Group, ModuleCall, acts_locally, dim_at, fingerprint, known, structure
 from dsp.discover.repeats import Repeats, runs
 from dsp.layout import Cut
@@ -98,7 +98,7 @@ class Search:
     def run(self) -> ModuleCall:
         args, kwargs = remade((self.args, self.kwargs), torch.clone)
         for i, b in enumerate(self.signature.bind(args, kwargs)[1]):
-            follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
+            self.dims.follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
         self.stack: list[ModuleCall] = []
         self.count = 0
         self.follower = Follower(self.dims, self.on_op)
@@ -137,11 +137,11 @@ class Search:
         node.params = [b.param for b in bound]
         node.shapes = [tuple(t.shape) for t in tensors]
         for i, t in enumerate(tensors):
-            if axes_of(t) is None:
-                follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
-            node.lives.append(is_live(t))
-        node.hides = sum(map(is_live, tensors_in((args, kwargs)))) > sum(node.lives)
-        node.inputs = [axes_of(t) or [] for t in tensors]
+            if self.dims.axes_of(t) is None:
+                self.dims.follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
+            node.lives.append(self.dims.is_live(t))
+        node.hides = sum(map(self.dims.is_live, tensors_in((args, kwargs)))) > sum(node.lives)
+        node.inputs = [self.dims.axes_of(t) or [] for t in tensors]
         if node.live and not any(n.local for n in self.stack[:-1]):
             self.test(node, args, kwargs)
             for g in node.groups:
@@ -149,7 +149,7 @@ class Search:
                 for i, (t, cut) in enumerate(zip(tensors, g.cuts)):
                     if cut is not None and dim is not None:
                         self.dims.claim(t, cut, dim, ("arg", node.index, i))
-            node.inputs = [axes_of(t) or [] for t in tensors]
+            node.inputs = [self.dims.axes_of(t) or [] for t in tensors]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.follower.asleep:
@@ -157,8 +157,8 @@ class Search:
         node = self.stack.pop()
         tensors = tensors_in(output)
         for k, t in enumerate(tensors):
-            if axes_of(t) is None:
-                follow(t, self.dims.fill(t.shape, [], ("out", node.index, k)), node.live)
+            if self.dims.axes_of(t) is None:
+                self.dims.follow(t, self.dims.fill(t.shape, [], ("out", node.index, k)), node.live)
             taken: set[Dim] = set()
             for n, g in enumerate(node.groups):
                 dim = self.dim_of(node, g)
@@ -169,11 +169,11 @@ class Search:
                 taken |= set(dim)
                 self.dims.claim(t, g.outputs[k], dim, ("out", node.index, k))
             self.keep_names(node, t)
-        node.outputs = [axes_of(t) or [] for t in tensors]
+        node.outputs = [self.dims.axes_of(t) or [] for t in tensors]
 
     def keep_names(self, node: ModuleCall, t: Tensor) -> None:
         """Keep the names of axes that the rules lost inside, where input and output have one shape."""
-        mine, passed = axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
+        mine, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == tuple(t.shape):
                 for old, new in zip(known(axes), mine):

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dsp.discover.dims import ranks_for
 from dsp.layout import Cut
 from dsp.rules import Frame, Operand, Outcome, replaced, tensor_args, without_operands
 from dsp.rules.between import Between
 from dsp.rules.functions import Traits
 from dsp.slices import Probe, call_part, copied
-from dsp.tensors import tensors_in
+from dsp.tensors import ByTensor, tensors_in
 
 
 class Dependent(RuntimeError):
@@ -56,6 +54,7 @@ class Walk(Between):
         super().__init__()
         self.whole, self.size, self.length = whole, size, length
         self.steps: list[Step] = []
+        self.cuts = ByTensor[Cut | None]()  # of the slice's tensors: where they lie in the whole call's
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.whole is not None:
@@ -65,7 +64,7 @@ class Walk(Between):
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         tensors = tensor_args(args, kwargs)
         frame = Frame(what.name, *replaced(args, kwargs, iter([Operand(tuple(t.shape)) for t in tensors])), n=1)
-        cut = self.follow(frame, [part_of(t) for t in tensors], what.in_place) if self.whole is not None else None
+        cut = self.follow(frame, [self.cuts.get(t) for t in tensors], what.in_place) if self.whole is not None else None
         out = func(*args, **kwargs)
         results = tensors_in(out)
         step = Step(frame, [Operand(tuple(t.shape)) for t in results])
@@ -74,7 +73,7 @@ class Walk(Between):
             if not self.parts(step.given, given, [cut] * len(given)):
                 raise Dependent
             for t in results:
-                t._dsp_part = cut  # type: ignore[attr-defined]
+                self.cuts[t] = cut
         self.steps.append(step)
         return out
 
@@ -110,10 +109,6 @@ class Walk(Between):
         return True
 
 
-def part_of(t: Tensor) -> Cut | None:
-    return getattr(t, "_dsp_part", None)
-
-
 class Shapes(Probe):
     """`Probe` of a call whose tensors have no data."""
 
@@ -125,12 +120,12 @@ class Shapes(Probe):
         length = size // ranks_for(size)[0]
         call = call_part(self.signature, self.args, self.kwargs, cuts, size, 0, length)
         args, kwargs = copied(tuple(call.args), call.kwargs)
-        for b, cut in zip(self.signature.bind(args, kwargs)[1], cuts):
-            b.tensor._dsp_part = cut  # type: ignore[attr-defined]
         walk = Walk(self.draws, size, length)
+        for b, cut in zip(self.signature.bind(args, kwargs)[1], cuts):
+            walk.cuts[b.tensor] = cut
         with suppress(Exception):  # what does not run on a slice is not independent, for whatever reason
             found, constants = self.run(args, kwargs, walk)
-            places = [cut for t in found if (cut := part_of(t)) is not None]
+            places = [cut for t in found if (cut := walk.cuts.get(t)) is not None]
             alike = constants == self.constants and len(walk.steps) == len(self.draws.steps)
             if alike and found and len(found) == len(self.whole) == len(places):
                 return places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from dsp.rules.flex import OWN
 from dsp.rules.sources import SOURCES
 from dsp.signature import Bound
 from dsp.stages import Stage
-from dsp.tensors import constants_in, edge, leading_to, memory, overwritten, tensors_in, version
+from dsp.tensors import ByTensor, constants_in, edge, leading_to, memory, overwritten, tensors_in, version
 
 UNMEASURED = Measured()  # of a run
 
@@ -40,7 +39,7 @@ class Recorder:
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], data: bool = True) -> None:
         self.record = Record(n, dict(root_sizes), data)
-        self.numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors, by id
+        self.numbers = ByTensor[int]()
         self.count = 0
         self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
         self.memories: dict[StorageWeakRef, int] = {}
@@ -51,24 +50,19 @@ class Recorder:
 
     # --- references ---
 
-    def number(self, t: Tensor) -> int | None:
-        """The number of a tensor that was met before."""
-        met, number = self.numbers.get(id(t), (None, -1))
-        return number if met is not None and met() is t else None
-
     def follows(self, t: Tensor) -> bool:
         """Tell whether a plan may shard a tensor: an input that is declared, or something made of one."""
-        return self.number(t) in self.followed
+        return self.numbers.get(t) in self.followed
 
     def edge(self, e: Any) -> int | None:
         return None if e is None else self.edges.setdefault(e, len(self.edges))
 
     def ref(self, t: Tensor, follow: bool = False) -> Ref:
         """A tensor as it is now; `follow`: it was made just now of what a plan may shard."""
-        number = self.number(t)
+        number = self.numbers.get(t)
         if number is None:
             number, self.count = self.count, self.count + 1
-            self.numbers[id(t)] = weakref.ref(t), number
+            self.numbers[t] = number
         if follow:
             self.followed.add(number)
         found = Ref(tuple(t.shape), None, number, t.dtype, requires_grad=t.requires_grad)

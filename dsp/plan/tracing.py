@@ -208,7 +208,7 @@ class Rehearsal:
         declared = {id(b.tensor) for b in bound if b.pattern is not None}
         whole = [t for t in tensors_in((args, kwargs)) if id(t) not in declared and tracer.recorder.asks(t)]
         found.recompute, found.entered = how.recompute, tracer.entered
-        met = ((id(t), tracer.recorder.number(t)) for t in tensors_in(list(tracer.entered.values())))
+        met = ((id(t), tracer.recorder.numbers.get(t)) for t in tensors_in(list(tracer.entered.values())))
         found.known = {key: found.tracked[number] for key, number in met if number in found.tracked}
         found.whole_grads = [t.nbytes for t in whole]
         found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
