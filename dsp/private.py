@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -216,6 +216,31 @@ def checkpoint_frame() -> Any:
     )
 
 
+class Recompute:
+    """The recomputation of an activation checkpoint within a context, `around()`; it takes its place in the frame.
+
+    key: who asked for the context, which is entered once for each.
+    """
+
+    def __init__(self, frame: Any, key: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.inner, self.key, self.around = frame.recompute_fn, key, around
+        frame.recompute_fn = self
+
+    def __call__(self, *args: Any) -> Any:
+        with self.around():
+            return self.inner(*args)
+
+    @staticmethod
+    def known(frame: Any, key: Any) -> bool:
+        """Tell whether a checkpoint has a context of this key."""
+        run = frame.recompute_fn
+        while isinstance(run, Recompute):
+            if run.key is key:
+                return True
+            run = run.inner
+        return False
+
+
 __all__ = [
     "COMPILERS_OWN",
     "GRAD_SWITCH",
@@ -228,6 +253,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "Recompute",
     "StorageWeakRef",
     "TensorMeta",
     "TorchDispatchMode",

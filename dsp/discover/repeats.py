@@ -118,6 +118,10 @@ def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
     return (given, tuple(places), how) if places else None
 
 
+class Skipped:
+    """A layer that returns what it is given."""
+
+
 def skip(layer: nn.Module, like: Passed) -> None:
     """Let a layer return what it is given; it keeps its parts and attributes, which nobody calls."""
 
@@ -125,12 +129,12 @@ def skip(layer: nn.Module, like: Passed) -> None:
         tensors = tensors_in((args, kwargs))
         return pytree.tree_unflatten([tensors[i] for i in like[1]], like[2])
 
-    layer.__class__ = type(type(layer).__name__, (type(layer),), {"forward": forward, "_dsp_skipped": True})
+    layer.__class__ = type(type(layer).__name__, (Skipped, type(layer)), {"forward": forward})
 
 
 def runs(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that are called: those within skipped layers are not."""
-    if not getattr(model, "_dsp_skipped", False):
+    if not isinstance(model, Skipped):
         yield model
         for child in model.children():
             yield from runs(child)

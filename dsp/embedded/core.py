@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +15,7 @@ from dsp.layout import Axis
 from dsp.methods import CommBytes, RankPart
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
-from dsp.private import backward_pass, checkpoint_frame
+from dsp.private import Recompute, backward_pass, checkpoint_frame
 from dsp.run.forward import current_place
 from dsp.stages import Stage
 
@@ -33,18 +34,18 @@ def place_of_call() -> RankPart | None:
             "torch.utils.checkpoint with use_reentrant=False, round a stage or a block of the model"
         )
     frame = checkpoint_frame()
-    if place is None or frame is None or hasattr(frame, "_dsp_place"):
+    if place is None or frame is None or Recompute.known(frame, AGAIN):
         return place
-    original, frame._dsp_place = frame.recompute_fn, place
 
-    def recompute(*args: Any) -> Any:
+    @contextmanager
+    def around() -> Iterator[None]:
         token = AGAIN.set(place)
         try:
-            return original(*args)
+            yield
         finally:
             AGAIN.reset(token)
 
-    frame.recompute_fn = recompute
+    Recompute(frame, AGAIN, around)
     return place
 
 

@@ -23,6 +23,7 @@ from dsp.plan.script import Script
 from dsp.plan.tracing import KEPT
 from dsp.private import (
     FakeTensor,
+    Recompute,
     _get_current_function_mode,
     _pop_mode,
     _push_mode,
@@ -342,20 +343,20 @@ def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
 def note_checkpoint(run: Run) -> None:
     """Inside a checkpointed region: let its recomputation in backward run under this run again, from here."""
     frame = checkpoint_frame()
-    if frame is None or getattr(frame, "_dsp_noted", False):
+    if frame is None or Recompute.known(frame, note_checkpoint):
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")
-    frame._dsp_noted = True
-    original, script, sizes = frame.recompute_fn, run.script, run.root_sizes
+    script, sizes = run.script, run.root_sizes
     stage_index, glue_index, axis, recipes = run.stage_index, run.glue_index, run.axis, run.recipes
     traffic_check, runtime = run.traffic_check, ACTIVE.get()
 
-    def recompute(*args: Any) -> Any:
+    @contextmanager
+    def around() -> Iterator[None]:
         again = Run(axis, script, sizes, recipes)
         again.stage_index, again.glue_index, again.traffic_check = stage_index, glue_index, traffic_check
         assert runtime is not None
         with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
-            return original(*args)
+            yield
 
-    frame.recompute_fn = recompute
+    Recompute(frame, note_checkpoint, around)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -28,18 +30,20 @@ from tests.support.slow import slow
 def checkpoint_frame() -> None:
     """Found where a checkpoint runs its region, and what it runs again in backward can be replaced. Else not found."""
     frames: list[Any] = []
-    again: list[bool] = []
+    again: list[str] = []
+
+    @contextmanager
+    def around(key: str) -> Iterator[None]:
+        again.append(key)
+        yield
 
     def region(x: Tensor) -> Tensor:
         frames.append(private.checkpoint_frame())
         if len(frames) == 1:
-            original = frames[0].recompute_fn
-
-            def recompute(*args: Any) -> Any:
-                again.append(True)
-                return original(*args)
-
-            frames[0].recompute_fn = recompute
+            for key in ("one", "two"):
+                assert not private.Recompute.known(frames[0], key)
+                private.Recompute(frames[0], key, partial(around, key))
+            assert private.Recompute.known(frames[0], "one")
         return x.sin().exp()
 
     x = torch.ones(3, requires_grad=True)
@@ -47,7 +51,7 @@ def checkpoint_frame() -> None:
     y = checkpoint(region, x, use_reentrant=False)
     assert private.checkpoint_frame() is None
     y.sum().backward()
-    assert again == [True], "what a checkpoint recomputes with is no longer frame.recompute_fn"
+    assert again == ["two", "one"], "what a checkpoint recomputes with is no longer frame.recompute_fn"
     assert frames[0] is not None
     assert frames[1] is None, "a recomputation looks like a first run"
     with torch.autograd.graph.save_on_cpu():
