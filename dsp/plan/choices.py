@@ -159,31 +159,15 @@ class Choices(Operations):
             if s is not None and written:
                 self.edges[s.value].add(before)
         first = node.region is None or all(event.region != node.region for event in self.events)
-        keeps_inputs = node.again and (first or node.own)
         if node.saves and node.region is not None:
             self.savers.append(Saver(node.region, len(self.events), True))
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         tensors, results = [r.tensor for r in node.results], node.results
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
-        choices = []
-        for option in node.options:
-            needs = self.needs(option, values, syms)
-            share, sends = option.share(self.n), measured.sends.get(option.name, CommBytes())
-            passing = adding_up(option.onto, tensors[0], results[0][2], self.n) if option.onto else None
-            sums = max(passing.forward) if passing is not None else 0
-            kept = sum(self.values[v].local_bytes(k, self.n) for v, k in zip(values, needs)) if keeps_inputs else 0
-            choices.append(
-                Choice(
-                    needs,
-                    tuple(option.lands if option.lands in c else None for c in out_cuts),
-                    work=int(measured.work * share) + (tensors[0].nbytes if option.onto else 0),
-                    saved=int(measured.saved * share) + kept,
-                    rank=int(option.last_resort),
-                    bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + sums,
-                    calls=sum(calls for _, calls in sends.forward.values()) + (option.onto is not None),
-                    way=Execution(option, sends, passing),
-                )
-            )
+        choices = [self.option(node, option, self.needs(option, values, syms), out_cuts) for option in node.options]
+        if node.again and (first or node.own):  # backward starts anew from its inputs
+            kept = [[self.values[v].local_bytes(k, self.n) for v, k in zip(values, c.needs)] for c in choices]
+            choices = [replace(c, saved=c.saved + sum(own)) for c, own in zip(choices, kept)]
         produced = [
             self.value(t, f"{node.name}[{node.index}]", own, cuts, node.options[0].name is None, letters_in(p))
             for (t, p, own), cuts in zip(results, out_cuts)
@@ -195,6 +179,24 @@ class Choices(Operations):
             own=node.own,
         )  # fmt: skip
         self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
+
+    def option(
+        self, node: StageNode, option: Option, needs: tuple[Layout, ...], out_cuts: Sequence[Mapping[str, Cut]]
+    ) -> Choice:
+        """A stage sharded along one dim, or run whole."""
+        measured, results = node.measured, node.results
+        share, sends = option.share(self.n), measured.sends.get(option.name, CommBytes())
+        passing = adding_up(option.onto, results[0].tensor, results[0].sizes, self.n) if option.onto else None
+        return Choice(
+            needs,
+            tuple(option.lands if option.lands in c else None for c in out_cuts),
+            work=int(measured.work * share) + (results[0].tensor.nbytes if option.onto else 0),
+            saved=int(measured.saved * share),
+            rank=int(option.last_resort),
+            bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + (max(passing.forward) if passing else 0),
+            calls=sum(calls for _, calls in sends.forward.values()) + (passing is not None),
+            way=Execution(option, sends, passing),
+        )
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
         """The dims of a pattern that a tensor may be sharded along, and where they lie."""

@@ -50,6 +50,11 @@ class Operation:
         return list(dict.fromkeys(s.value for s in self.syms if s is not None))
 
     @property
+    def into(self) -> Sym | None:
+        """The tensor that it wrote into, if a plan may shard it."""
+        return self.syms[0] if self.written else None
+
+    @property
     def first(self) -> Sym:
         return next(s for s in self.syms if s is not None)
 
@@ -110,9 +115,20 @@ class Offers:
     refusal: GlueError | None = None
     through: bool = False  # whether a dim gets through as it is, that is neither batch nor joined of pieces
 
+    def refuse(self, error: GlueError | None) -> None:
+        """One way is refused; the first reason is the one that is told."""
+        if error is not None:
+            self.refusal = self.refusal or error
+            self.view = False
+
     def sizes_of(self, t: Ref) -> dict[str, Extent]:
         own = {key: cut.extent(t.shape[cut.dim]) for key, cut in self.cuts.items() if key in self.resized}
         return self.sizes | own
+
+    @property
+    def parts(self) -> list[Choice]:
+        """Those in which something is sharded."""
+        return [c for c in self.choices if any(c.needs)]
 
     @property
     def narrow(self) -> bool:

@@ -119,10 +119,11 @@ class Operations(Values):
         self.spare.discard(op.index)
 
     def glue(self, op: Operation) -> None:
+        """An operation on tensors that may be sharded."""
         op.outputs = [*op.node.results]
         if op.name in DENSE and op.outputs[0].memory != op.tracked[0].memory:
             self.fresh.add(op.index)
-        if not op.outputs and op.written and op.syms[0] is not None:
+        if not op.outputs and op.into is not None:
             op.outputs = [op.tracked[0]]  # x[...] = y
         if not op.outputs and not op.written:
             if op.node.returned != "nothing" and op.name not in ("__setattr__", "set"):
@@ -130,13 +131,16 @@ class Operations(Values):
             return
         if op.node.kwargs.get("out") is not None:
             raise op.frame({}).refuse("out= has no rule for a sharded tensor")
-        if op.written and op.syms[0] is not None:
+        if op.into is not None:
             if (how := self.folded.get(op.tracked[0].memory)) is not None:
                 raise op.unfolded(how)
-            self.fix(op.tracked[0], op.syms[0].value)
+            self.fix(op.tracked[0], op.into.value)
         if op.name in FOLDS:
             self.fold(op.name, op.outputs[0], op.tracked[0])
-        found = self.found(op)
+        self.offer(op, self.found(op))
+
+    def offer(self, op: Operation, found: Offers) -> None:
+        """Add an operation with what it offers: as a view, or as values of its own."""
         if found.view and op.outputs:
             found.view = self.is_view(op.outputs[0], op.tracked[0], found.viewed)
         if found.view and self.torn(op):
@@ -162,39 +166,35 @@ class Operations(Values):
 
     def found(self, op: Operation) -> Offers:
         """The ways in which an operation may run."""
-        if op.written and op.syms[0] is None:  # into a tensor that is whole: so must be what it writes
-            found = Offers()
-        elif op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
-            found = self.opened(op)
-        else:
-            self.align(op.tracked, op.syms)
-            largest = max((t.numel() for t in op.outputs), default=0)
-            small = {s.value for s, t in zip(op.syms, op.tracked) if s is not None and 2 * t.numel() <= largest}
-            found = self.ways(op, lambda v: self.whole[v] or v in small)
+        found = self.closed(op)
         if found.narrow:  # what if it came along another dim?
             found = self.opened(op)
-        sharded = any(any(c.needs) for c in found.choices)
         if found.sent_by_one and op.name in ("getitem", "select") and not self.long(op.tracked):
             found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for each step of a loop
         if not found.choices:
-            if op.written and op.syms[0] is not None:
-                assert found.refusal is not None
-                if not self.whole[op.first.value]:
-                    raise found.refusal
-                self.values[op.first.value] = replace(self.values[op.first.value], fixed=True)
             self.run_whole(op, found, [] if op.written else op.outputs)
-        elif op.outputs and not (op.written or found.cuts or sharded) and self.long(op.outputs):
+        elif op.outputs and not (op.written or found.cuts or found.parts) and self.long(op.outputs):
             # its operands are whole anyway: what it makes is split for nothing, if it is long
             found.choices.clear()
             self.run_whole(op, found, op.outputs)
-        parts = [c for c in found.choices if any(c.needs)]
-        whole = len(parts) < len(found.choices)
         read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
         made = () if op.stretches else op.outputs
-        if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):
+        may_be_whole = len(found.parts) < len(found.choices)
+        if may_be_whole and any(c.rank == 0 for c in found.parts) and self.long((*read, *made)):
             # nothing longer than a share of the longest tensor runs whole where it need not
-            found.choices = parts
+            found.choices = found.parts
         return found
+
+    def closed(self, op: Operation) -> Offers:
+        """Along the dims that have a name, with what is short gathered."""
+        if op.written and op.into is None:  # into a tensor that is whole: so must be what it writes
+            return Offers()
+        if op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+            return self.opened(op)
+        self.align(op.tracked, op.syms)
+        largest = max((t.numel() for t in op.outputs), default=0)
+        small = {s.value for s, t in zip(op.syms, op.tracked) if s is not None and 2 * t.numel() <= largest}
+        return self.ways(op, lambda v: self.whole[v] or v in small)
 
     def opened(self, op: Operation) -> Offers:
         """Along the dims that nobody named, too, or with some of its operands gathered."""
@@ -284,13 +284,12 @@ class Operations(Values):
         """The rule's outcome for operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
         cuts = op.cuts(dict(zip(op.values, combo)))
         outcome = op.outcome(cuts, apart)
-        if apart and (isinstance(outcome, GlueError) or outcome.cut is None or not outcome.cut.joined):
-            return
         if isinstance(outcome, GlueError):
-            found.refusal = found.refusal or outcome
-            found.view = False
+            found.refuse(None if apart else outcome)
             return
-        passing, copied = self.passing(op, outcome, cuts), False
+        if apart and (outcome.cut is None or not outcome.cut.joined):
+            return
+        passing = self.passing(op, outcome, cuts)
         sent = 0 if passing is None else max(passing.forward)
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
@@ -304,8 +303,7 @@ class Operations(Values):
             key = self.carried(op, combo, outcome.cut, found)
         if outcome.rows or outcome.sizes or outcome.cut.joined:
             found.resized.add(key)
-        if outcome.rows:
-            copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
+        copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
@@ -356,6 +354,11 @@ class Operations(Values):
 
     def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
+        if op.into is not None:
+            assert found.refusal is not None
+            if not self.whole[op.into.value]:
+                raise found.refusal
+            self.values[op.into.value] = replace(self.values[op.into.value], fixed=True)
         found.view = False
         found.choices.append(Choice((None,) * len(op.values), (None,) * len(outputs)))
         known, shape = op.first, self.shapes[op.first.value]
