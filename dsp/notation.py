@@ -245,46 +245,11 @@ def solve_sizes(
 
     An axis of size 1 whose dim is longer in another tensor broadcasts. Raises NotationError on any misfit.
     """
-    sizes: dict[str, int] = {}
-    folds: list[tuple[TensorPattern, tuple[str, ...], int]] = []
-    for pattern, shape in tensors:
-        if len(shape) != len(pattern.axes):
-            raise NotationError(
-                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes but the tensor has shape {tuple(shape)}"
-            )
-        for axis, size in zip(pattern.axes, shape):
-            if len(axis) > 1:
-                folds.append((pattern, axis, size))
-            elif not axis:
-                if size != 1:
-                    raise NotationError(f"{where}: '{pattern}' says 1 but that axis of {tuple(shape)} is {size}")
-            elif sizes.setdefault(axis[0], size) != size:
-                known = sizes[axis[0]]
-                if 1 not in (known, size):
-                    raise NotationError(f"{where}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")
-                sizes[axis[0]] = max(known, size)
+    sizes, folds = _sizes_of_axes(tensors, where)
     while folds:
-        waiting = []
-        for pattern, axis, size in folds:
-            known_sizes = {n: sizes.get(n, root.get(n)) for n in axis}
-            product = math.prod(value for value in known_sizes.values() if value is not None)
-            unknown = [n for n, value in known_sizes.items() if value is None]
-            if len(unknown) > 1:
-                waiting.append((pattern, axis, size))
-            elif not unknown and size == product:
-                sizes.update({n: v for n, v in known_sizes.items() if v is not None})
-            elif size == 1 and all(n in sizes for n in axis):
-                continue  # broadcasts against the tensors that gave these sizes
-            elif unknown and product and size % product == 0:
-                sizes.update({n: v for n, v in known_sizes.items() if v is not None})
-                sizes[unknown[0]] = size // product
-            else:
-                raise NotationError(
-                    f"{where}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
-                    + " x ".join(n if v is None else f"{n}={v}" for n, v in known_sizes.items())
-                )
+        waiting = [fold for fold in folds if not _opened(*fold, sizes, root, where)]
         if len(waiting) == len(folds):
-            pattern, axis, size = waiting[0]
+            _, axis, size = waiting[0]
             raise Ambiguous(
                 f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart; name the model's own input dims "
                 'with a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that its tensors do '
@@ -295,6 +260,53 @@ def solve_sizes(
             )
         folds = waiting
     return sizes
+
+
+Fold = tuple[TensorPattern, tuple[str, ...], int]  # an axis of several dims in a pattern, and its size
+
+
+def _sizes_of_axes(
+    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], where: str
+) -> tuple[dict[str, int], list[Fold]]:
+    """The sizes of dims that are axes by themselves, and the folds."""
+    sizes: dict[str, int] = {}
+    folds: list[Fold] = []
+    for pattern, shape in tensors:
+        if len(shape) != len(pattern.axes):
+            raise NotationError(
+                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes but the tensor has shape {tuple(shape)}"
+            )
+        for axis, size in zip(pattern.axes, shape):
+            if len(axis) > 1:
+                folds.append((pattern, axis, size))
+            elif not axis and size != 1:
+                raise NotationError(f"{where}: '{pattern}' says 1 but that axis of {tuple(shape)} is {size}")
+            elif axis and (known := sizes.setdefault(axis[0], size)) != size:
+                if 1 not in (known, size):
+                    raise NotationError(f"{where}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")
+                sizes[axis[0]] = max(known, size)
+    return sizes, folds
+
+
+def _opened(
+    pattern: TensorPattern, axis: tuple[str, ...], size: int, sizes: dict[str, int], root: Mapping[str, int], where: str
+) -> bool:
+    """Note the sizes of a fold's dims; False where two of them are still to be known."""
+    known = {n: sizes.get(n, root.get(n)) for n in axis}
+    product = math.prod(value for value in known.values() if value is not None)
+    unknown = [n for n, value in known.items() if value is None]
+    if len(unknown) > 1:
+        return False
+    if size == 1 and all(n in sizes for n in axis):
+        return True  # broadcasts against the tensors that gave these sizes
+    fits = bool(product) and size % product == 0 if unknown else size == product
+    if not fits:
+        raise NotationError(
+            f"{where}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
+            + " x ".join(n if v is None else f"{n}={v}" for n, v in known.items())
+        )
+    sizes.update({n: size // product if v is None else v for n, v in known.items()})
+    return True
 
 
 def _show(axis: Sequence[str]) -> str:

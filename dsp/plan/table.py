@@ -228,11 +228,14 @@ class Plan:
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         line = "  ".join("─" * w for w in widths)
         text = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [head, *rows]]
+        return "\n".join([text[0], line, *text[1:], line, *self._foot()])
+
+    def _foot(self) -> list[str]:
+        """The lines under the table."""
         moves = [s.kind for s in self.switches]
         kinds = ", ".join(number_of(moves.count(kind), kind) for kind in dict.fromkeys(moves)) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
-        shared = sum(s.shared for s in self.switches)
-        if shared:
+        if shared := sum(s.shared for s in self.switches):
             kinds += f", in {len(moves) - shared} collectives"
         foot = [
             f"{number_of(self.size, 'rank')}; moves forward: {kinds}",
@@ -246,14 +249,13 @@ class Plan:
             foot.insert(0, f"inputs: {along}")
         if self.hardware is not None:
             foot += self._timing(self.hardware)
-        if self.advice:
-            foot.append(self.advice)
+        foot += [self.advice] if self.advice else []
         foot += self._idle()
         if self.reads:
             foot.append(f"planned from one run on these inputs, for this forward {self.reads}")
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
-        return "\n".join([text[0], line, *text[1:], line, *foot])
+        return foot
 
     def svg(self) -> str:
         """The plan as a picture: its stages as a ribbon, in the colours of the dims that are sharded."""

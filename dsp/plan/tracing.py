@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -174,6 +174,15 @@ class Rehearsal:
         """The state that shows whether stages wrote to themselves."""
         return [fingerprint(self.memo[id(group[0])]) for group in self.groups]
 
+    @contextmanager
+    def followed(self, tracer: Tracer) -> Iterator[None]:
+        """Around the forward: the tracer sees its operations, and nobody its warnings or random numbers."""
+        cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if self.how.real else ()
+        drawn = torch.random.fork_rng(devices=cuda) if self.how.real else nullcontext()
+        with drawn, tracer.line, CompileOff(), any_device(), self.mode, tracer.watch, tracer, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+            yield
+
     def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
         """The record of a call with such inputs; None if stages that count as alike turned out not to be."""
         how = self.how
@@ -186,13 +195,7 @@ class Rehearsal:
         handles, before = self.hooks(tracer), self.marks()
         once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
         try:
-            cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if how.real else ()
-            drawn = torch.random.fork_rng(devices=cuda) if how.real else nullcontext()
-            with (
-                drawn, tracer.line, CompileOff(), any_device(), self.mode, tracer.watch, tracer,
-                warnings.catch_warnings(),
-            ):  # fmt: skip
-                warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+            with self.followed(tracer):
                 output = self.clone(*args, **kwargs)
             tracer.recorder.root_outputs(output)
         except Exception:

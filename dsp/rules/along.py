@@ -50,10 +50,27 @@ def along(f: Frame) -> Outcome:
 )
 def reduction(f: Frame) -> Outcome:
     x = f.args[0] if f.args else f.kwargs.get("input")
-    others = [o for o in f.operands() if o is not x]
-    if f.name in ("max", "min") and others:
+    if f.name in ("max", "min") and any(o is not x for o in f.operands()):
         return elementwise(f)
     x, cut = first(f)
+    dims, keep = reduced(f)
+    everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
+    gone = list(range(x.ndim)) if everything else f.dims(dims, x.ndim)
+    if cut.dim not in gone:
+        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
+        return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
+    if f.name in ("sum", "nansum", "mean"):
+        count = math.prod(x.shape[d] for d in gone)
+        return Outcome(None, reduce=float(count) if f.name == "mean" else 1.0)
+    if cut.joined:
+        raise f.refuse("it reduces over the sharded dim, which is joined of pieces")
+    if f.name in ("var", "std") and dims is not None and everything:
+        raise f.refuse("no dim is named")  # torch's own gradient is wrong then
+    return over_ranks(f, x, cut, gone, keep, "all" if dims is None else "none" if everything else "some")
+
+
+def reduced(f: Frame) -> tuple[Any, bool]:
+    """The dims that a reduction names (None: it names none), and whether it keeps them as 1."""
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
     beside = f.name in ("var", "std", "var_mean", "std_mean")  # unbiased stands before keepdim
     dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
@@ -61,38 +78,28 @@ def reduction(f: Frame) -> Outcome:
         dims = f.kwargs["axis"]
     if isinstance(dims, bool):
         dims = f.kwargs.get("dim")
-    keep = f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))
-    everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
-    gone = list(range(x.ndim)) if everything else f.dims(dims, x.ndim)
-    if cut.dim not in gone:
-        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
-        return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
-    if cut.joined and f.name not in ("sum", "nansum", "mean"):
-        raise f.refuse("it reduces over the sharded dim, which is joined of pieces")
+    return dims, f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))
+
+
+def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, named: str) -> Outcome:
+    """A reduction over the sharded dim that is no sum. `named`: "all" without dims, "none" of (), "some" dims."""
     if f.name in ("var", "std"):
-        if dims is not None and everything:
-            raise f.refuse("no dim is named")  # torch's own gradient is wrong then
         unbiased = f.args[1] if len(f.args) > 1 and isinstance(f.args[1], bool) else f.get(2, "unbiased", True)
         correction = f.kwargs.get("correction", unbiased)
         return statistics.spread(f, x, cut, gone, keep, 1 if correction is None else float(correction))
-    if f.name in ("amax", "amin") or (f.name in ("max", "min") and dims is None):
+    if f.name in ("amax", "amin") or (f.name in ("max", "min") and named == "all"):
         return statistics.extremes(f, x, cut, gone, keep)
-    if f.name in ("any", "all") and not (everything and dims is not None):
+    if f.name in ("any", "all") and named != "none":
         return statistics.flags(f, x, gone, keep)
-    if f.name == "logsumexp" and not everything:
+    if f.name == "logsumexp" and named == "some":
         return statistics.logsumexp(f, x, cut, gone, keep)
     if f.name in ("norm", "vector_norm") and is_length(f, len(gone)):
         return statistics.norm(f, x, cut, gone, keep)
-    if f.name not in ("sum", "nansum", "mean"):
-        raise f.refuse(
-            "it reduces over the sharded dim",
-            "what adds up, a largest or smallest, any and all, norms and logsumexp are taken over all ranks; put other "
-            "reductions in a stage that computes over the dim",
-        )
-    if f.name != "mean":
-        return Outcome(None, reduce=1.0)
-    count = math.prod(x.shape[d] for d in gone)
-    return Outcome(None, reduce=float(count))
+    raise f.refuse(
+        "it reduces over the sharded dim",
+        "what adds up, a largest or smallest, any and all, norms and logsumexp are taken over all ranks; put other "
+        "reductions in a stage that computes over the dim",
+    )
 
 
 def is_length(f: Frame, dims: int) -> bool:
