@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.pages import FENCE, FRAMEWORKS, Block, blocks
+from tests.support.pages import FENCE, FRAMEWORKS, Block, blocks, rough
 from tests.support.paths import ROOT, TESTS
 from tests.support.runs import Heard, launched
 from tests.support.slow import long, slow
@@ -75,12 +75,6 @@ def shown(printed: str) -> str:
         table = "─" in printed
         lines += [line] if table else textwrap.wrap(line, 118, subsequent_indent="    ") or [""]
     return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def rough(text: str) -> str:
-    """Without numbers that are nothing but rounding, which tensor has the largest of them, and lines of the page."""
-    text = re.sub(r"(?<=\.md):\d+", ":~", text)
-    return re.sub(r"\d\.\de-\d\d( \(.*\))?|0\.0e\+00( \(.*\))?", "~", text)
 
 
 def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
