@@ -15,7 +15,7 @@ def benchmark(script):
     return script("long_run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_resumed_and_one_curve(benchmark, tmp_path, capsys):
     little = [
         "data={frames: 5, height: 6, width: 6, digit: 5}",

@@ -103,8 +103,7 @@ def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
             torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "whole", "n"), [("wan", True, 2), ("ltx", False, 3)])
+@pytest.mark.parametrize(("name", "whole", "n"), [long("wan", True, 2), slow("ltx", False, 3)])
 def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
     ranks(video, n, name, whole)
 

@@ -13,7 +13,7 @@ import dsp
 import zoo
 from tests.support.beside import beside
 from tests.support.evoformer_cases import CASES, build, inputs
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 from zoo.protein import layers
 
 LINEAR = "no blocks"
@@ -72,7 +72,7 @@ def real_plan(name: str, s: int, r: int, n: int, **overrides: Any) -> dsp.Plan:
     return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16, gather_output=False)
 
 
-@pytest.mark.parametrize(("n", "s", "r"), [slow(2, 512, 768), slow(4, 128, 1024), (8, 512, 768)])
+@pytest.mark.parametrize(("n", "s", "r"), [long(2, 512, 768), long(4, 128, 1024), (8, 512, 768)])
 def test_a_block_of_alphafold_2_sends_what_it_must(n: int, s: int, r: int) -> None:
     """Forward: less than FastFold's schedule, and on four or more ranks what switching triangle channels takes."""
     fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2

@@ -14,6 +14,10 @@ def long(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
-def slow_but(values: Any, *kept: Any) -> list[Any]:
-    """All values, of which those not kept are for `-m slow`."""
-    return [value if value in kept else slow(value) for value in values]
+def slow_but(values: Any, *kept: Any, but: Any = None) -> list[Any]:
+    """All values, of which those not kept are for `-m slow`; with `but`, for `-m long` if they are not among those."""
+    found = []
+    for value in values:
+        mark = slow if but is None or value in but else long
+        found.append(value if value in kept else mark(*value) if isinstance(value, tuple) else mark(value))
+    return found

@@ -205,7 +205,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert not out[0][1] + out[1][1]
 
 
-@pytest.mark.parametrize("how", [slow("torchrun"), long("launcher"), long("bare")])
+@pytest.mark.parametrize("how", [long("torchrun"), long("launcher"), long("bare")])
 def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

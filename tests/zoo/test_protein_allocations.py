@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.slow import long, slow
+from tests.support.slow import long
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.training import config as cfg
 from zoo.training.model import repeated_stages
@@ -72,7 +72,7 @@ def watch(mesh, name):
     return parts
 
 
-@pytest.mark.parametrize("name", [slow("evoformer"), long("pairformer")])
+@pytest.mark.parametrize("name", [long("evoformer"), long("pairformer")])
 def test_nothing_of_the_size_of_all_pairs_is_made(ranks, name):
     (alone,) = ranks(watch, 1, name)
     assert [bool(whole) for _, whole in alone] == [True] * 3  # it is seen where it is

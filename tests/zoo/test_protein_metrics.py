@@ -18,7 +18,7 @@ import dsp
 import zoo
 from dsp.tensors import tensors_in
 from tests.support.beside import averaged, beside
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
 from zoo.data.protein.synthetic import PottsFamilies
@@ -245,8 +245,10 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
         beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients)
 
 
-@pytest.mark.parametrize("fsdp", [False, slow(True)], ids=["dsp", "dsp and fsdp"])
-@pytest.mark.parametrize(("model", "n"), [slow("evoformer", 3), ("pairformer", 2)])
+@pytest.mark.parametrize(
+    ("model", "n", "fsdp"),
+    [("pairformer", 2, False), slow("evoformer", 3, True), long("evoformer", 3, False), long("pairformer", 2, True)],
+)
 def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
     ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0), fsdp)
 
@@ -265,9 +267,8 @@ def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
     return plan.bytes, sent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stages", "blocks"])
-@pytest.mark.parametrize("model", ["evoformer", "pairformer"])
+@pytest.mark.parametrize("model", [slow("evoformer"), long("pairformer")])
 def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model, way):
     (once, sent), (thrice, sent_thrice) = (ranks(moved, 2, model, recycles, way)[0] for recycles in (0, 2))
     assert (once, thrice) == (sent, sent_thrice)  # the last residues of a Pairformer have no loss, so no gradient

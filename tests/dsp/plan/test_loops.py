@@ -14,7 +14,7 @@ import dsp
 from dsp.planner.loops import runs
 from dsp.planner.sweep import Sweep
 from tests.support.beside import beside
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 
 class Scan(nn.Module):
@@ -98,6 +98,6 @@ def whole_model(mesh: DeviceMesh, what: str) -> None:
             torch.testing.assert_close(model(z), single(z))
 
 
-@pytest.mark.parametrize(("what", "n"), [("scan", 2), slow("scan", 3), slow("tiles", 2)])
+@pytest.mark.parametrize(("what", "n"), [("scan", 2), slow("scan", 3), long("tiles", 2)])
 def test_they_are_exact(ranks, what: str, n: int) -> None:
     ranks(whole_model, n, what)

@@ -11,7 +11,7 @@ import dsp
 from dsp.planner import solve
 from tests.support import toys
 from tests.support.brute_force import least, verify
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 ONE_LAYER = {"Grid", "Folded", "Cube"}
 
@@ -21,7 +21,7 @@ ONE_LAYER = {"Grid", "Folded", "Cube"}
     [
         *((name, True, n, batch) for name in ("Grid", "Folded", "Cube", "Global") for n, batch in ((2, 2), (3, 2))),
         *(("Grid", False, n, batch) for n, batch in ((2, 1), (2, 2), (3, 2), (3, 3))),
-        slow("Global", False, 2, 2), slow("Branches", True, 2, 2),
+        slow("Global", False, 2, 2), long("Branches", True, 2, 2),
     ],
 )  # fmt: skip
 def test_no_layouts_of_a_traced_model_cost_less(name: str, staged: bool, n: int, batch: int) -> None:

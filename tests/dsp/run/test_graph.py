@@ -153,9 +153,9 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
     ("n", "which", "backend", "gather"),
     [
         (3, "latte", "eager", False), (2, "modes", "eager", True), slow(3, "modes", "aot_eager", False),
-        slow(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
+        long(2, "transformer2d", "aot_eager", True), long(4, "latte", "aot_eager", True),
         long(3, "transformer2d", "aot_eager", False), long(3, "flux", "aot_eager", True),
-        slow(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
+        long(3, "even", "aot_eager", False), slow(4, "uneven", "aot_eager", True),
     ],
 )  # fmt: skip
 def test_outputs_every_gradient_and_the_collectives(ranks, n: int, which: str, backend: str, gather: bool) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.tensors import tensors_in
 from tests.support.beside import averaged, beside
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from tests.support.toys import Along, C
 
 STAGES = {"": "x=b t s c", "blocks.*.space": "b t [s c]", "blocks.*.time": "b [t] s [c]"}
@@ -257,10 +257,10 @@ def parity(mesh: DeviceMesh, names: list[str], shapes: list[tuple[int, int, int]
 @pytest.mark.parametrize(
     ("n", "shapes", "ckpt"),
     [
-        slow(2, [(2, 5, 3), (1, 4, 6)], False, id="2-shapes0-False"),
+        long(2, [(2, 5, 3), (1, 4, 6)], False, id="2-shapes0-False"),
         (2, [(2, 5, 3)], True),
         slow(3, [(2, 7, 4)], True),
-        slow(4, [(1, 6, 5)], False, id="4-shapes2-False"),
+        long(4, [(1, 6, 5)], False, id="4-shapes2-False"),
     ],
 )
 def test_exact(ranks, n: int, shapes: list[tuple[int, int, int]], ckpt: bool) -> None:

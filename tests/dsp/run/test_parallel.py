@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import dsp
 from tests.support import toys
 from tests.support.beside import as_tuple, averaged, same, step, wrap_checkpoints
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_but
 
 
 def parity(mesh: DeviceMesh, name: str, shapes: list[tuple[int, int, int]], gather: bool, ckpt: bool = False) -> None:
@@ -42,8 +42,10 @@ def parity(mesh: DeviceMesh, name: str, shapes: list[tuple[int, int, int]], gath
 SHAPES = [(1, 7, 5), (2, 4, 8), (1, 5, 3), (2, 3, 3)]
 
 
-@pytest.mark.parametrize("name", toys.TOYS)
-@pytest.mark.parametrize("n", [slow(1), 3, slow(4)])
+ALL = [(n, name) for n in (3, 1, 4) for name in toys.TOYS]
+
+
+@pytest.mark.parametrize(("n", "name"), slow_but(ALL, *ALL[: len(toys.TOYS)], but=[(1, "Grid"), (4, "Pair")]))
 def test_exact(ranks, name: str, n: int) -> None:
     several = name in ("Grid", "Unplanned")  # shapes in turn
     ranks(parity, n, name, SHAPES if n != 3 else SHAPES[::3] if several else SHAPES[:1], n % 2 == 0)

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.clips import gif
 from tests.support.paths import ROOT
+from tests.support.slow import long, slow
 from zoo.data.latents import Latents
 from zoo.data.video_folder import Video, probe, read
 from zoo.pictures import to_pixels
@@ -134,8 +135,7 @@ def clipped(mesh, path: Path, latent: torch.Tensor, expect: torch.Tensor, tile: 
     assert together(codec, mesh.get_group()) is together(codec, mesh.get_group())  # planned once
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), slow(3)])
 def test_ranks_encode_and_decode_a_clip_together(clips, encoders, tmp_path, whole_world, n):
     """Clips that one rank cannot hold: the clips and latents of one process, to rounding."""
     options = ["--vae", encoders / "wan", "--clips-per-video", 1]
