@@ -34,6 +34,20 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a gradient of an input that no pattern names is not counted",
+        "dsp/plan/recorder.py",
+        "return edge(t) in self.reached",
+        "return self.edges.get(edge(t)) in self.record.reached",
+        "dsp/run/test_composition::test_gradients_of_inputs_are_in_the_plan",
+    ),
+    Fault(
+        "what a sharded tensor may not enter is not named where the forward failed behind it",
+        "dsp/plan/tracing.py",
+        "refuse(tracer.record, how.given)",
+        "pass",
+        "dsp/plan/test_record::test_what_is_refused_is_named_with_its_line_though_the_forward_went_on",
+    ),
+    Fault(
         "a graph forgets where gradients are switched off",
         "dsp/run/tidy.py",
         "if needs and written != now:",
@@ -261,8 +275,8 @@ FAULTS = [
     Fault(
         "what is long may run whole where it need not",
         "dsp/plan/operations.py",
-        "if whole and any(c.rank == 0 for c in parts) and self.long((*read, *made)):",
-        "if whole and not parts:",
+        "if may_be_whole and any(c.rank == 0 for c in found.parts) and self.long((*read, *made)):",
+        "if may_be_whole and not found.parts:",
         "dsp/plan/test_plan_least",
     ),
     Fault(
