@@ -43,7 +43,7 @@ from zoo.training.records import naming
 from zoo.training.saving import Saver
 from zoo.training.schedule import due, learning_rate
 from zoo.training.task import Inputs, Show, Task
-from zoo.training.tracking import Tracker, ascii_key, changes, open_run
+from zoo.training.tracking import Tracker, ascii_key, changes, label, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
 
@@ -254,7 +254,8 @@ def assess(run: Run, step: int) -> None:
                 measured = run.show.write(samples, path)
             if measured:
                 run.tracker.log(step, **{ascii_key(name): value for name, value in measured.items()})
-                ranks.say(f"step {step}: " + ", ".join(f"{key} {value:.3g}" for key, value in measured.items()))
+                shown = {label(key): value for key, value in measured.items() if run.show.headline(key)}
+                ranks.say(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
             run.tracker.picture(step, path)
 
 

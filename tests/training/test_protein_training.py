@@ -64,7 +64,7 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
         assert 0 <= floors[name] <= 1
     assert 0 < floors["frequency_floor_lddt_ca"] < 1
     out = capsys.readouterr().out
-    assert "step 4: val_short_p_at_l " in out
+    assert "step 4: short P@L/5 " in out
     assert "frequencies of letters in a column, of distances by separation" in out
     with Image.open(tmp_path / "runs" / "tiny" / "samples" / "step-00000004.png") as image:
         assert image.width > 800

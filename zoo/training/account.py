@@ -1,6 +1,6 @@
 """The lines that a run prints at its start and at its end."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from dsp.text import number_of
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Floor, Task
-from zoo.training.tracking import amount, duration, higher, size
+from zoo.training.tracking import amount, duration, higher, label, size
 
 
 def opening(
@@ -55,36 +55,42 @@ def closing(run: Any) -> Iterator[str]:
     extra = f", {skipped} of them skipped" if skipped else ""
     steps, total = number_of(run.config.train.steps, "step"), f"{duration(run.tracker.elapsed)} in all"
     yield f"finished {steps}{extra} in {total}, resumes included; everything is in {directory}"
-    yield from table(records, floors)
+    yield from table(records, floors, run.show.headline)
     if pictures := sorted((directory / "samples").glob(f"*.{run.show.media}")):
         yield f"samples {pictures[-1]}"
     yield f"report  {write([directory], directory / 'report.html')}"
 
 
-def table(records: Sequence[Mapping[str, Any]], floors: Sequence[Floor]) -> Iterator[str]:
-    """The last measures on held-out data, beside baselines of the same measure."""
+def table(
+    records: Sequence[Mapping[str, Any]], floors: Sequence[Floor], shown: Callable[[str], bool] = lambda key: True
+) -> Iterator[str]:
+    """The last measures on held-out data that are `shown`, each beside the best of its baselines."""
     found: dict[str, float] = {}
     for record in records:
         found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}
-    if not found:
-        return
-    beaten: dict[str, list[Floor]] = {}
+    best: dict[str, Floor] = {}
     for floor in floors:
-        beaten.setdefault(floor.of, []).append(floor)
-    rows = [("", "model", "without a model", "", "")]
-    for key in sorted(found, key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key)):
+        known = best.setdefault(floor.of, floor)
+        if (floor.loss > known.loss) == higher(floor.of) and floor.loss != known.loss:
+            best[floor.of] = floor
+    keys = sorted(filter(shown, found), key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key))
+    if not keys:
+        return
+    rows, named = (
+        [["on held-out data", "model", "baseline" * any(key in best for key in keys), ""]],
+        dict[str, list[str]](),
+    )
+    for key in keys:
         better = "higher" if higher(key) else "lower"
-        head = (key.removeprefix("val_"), f"{found[key]:.4g}")
-        if key not in beaten:
-            rows.append((*head, "", f"{better} is better", ""))
-        for floor in beaten.get(key, ()):
-            ahead = (found[key] > floor.loss) == higher(key) and found[key] != floor.loss
-            verdict = "the model is better" if ahead else "the model is not better"
-            rows.append((*head, f"{floor.loss:.4g}", f"{better} is better: {verdict}", f"than {floor.name}"))
-            head = ("", "")
-    yield "on held-out data"
+        row = [f"  {label(key)}", f"{found[key]:.4g}", "", f"{better} is better"]
+        if key in best:
+            beaten = best[key]
+            ahead = "ahead" if (found[key] > beaten.loss) == higher(key) else "behind"
+            row[2:] = f"{beaten.loss:.4g}", f"{row[3]}: the model is {'level' if found[key] == beaten.loss else ahead}"
+            named.setdefault(beaten.name, []).append(label(key))
+        rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for name, value, other, verdict, what in rows:
-        gap = "" if any(row[2] for row in rows[1:]) else None
-        middle = f"{other:>{widths[2]}}  " if gap is not None else ""
-        yield f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {middle}{verdict} {what}".rstrip()
+    for name, value, other, verdict in rows:
+        yield f"{name:<{widths[0]}}  {value:>{widths[1]}}  {f'{other:>{widths[2]}}  ' * bool(best)}{verdict}".rstrip()
+    for name, measures in named.items():
+        yield f"  baseline of {measures[0]}{f' and {len(measures) - 1} more' * (len(measures) > 1)}: {name}"

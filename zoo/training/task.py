@@ -227,6 +227,10 @@ class Show:
         """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
         raise NotImplementedError
 
+    def headline(self, key: str) -> bool:
+        """Tell whether a measure is among those that a run ends with; the report has all of them."""
+        return True
+
     def floors(self, objective: Any) -> list[Floor]:
         """Those that the configuration asks for; called on rank 0 at the end of a run."""
         return []

@@ -132,6 +132,18 @@ def ascii_key(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+def label(key: str) -> str:
+    """The name of a measure for a reader, of its key in the records.
+
+    >>> [label(key) for key in ("val_short_p_at_l5", "val_lddt_cb", "val_loss_msa", "val_masked_accuracy")]
+    ['short P@L/5', 'lDDT-Cβ', 'loss msa', 'masked accuracy']
+    """
+    name = re.sub(
+        r"_p_at_l(\d*)$", lambda found: " P@L" + (f"/{found[1]}" if found[1] else ""), key.removeprefix("val_")
+    )
+    return name.replace("lddt_ca", "lDDT-Cα").replace("lddt_cb", "lDDT-Cβ").replace("_", " ")
+
+
 # ----------------------------------------------------------------------------------------------------------- log lines
 
 

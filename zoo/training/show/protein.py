@@ -104,6 +104,9 @@ class Show(task.Show):
         save_contact_maps(path, [predicted.map(found) for predicted, found in richest])
         return {f"val_{ascii_key(name)}": value for name, value in average(measured).items()}
 
+    def headline(self, key: str) -> bool:
+        return not key.endswith(("_p_at_l", "_p_at_l2"))  # of precisions the L/5
+
     def floors(self, objective: Any) -> list[Floor]:
         if not self.config.eval.floors:
             return []
