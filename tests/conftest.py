@@ -33,6 +33,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long"):  # one of its parameters is: no case for `-m slow`
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported is not searched for garbage any more, here and in ranks, where that would copy it
     gc.set_threshold(20_000, 20, 50)  # a search after each 700 objects takes a twentieth of the time of planning

@@ -12,7 +12,7 @@ import dsp
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
 from tests.support.shares import shares
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 
 
 def parity(mesh: DeviceMesh, batch: int, frames: int, side: int, ckpt: bool, gather: bool) -> None:
@@ -53,7 +53,7 @@ def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
     return comm.by_collective(), plan.bytes
 
 
-@pytest.mark.parametrize(("n", "ckpt"), [(2, True), slow(4, False), slow(4, True)])
+@pytest.mark.parametrize(("n", "ckpt"), [(2, True), slow(4, False), long(4, True)])
 def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None:
     # M = B·T·S·D elements of 8 bytes; 3 layers of two blocks; patch 2; 8 channels come out
     m = 2 * 8 * 16 * 16 * 8

@@ -13,7 +13,7 @@ import dsp
 import zoo
 from tests.support.beside import beside
 from tests.support.evoformer_cases import CASES, build, inputs
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import long, slow_but
 from zoo.protein import layers
 
 LINEAR = "no blocks"
@@ -33,7 +33,7 @@ def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, ma
 
 
 @pytest.mark.parametrize("case", slow_but([*CASES, LINEAR], "evoformer"))
-@pytest.mark.parametrize("n", [slow(2), 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
     ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
 

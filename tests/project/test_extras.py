@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("absent", slow_but(CASES, "Bio", but=["sklearn"]))
+@pytest.mark.parametrize("absent", slow_but(CASES, but=["sklearn"]))
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str) -> None:
     config, said = CASES[absent]
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{absent!r}] = None")

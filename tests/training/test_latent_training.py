@@ -98,6 +98,7 @@ def _gradients(mesh, arguments, steps):
     return results
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_process(run, whole_world):
     steps = [next(s for s in range(99) if run.task()[0].bucket(s, 1) == bucket) for bucket in range(3)]
     for rank in whole_world(_gradients, 2, run.arguments(), steps):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.paths import ROOT
 from tests.support.runs import one_of
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
 from zoo.data.protein.synthetic import PottsFamilies
@@ -70,6 +70,7 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
         assert image.width > 800
 
 
+@pytest.mark.slow
 def test_real_structures(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
     values = {key: value for record in records for key, value in record.items()}
@@ -230,7 +231,7 @@ def test_a_step_draws_its_recycled_passes():
     assert made.example(None, made.bucket(7, 2))["recycles"] == made.recycles(7)
 
 
-@pytest.mark.parametrize("kept", [slow("none"), "both"])
+@pytest.mark.parametrize("kept", [long("none"), slow("both")])
 def test_passes_without_gradient_keep_nothing(run, capsys, kept):
     def activations(*overrides):
         run("dry_run=true", *overrides)

@@ -66,7 +66,7 @@ def planned(name, way, uneven, n):
     ("name", "way"),
     [
         long("evoformer", "both"), long("pairformer", "blocks"),
-        slow("latte", "stages"), ("latte", "both"),
+        long("latte", "stages"), slow("latte", "both"),
     ],
 )  # fmt: skip
 def test_loss_gradients_and_bytes(ranks, name, way):

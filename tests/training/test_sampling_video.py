@@ -12,7 +12,7 @@ import dsp
 from tests.support.clips import played
 from tests.support.inference import frames, infer
 from tests.support.runs import Runs
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.data.latents import Entry, Manifest, Writer, write_manifest
 from zoo.pictures import to_pixels
 from zoo.training import config as cfg
@@ -192,7 +192,7 @@ def drawn(mesh, config, arguments):
     return made, decode(made, codec, mesh.get_group())
 
 
-@pytest.mark.parametrize("n", [2, slow(3), slow(4)])
+@pytest.mark.parametrize("n", [long(2), slow(3), long(4)])
 def test_the_same_seed_gives_the_same_clips_on_any_number_of_ranks(run, ranks, n):
     """In float32: latents to 1e-5 of unit variance, pixels to one level of 256. Uneven: 5 frames."""
     arguments = ["--clips", "3", "--guidance", "2"]
@@ -293,6 +293,7 @@ def test_sizes_are_in_pixels(run, tmp_path):
     assert rate == 6
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_is_one_line(runs, run, models, tmp_path, capsys):
     prompt = (run, "--prompt", "rain", "--out", tmp_path)
     assert "cannot encode 18 rows (take 16 or 20), 9 columns (take 8 or 12)" in refused(
@@ -361,6 +362,7 @@ def test_pixels_are_their_own_codec():
     assert Pixels(1).encode(torch.rand(3, 2, 4, 5)).shape == (1, 2, 4, 5)
 
 
+@pytest.mark.slow
 def test_an_autoencoder_of_video(trainer, tmp_path_factory, capsys):
     """Four frames a latent frame, the first its own; clips that do not fit are refused, clips begin with a frame."""
     home = tmp_path_factory.mktemp("wan")

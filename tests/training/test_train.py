@@ -105,6 +105,7 @@ def test_accumulation_recompute_and_bf16(run, reference):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, but not from an error filter
+@pytest.mark.slow
 def test_compile(run, monkeypatch):
     plain = metrics(run("name=plain", "train.steps=2", "eval.every=0", "sample.every=0"), "loss")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -231,6 +232,7 @@ def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
 EMA = ["train.ema=0.5", "train.batch=4", "sample.every=0"]
 
 
+@pytest.mark.slow
 def test_averaged_weights(run, trainer, monkeypatch):
     """They are what is judged, and resume bitwise."""
     seen = []
@@ -296,7 +298,7 @@ def test_averaged_weights_of_other_runs(run, whole_world):
         long(["parallel={dp_replicate: 2, dp_shard: 2}", "train.batch=1"]),
         long(["parallel={sp: 4}", "train.batch=2", "train.accumulation=2"]),
         slow(["parallel={dp_shard: 2, sp: 2}", "train.batch=2", "train.checkpoint_activations=blocks"]),
-        slow(["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"]),
+        long(["parallel={sp: 4}", "train.batch=4", "train.checkpoint_activations=both", "train.precision=bf16"]),
     ],
     ids=["replicate", "shard", "no-sp", "sp", "blocks", "both-bf16"],
 )

@@ -122,7 +122,7 @@ REAL = {
 
 
 @pytest.mark.skipif(not (SHARED / "1k1a.cif").exists(), reason="DSP_PROTEIN_DATA names no folder with 1k1a.cif")
-@pytest.mark.parametrize("entry", [long(entry) if entry == "1k1a" else slow(entry) for entry in REAL])
+@pytest.mark.parametrize("entry", [slow(entry) if entry == "102m" else long(entry) for entry in REAL])
 def test_real_alignments(entry):
     protein = read_protein(SHARED / f"{entry}.cif", [SHARED / f"{entry}.a3m"])
     msa, known = torch.from_numpy(protein.msa), truth(protein)

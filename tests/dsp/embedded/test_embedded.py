@@ -23,7 +23,7 @@ from tests.support.cases import build, doubled, example
 from tests.support.embedded import own, parity, recomputed, sent, step, two_blocks
 from tests.support.loopback import measured
 from tests.support.runs import alike, run_here
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.attention import attend
 from zoo.video.diffusion import RectifiedFlow
 
@@ -271,7 +271,7 @@ def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
-@pytest.mark.parametrize("method", ["ulysses", slow("ring")])
+@pytest.mark.parametrize("method", [slow("ulysses"), long("ring")])
 def test_training_gives_the_losses_of_one_process(run, whole_world, method: str) -> None:
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
     again = ("train.checkpoint_activations=stages", "parallel.save_exchanges=true") if method == "ulysses" else ()

@@ -145,6 +145,7 @@ def formula(n: int, r: int, s: int) -> float:
     return 2 * (n - 1) / n * (r * r * (272 + 512 / n) + s * r * (32 + 512 / n))
 
 
+@pytest.mark.slow
 def test_bytes_of_fastfold() -> None:
     (r, s, n), table, found = (768, 512, 8), {"dap": 394, "dsp": 205}, {}
     for method in table:

@@ -14,7 +14,7 @@ import dsp
 from dsp.planner.loops import runs
 from dsp.planner.sweep import Sweep
 from tests.support.beside import beside
-from tests.support.slow import long, slow
+from tests.support.slow import long
 
 
 class Scan(nn.Module):
@@ -62,6 +62,7 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_sweep")
+@pytest.mark.slow
 def test_a_loop_is_planned_in_time_that_grows_with_its_steps() -> None:
     torch.manual_seed(0)
     model, states = Scan(), []
@@ -98,6 +99,6 @@ def whole_model(mesh: DeviceMesh, what: str) -> None:
             torch.testing.assert_close(model(z), single(z))
 
 
-@pytest.mark.parametrize(("what", "n"), [("scan", 2), slow("scan", 3), long("tiles", 2)])
+@pytest.mark.parametrize(("what", "n"), [("scan", 2), long("scan", 3), long("tiles", 2)])
 def test_they_are_exact(ranks, what: str, n: int) -> None:
     ranks(whole_model, n, what)

@@ -118,7 +118,9 @@ def show(wrong: list[Proof]) -> str:
     return "\n".join([f"{len(lines)} calls are wrong:", *lines[:40], "", "the first in full:", *map(str, wrong[:1])])
 
 
-@pytest.mark.parametrize("rule", [slow(rule) if rule == "attention" else rule for rule in sorted(BY_RULE)])
+@pytest.mark.parametrize(
+    "rule", [slow(rule) if rule in ("attention", "recurrent") else rule for rule in sorted(BY_RULE)]
+)
 def test_what_a_rule_accepts_is_right(rule: str) -> None:
     proven(rule, 3)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from tests.support.beside import beside
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 from tests.support.toys import Along, C
 
 
@@ -95,7 +95,7 @@ def run(mesh: DeviceMesh) -> None:
     exact(Two(None).double(), (x, x[:, :0]), mesh, "two inputs")
 
 
-@pytest.mark.parametrize("n", [2, slow(3)])
+@pytest.mark.parametrize("n", [slow(2), long(3)])
 def test_exact(ranks, n: int) -> None:
     ranks(run, n)
 

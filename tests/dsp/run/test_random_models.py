@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.slow import long
+from tests.support.slow import long, slow
 from tools.fuzz.models import Judge, refusal, shrunk
 from tools.fuzz.programs import generate
 
@@ -16,7 +16,7 @@ SEEDS = {2: range(40), 3: range(130, 142), 4: range(175, 183)}  # 60 programs, m
 KNOWN: dict[int, str] = {}
 
 
-@pytest.mark.parametrize("n", SEEDS)
+@pytest.mark.parametrize("n", [slow(2), 3, 4])
 def test_random_models(ranks, n: int) -> None:
     """The very first goes through `dsp.check` too, which costs as much as ten do."""
     seeds = SEEDS[n]
@@ -31,7 +31,7 @@ def test_random_models(ranks, n: int) -> None:
     assert sum(share >= 1 for share in shares) <= 1 + len(shares) / 3, sorted(shares)
 
 
-@pytest.mark.parametrize("n", [long(2), 4])
+@pytest.mark.parametrize("n", [long(2), slow(4)])
 def test_forwards_that_leave_their_plan_where_ranks_have_nothing(ranks, n: int) -> None:
     """They go another way on a later call: no rank may see by its part what the others do not."""
     seeds = range(19, 23)
@@ -565,7 +565,7 @@ def forward(self, x: (b, t, s, c, float)):
 }
 
 
-@pytest.mark.parametrize("n", [3, long(4)])
+@pytest.mark.parametrize("n", [slow(3), long(4)])
 def test_mended(ranks, n: int) -> None:
     for (what, text), verdict in zip(FOUND.items(), Judge(ranks)([*FOUND.values()], n)):
         assert verdict.kind == "ok", f"{what}, on {n} ranks: {verdict.kind} {verdict.reason}\n{text}"
