@@ -82,15 +82,10 @@ class Stage:
         for name in (*names, *sums) if not self.whole else ():
             if sizes.get(name, 1) < 2:
                 continue
-            cuts: list[Cut | None] = []
-            fits = True
-            for b in bound:
-                cut = cut_for(b.pattern, b.tensor.shape, name, sizes)
-                cuts.append(cut)
-                fits = fits and (cut is None or fits_fold(b.pattern, name, sizes, n))
-            if fits and any(c is not None for c in cuts):
+            cuts = tuple(cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound)
+            if any(cuts) and all(c is None or fits_fold(b.pattern, name, sizes, n) for b, c in zip(bound, cuts)):
                 along = [None] if name in names else [d for d in self.pattern.free if self.adds_up(d, sizes)]
-                found += [Option(name, tuple(cuts), sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
+                found += [Option(name, cuts, sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
         if found:
             self.refuse_statistics(found)
         return found or [Option(None, (None,) * len(bound), 1)]

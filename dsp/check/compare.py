@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,15 @@ def compare(
         off = error(got.buffers[name], b) if name in got.buffers else float("inf")
         if not off <= 10 * tolerance:
             found.problems.append(f"leaves the buffer {name} other by {off:.1e}")
+    found.gradients = dict(gradients(got, expected))
+    for name, off in found.gradients.items():
+        if not off <= max(10 * tolerance, ROUNDINGS * (rounding or {}).get(name, 0.0)):
+            found.problems.append(f"the gradient of {name} differs by {off:.1e}")
+    return found
+
+
+def gradients(got: Trial, expected: Trial) -> Iterator[tuple[str, float]]:
+    """How far each gradient is off; infinite where only one of the two calls has any."""
     # a gradient that is zero but for rounding (the bias of attention keys, say) is measured against the others
     largest = [float(g.abs().max()) for g in expected.grads.values() if g is not None and g.numel()]
     floor = 1e-6 * max(largest, default=0.0)
@@ -109,10 +118,7 @@ def compare(
             off = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
         else:
             off = error(mine, g, floor)
-        found.gradients[name] = off
-        if not off <= max(10 * tolerance, ROUNDINGS * (rounding or {}).get(name, 0.0)):
-            found.problems.append(f"the gradient of {name} differs by {off:.1e}")
-    return found
+        yield name, off
 
 
 def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -49,10 +49,23 @@ class Patterns(StageChoice):
     def name(self) -> None:
         """Labels for the dims of the model's own inputs and for those that stages are sharded along."""
         self.labels: dict[Chain, str] = {}
+        free = self.sequence | {d for node in self.chosen.values() for d in node.free()}
+        self.name_main(free)
+        for c in (c for i in self.declared for axis in known(self.root.inputs[i]) for c in self.units(axis)):
+            if c not in self.labels:
+                self.labels[c] = fresh(POOL if set(c) & free else CHANNELS, self.labels.values())
         roles: dict[Any, str] = {}  # of dims that no input has, the same in all repeated blocks
+        for path, node in self.chosen.items():
+            rows = itertools.chain(*self.rows(node))
+            free_symbols = [s for row in rows for axis in row for s in self.symbols(node, axis) if s.groups]
+            for n, s in enumerate(free_symbols):
+                if s.dims not in self.labels:
+                    self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
+
+    def name_main(self, free: Set[Dim]) -> None:
+        """Labels for the dims of the main input: b, c, and letters for the sequence dims by how many there are."""
         main = known(self.root.inputs[self.search.main])
         units = [(n, c) for n, axis in enumerate(main) for c in self.units(axis)]
-        free = self.sequence | {d for node in self.chosen.values() for d in node.free()}
         for _, c in units:
             if set(c) <= self.batch:
                 self.labels[c] = "b"
@@ -64,17 +77,6 @@ class Patterns(StageChoice):
         image = len(main) == 4 and channel is not None and channel == units[0][1]
         for c, label in zip(rest, {1: "s", 2: "hw" if image else "ts", 3: "thw"}.get(len(rest), "thwuvxyz")):
             self.labels[c] = label
-        for i in self.declared:
-            for axis in known(self.root.inputs[i]):
-                for c in self.units(axis):
-                    if c not in self.labels:
-                        self.labels[c] = fresh(POOL if set(c) & free else CHANNELS, self.labels.values())
-        for path, node in self.chosen.items():
-            rows = itertools.chain(*self.rows(node))
-            free_symbols = [s for row in rows for axis in row for s in self.symbols(node, axis) if s.groups]
-            for n, s in enumerate(free_symbols):
-                if s.dims not in self.labels:
-                    self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
 
     def units(self, axis: tuple[Dim, ...]) -> list[Chain]:
         """The names of an axis of the model's own inputs: a fold if the axis can be opened."""
