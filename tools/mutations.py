@@ -305,7 +305,7 @@ FAULTS = [
         "dsp/plan/choices.py",
         "self.used([t], [sym])",
         "pass",
-        "dsp/run/test_random_models::test_mended",
+        "dsp/plan/test_record::test_a_gradient_comes_to_what_is_written_after_its_view_was_taken",
     ),
     Fault(
         "what was written in place is switched where it was written",

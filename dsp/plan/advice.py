@@ -125,6 +125,15 @@ def line(model: nn.Module, stages: Sequence[Stage], t: Trace, path: str) -> str:
                 free[name] = outputs
     if not any(names.sizes[name] > 1 and name not in BATCH_NAMES for name in free):
         raise NothingFree("every dim of its tensors" + (" but the batch" if free else ""))
+    return stage_string(names, bound, own, free, sizes, probe)
+
+
+def stage_string(
+    names: Names, bound: list[Bound], own: list[TensorPattern], free: dict[str, list[Cut]], sizes: dict[str, int],
+    probe: Probe,
+) -> str:  # fmt: skip
+    """The stage string of a module that is independent along the dims of `free`, which lie so in its results."""
+    shapes = [b.tensor.shape for b in probe.bound]
     made = [names.output(t.shape, {k: v[i] for k, v in free.items()}, sizes) for i, t in enumerate(probe.whole)]
     first = {name: cut_for(own[0], shapes[0], name, sizes) for name in free}
     same = all(

@@ -147,17 +147,7 @@ class Choices(Operations):
 
     def stage(self, node: StageNode) -> None:
         """One call of a stage."""
-        self.meet(node.given)
-        for t, error in node.nested:
-            if self.sym(t) is not None:
-                raise error
-        self.compiled |= dict.fromkeys(node.compiled)
-        measured, sizes = node.measured, node.sizes
-        syms = [self.sym(t) for t in node.operands]
-        self.used(node.operands, syms)
-        for s, (written, before) in zip(syms, node.writes):
-            if s is not None and written:
-                self.edges[s.value].add(before)
+        measured, sizes, syms = node.measured, node.sizes, self.operands_of(node)
         first = node.region is None or all(event.region != node.region for event in self.events)
         if node.saves and node.region is not None:
             self.savers.append(Saver(node.region, len(self.events), True))
@@ -179,6 +169,20 @@ class Choices(Operations):
             own=node.own,
         )  # fmt: skip
         self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
+
+    def operands_of(self, node: StageNode) -> list[Sym | None]:
+        """The operands of a stage as it reads, and perhaps writes, them."""
+        self.meet(node.given)
+        for t, error in node.nested:
+            if self.sym(t) is not None:
+                raise error
+        self.compiled |= dict.fromkeys(node.compiled)
+        syms = [self.sym(t) for t in node.operands]
+        self.used(node.operands, syms)
+        for s, (written, before) in zip(syms, node.writes):
+            if s is not None and written:
+                self.edges[s.value].add(before)
+        return syms
 
     def option(
         self, node: StageNode, option: Option, needs: tuple[Layout, ...], out_cuts: Sequence[Mapping[str, Cut]]

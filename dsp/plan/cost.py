@@ -11,6 +11,7 @@ from dsp.plan.solve import Decision, Solved
 from dsp.plan.table import StageRow, Switch, Whole
 from dsp.plan.values import is_batch
 from dsp.planner import Choice, Layout, Move, chunk_sizes
+from dsp.stages import Stage
 from dsp.text import generic
 
 
@@ -120,16 +121,19 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
             along = option.name
         rest = moved(own, step, along, [x.label for x in stage.inside] if stage is not None else []), sent, peak, calls
         if stage is not None and option is not None:
-            pattern = stage.pattern
-            order = dict.fromkeys(x for p in pattern.inputs for x in p.names if x in p.computed)
-            free = tuple(dict.fromkeys(c.way.option.name for c in step.op.choices if apart(c)))
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
-            part = loads.flops[step.at] / max(sum(loads.flops), 1)
-            row = StageRow(step.op.name, pattern.text, tuple(order), along, *rest, idle, share, step.event.line)
-            made.append(replace(row, free=free, part=part))
+            row = StageRow(step.op.name, stage.pattern.text, (), along, *rest, idle, share, step.event.line)
+            made.append(of_stage(row, stage, step, loads))
         elif own or choice.bytes:
             made.append(StageRow(f"({step.op.name})", "", (), along, *rest, share=share, line=step.event.line))
     return made
+
+
+def of_stage(row: StageRow, stage: Stage, step: Decision, loads: Loads) -> StageRow:
+    """The row with what a stage computes over, along what else it might be sharded, and its part of all FLOPs."""
+    order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
+    free = tuple(dict.fromkeys(c.way.option.name for c in step.op.choices if apart(c)))
+    return replace(row, computes=tuple(order), free=free, part=loads.flops[step.at] / max(sum(loads.flops), 1))
 
 
 def apart(choice: Choice) -> bool:

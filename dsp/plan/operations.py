@@ -291,24 +291,26 @@ class Operations(Values):
             return
         passing = self.passing(op, outcome, cuts)
         sent = 0 if passing is None else max(passing.forward)
+        found.view &= outcome.cut is not None and outcome.view
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
             found.choices.append(Choice(combo, whole, bytes=sent, calls=1, way=Execution(passing=passing)))
-            found.view = False
             return
-        found.view &= outcome.view
         found.viewed |= outcome.view
-        key = next((k for k, c in found.cuts.items() if c == outcome.cut), None)
-        if key is None:
-            key = self.carried(op, combo, outcome.cut, found)
-        if outcome.rows or outcome.sizes or outcome.cut.joined:
-            found.resized.add(key)
+        key = self.key_of(op, combo, outcome, outcome.cut, found)
         copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
         way = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
+
+    def key_of(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> str:
+        """The layout of the results that are cut so; `found` learns it."""
+        key = next((k for k, c in found.cuts.items() if c == cut), None) or self.carried(op, combo, cut, found)
+        if outcome.rows or outcome.sizes or cut.joined:
+            found.resized.add(key)
+        return key
 
     def carried(self, op: Operation, combo: Combo, cut: Cut, found: Offers) -> str:
         """The name of a dim of the results, by that of the operand which brings it; `found` learns it, and its size."""

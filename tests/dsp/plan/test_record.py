@@ -137,3 +137,26 @@ def test_an_operation_has_its_cost_where_it_was_measured() -> None:
     assert costs["matmul"].flops == 2 * 2 * 4 * 3 * toys.C * toys.C
     assert costs["gelu"].touched > 0
     assert costs["transpose"].touched == 0
+
+
+class Written(nn.Module):
+    """A view of a stage's result, which is written in place before or after the view is taken."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.space, self.time, self.before = toys.Along(2), toys.Along(1), before
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.time(self.space(x)) + 1
+        view = y[:, :, 1:]
+        y.mul_(2)
+        return y[:, :, 1:] if self.before else view
+
+
+def test_a_gradient_comes_to_what_is_written_after_its_view_was_taken() -> None:
+    x = torch.empty(2, 4, 3, toys.C, device="meta")
+    one, two = (dsp.plan(Written(before), x, size=3) for before in (True, False))
+    assert one.bytes["backward"] > 0
+    assert one.bytes == two.bytes
