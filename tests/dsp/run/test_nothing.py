@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from tests.support.beside import beside
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import long, slow_but
 from tests.support.toys import Along, C
 
 
