@@ -62,7 +62,6 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_sweep")
-@pytest.mark.slow
 def test_a_loop_is_planned_in_time_that_grows_with_its_steps() -> None:
     torch.manual_seed(0)
     model, states = Scan(), []
