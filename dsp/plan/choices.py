@@ -199,7 +199,7 @@ class Choices(Operations):
             rank=int(option.last_resort),
             bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + (max(passing.forward) if passing else 0),
             calls=sum(calls for _, calls in sends.forward.values()) + (passing is not None),
-            way=Execution(option, sends, passing),
+            execution=Execution(option, sends, passing),
         )
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
@@ -273,7 +273,7 @@ class Choices(Operations):
     def leave_views(self) -> None:
         """Keep values that are written in place, before or later, as views of their base, if they can be."""
         for k, op in enumerate(self.ops):
-            stay = [c for c in op.choices if not (c.way and c.way.copied)]
+            stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
             if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
                 self.ops[k] = replace(op, choices=tuple(stay))
 
@@ -306,8 +306,8 @@ class Choices(Operations):
 
 def with_asked(c: Choice, asked: Sequence[bool]) -> Choice:
     """A choice where a gradient comes to these of the results."""
-    passing = c.way and c.way.passing
-    return replace(c, way=replace(c.way, passing=passing.where(asked))) if passing else c
+    passing = c.execution and c.execution.passing
+    return replace(c, execution=replace(c.execution, passing=passing.where(asked))) if passing else c
 
 
 def adding_up(along: str, t: Ref, sizes: Mapping[str, int], n: int) -> Passing:

@@ -30,7 +30,7 @@ class Loads:
 
     def share(self, step: Decision) -> float:
         """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
-        stage, option = self.found.stage(step), step.way.option
+        stage, option = self.found.stage(step), step.execution.option
         if stage is not None and option is not None:
             if stage.whole and stage.inside:  # its weights are cut instead
                 return 1 / self.size
@@ -108,7 +108,7 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
             before.setdefault(m.before, []).append(m)
     saved = loads.trace.resident
     for step in found.steps:
-        stage, option, choice, own = found.stage(step), step.way.option, step.choice, before.get(step.at, [])
+        stage, option, choice, own = found.stage(step), step.execution.option, step.choice, before.get(step.at, [])
         saved += choice.saved
         peak = saved + choice.work + sum(loads.local(v, key) for v, key in step.op.layouts(choice))
         sent = sum(m.bytes for m in own) + choice.bytes
@@ -132,13 +132,13 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
 def of_stage(row: StageRow, stage: Stage, step: Decision, loads: Loads) -> StageRow:
     """The row with what a stage computes over, along what else it might be sharded, and its part of all FLOPs."""
     order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
-    free = tuple(dict.fromkeys(c.way.option.name for c in step.op.choices if apart(c)))
+    free = tuple(dict.fromkeys(c.execution.option.name for c in step.op.choices if apart(c)))
     return replace(row, computes=tuple(order), free=free, part=loads.flops[step.at] / max(sum(loads.flops), 1))
 
 
 def apart(choice: Choice) -> bool:
     """Tell whether this choice shards a stage along another dim than batch."""
-    option = choice.way.option if choice.way else None
+    option = choice.execution.option if choice.execution else None
     return option is not None and option.name is not None and not is_batch(option.name)
 
 
@@ -149,7 +149,7 @@ def moved(moves: list[Move], step: Decision, along: Layout, inside: list[str]) -
     texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
-        if passing and step.way.option is not None:
-            passing = [f"+{along} → {step.way.option.onto}"]
+        if passing and step.execution.option is not None:
+            passing = [f"+{along} → {step.execution.option.onto}"]
         texts += dict.fromkeys([*inside, *passing])
     return ", ".join(texts)

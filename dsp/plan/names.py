@@ -124,7 +124,7 @@ def names_of(draft: Values) -> list[dict[str, str]]:
     for op in reversed(draft.ops):  # backwards, so that what is made of a dim has its name already
         for choice in op.choices:
             made = choice.gives[0] if choice.gives else None
-            option = choice.way.option if choice.way else None
+            option = choice.execution.option if choice.execution else None
             wanted = option.name if option else made and names[op.outputs[0]].get(made)
             for v, key in zip(op.inputs, choice.needs):
                 call(v, key, wanted)

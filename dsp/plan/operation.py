@@ -133,10 +133,10 @@ class Offers:
     @property
     def narrow(self) -> bool:
         """Tell whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
-        return bool(self.refusal or any(c.way for c in self.choices)) and not self.through
+        return bool(self.refusal or any(c.execution for c in self.choices)) and not self.through
 
     @property
     def sent_by_one(self) -> bool:
         """True if in some layout one rank holds what the operation takes of its only operand, and sends it to all."""
-        passing = [c.way.passing for c in self.choices if c.way and len(c.needs) == 1 and any(c.needs)]
+        passing = [c.execution.passing for c in self.choices if c.execution and len(c.needs) == 1 and any(c.needs)]
         return any(p and p.kind == "all_reduce" for p in passing) and all(any(c.needs) for c in self.choices)

@@ -113,7 +113,7 @@ class Operations(Values):
             self.stretched.add(value)
         elif op.name in FILLED:  # to be written into: a part that a rank took of the whole would not do
             self.values[value] = replace(self.values[value], fixed=True)
-        choices = [Choice((), (k,), rank=int(is_batch(k)), way=Execution(source=cut)) for k, cut in cuts.items()]
+        choices = [Choice((), (k,), rank=int(is_batch(k)), execution=Execution(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name), op.node)
         self.spare.discard(op.index)
@@ -294,7 +294,7 @@ class Operations(Values):
         found.view &= outcome.cut is not None and outcome.view
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
-            found.choices.append(Choice(combo, whole, bytes=sent, calls=1, way=Execution(passing=passing)))
+            found.choices.append(Choice(combo, whole, bytes=sent, calls=1, execution=Execution(passing=passing)))
             return
         found.viewed |= outcome.view
         key = self.key_of(op, combo, outcome, outcome.cut, found)
@@ -302,8 +302,10 @@ class Operations(Values):
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or is_batch(key))
         gives, calls = (key,) * len(op.outputs), int(passing is not None)
-        way = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
-        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), way=way))
+        execution = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
+        found.choices.append(
+            Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), execution=execution)
+        )
 
     def key_of(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> str:
         """The layout of the results that are cut so; `found` learns it."""

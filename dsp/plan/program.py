@@ -116,7 +116,7 @@ class Program:
         event = step.event
         pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]
         if event.kind == "stage":
-            option, ways = step.way.option, self.via(event.operands, step.at)
+            option, ways = step.execution.option, self.via(event.operands, step.at)
             assert option is not None
             how = pushes, event.random, ways, event.constants, option.onto
             script.stages.append(StageStep(event.name, option.name, *how))
@@ -125,11 +125,11 @@ class Program:
         elif event.kind == "output":
             [script.outputs[event.index]] = self.via(event.operands, step.at)
         elif event.kind == "source":
-            if step.way.source is not None:
-                script.glue[event.index] = GlueStep(event.name, source=step.way.source)
+            if step.execution.source is not None:
+                script.glue[event.index] = GlueStep(event.name, source=step.execution.source)
         elif event.kind == "glue":
             layout = dict(zip(step.op.inputs, step.choice.needs))
-            apart = step.way.apart
+            apart = step.execution.apart
             if any(pushes) or apart or any(homes[v] != key for v, key in layout.items()):
                 cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
                 via = self.via(event.operands, step.at)

@@ -50,13 +50,13 @@ class Decision(NamedTuple):
     choice: Choice
 
     @property
-    def way(self) -> Execution:
-        return self.choice.way or Execution()
+    def execution(self) -> Execution:
+        return self.choice.execution or Execution()
 
     @property
     def passing(self) -> Passing | None:
         """The collective that puts the op's parts together, if there is one."""
-        return self.way.passing
+        return self.execution.passing
 
 
 @dataclass(frozen=True)

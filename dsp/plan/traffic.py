@@ -115,7 +115,7 @@ class PlannedTraffic:
     # --- what ops send by themselves ---
 
     def count_step(self, step: Decision) -> None:
-        event, stage, inside = step.event, step.event.kind == "stage", step.way.sends
+        event, stage, inside = step.event, step.event.kind == "stage", step.execution.sends
         if (passing := step.passing) is not None:
             at, forward = self.where(step.at), tuple(passing.forward)
             self.send(Sending("forward", at, passing.kind, 1, each=forward))

@@ -68,7 +68,7 @@ class Choice:
     bytes: int = 0  # communication inside the op, such as an all-reduce over the sharded dim
     calls: int = 0
     rank: int = 0  # preference among equals, lower is better: batch is a last resort
-    way: Any = None  # what it is, for those who ask; nothing to the planner
+    execution: Any = None  # how the op runs by it; nothing to the planner
 
 
 @dataclass(frozen=True)

@@ -372,7 +372,7 @@ class InStage(NamedTuple):
     """The stage call that runs now: its `StageDecision`, what it runs on, and what it was given."""
 
     stage: Stage
-    way: Any
+    decision: Any
     place: RankPart
     random: Any
     given: list[Given]

@@ -63,7 +63,7 @@ class StageDecision:
 
 
 def lies(value: Any) -> Any:
-    """The part of a stage's argument that its way depends on."""
+    """The part of a stage's argument that the decision depends on."""
     kind = type(value)
     if kind is Sharded:
         return value.at
@@ -115,30 +115,30 @@ class StageCalls:
             run.arrive()
         run.mode.suspend()
         run.observe("enter_stage", stage, args, kwargs)
-        way = self.way(run, stage, args, kwargs)
-        place = way.place
-        tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in way.slots]
+        decision = self.decision(run, stage, args, kwargs)
+        place = decision.place
+        tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         shells = [run.open(t) for t in tensors]
-        if way.via:
-            run.copy_first(shells, way.via)
-        parts, cuts = self.parts(run, way, tensors, shells), way.cuts
-        if stage.around is not None and way.option.name is not None:
-            given = [Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, cuts, way.patterns, tensors)]
-            place, given = stage.around.enter(place, way.sizes, given)
+        if decision.via:
+            run.copy_first(shells, decision.via)
+        parts, cuts = self.parts(run, decision, tensors, shells), decision.cuts
+        if stage.around is not None and decision.option.name is not None:
+            given = [Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, cuts, decision.patterns, tensors)]
+            place, given = stage.around.enter(place, decision.sizes, given)
             parts, cuts = [x.local for x in given], tuple(x.cut for x in given)
         locals_ = parts
         if place.own == 0:
             locals_ = [x if c is None else torch.cat([x, dummy(x, c)], c.dim) for x, c in zip(parts, cuts)]
         args, kwargs = list(args), dict(kwargs)
-        for slot, local in zip(way.slots, locals_):
+        for slot, local in zip(decision.slots, locals_):
             (args if type(slot) is int else kwargs)[slot] = local
         run.in_stage = InStage(
-            stage, way, place, fork(self.axis) if way.draws else None,
+            stage, decision, place, fork(self.axis) if decision.draws else None,
             [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
         return tuple(args), kwargs
 
-    def way(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> StageDecision:
+    def decision(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> StageDecision:
         """The plan's decision for this call, or else a greedy choice."""
         index, script = run.stage_index, run.script
         run.stage_index += 1
@@ -179,12 +179,14 @@ class StageCalls:
             run.keep(key, found)
         return found
 
-    def parts(self, run: Run, way: StageDecision, tensors: list[Tensor], shells: list[Sharded | None]) -> list[Tensor]:
+    def parts(
+        self, run: Run, decision: StageDecision, tensors: list[Tensor], shells: list[Sharded | None]
+    ) -> list[Tensor]:
         moved = None
-        if not way.still:
-            moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, way.cuts) if s is not None]))
+        if not decision.still:
+            moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, decision.cuts) if s is not None]))
         found = []
-        for t, s, cut in zip(tensors, shells, way.cuts):
+        for t, s, cut in zip(tensors, shells, decision.cuts):
             if s is not None:
                 found.append(plain(s) if moved is None else next(moved))
             else:
@@ -205,20 +207,20 @@ class StageCalls:
         try:
             if inside.random is not None:
                 join(inside.random)
-            way, given = inside.way, inside.given
+            decision, given = inside.decision, inside.given
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
                 run.failed = id(error)
-                if run.script is not None and way.option.name is not None and type(error) in MISFITS:
-                    run.misread = error, misread(stage, way, inside.place, [x.tensor for x in given], error)
+                if run.script is not None and decision.option.name is not None and type(error) in MISFITS:
+                    run.misread = error, misread(stage, decision, inside.place, [x.tensor for x in given], error)
                 return None
-            step = way.step
+            step = decision.step
             planned = step is not None and run.script is not None and not run.script.recorded
             if planned and constants_in(output) != step.constants:
                 raise NotationError(
-                    f"{stage.where} returned {constants_in(output)} on a part of {way.option.name!r}, but "
+                    f"{stage.where} returned {constants_in(output)} on a part of {decision.option.name!r}, but "
                     f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
-                    f"[{way.option.name}] in brackets"
+                    f"[{decision.option.name}] in brackets"
                 )
             for x in given:
                 if version(x.local) != x.written:
@@ -236,28 +238,28 @@ class StageCalls:
 
     def results(self, run: Run, inside: InStage, tensors: list[Tensor]) -> list[Tensor]:
         """The results of a stage, as the model sees them."""
-        stage, way, place, given = inside.stage, inside.way, inside.place, inside.given
-        push = way.step.push if way.step is not None else [None] * len(tensors)
-        if way.option.name is None:
+        stage, decision, place, given = inside.stage, inside.decision, inside.place, inside.given
+        push = decision.step.push if decision.step is not None else [None] * len(tensors)
+        if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)
             return [
                 t if cut is None else run.carry(self.axis.narrow(t, cut), cut, t.shape) for t, cut in zip(tensors, push)
             ]
         if stage.around is not None:
-            tensors = stage.around.leave(place, way.sizes, stage.outputs(tensors), tensors)
+            tensors = stage.around.leave(place, decision.sizes, stage.outputs(tensors), tensors)
         shapes = tuple(t.shape for t in tensors)
-        landings = way.landings.get(shapes)
+        landings = decision.landings.get(shapes)
         if landings is None:
-            landings = way.landings[shapes] = [
-                self.landing(stage, way, t, pattern) for t, pattern in zip(tensors, stage.outputs(tensors))
+            landings = decision.landings[shapes] = [
+                self.landing(stage, decision, t, pattern) for t, pattern in zip(tensors, stage.outputs(tensors))
             ]
-        if way.option.onto is not None:
-            sums = [t if way.place.own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
+        if decision.option.onto is not None:
+            sums = [t if decision.place.own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
             group = self.axis.group
             tensors = [torch.ops.dsp.reduce_scatter(t, at.cut.dim, group) for t, at in zip(sums, landings)]
         returned = [argument(t, at, given) for t, at in zip(tensors, landings)]
-        if way.option.onto is None and way.place.own == 0:
+        if decision.option.onto is None and decision.place.own == 0:
             tensors = [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
         self.mark_copies(run, inside, tensors)
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
@@ -274,21 +276,21 @@ class StageCalls:
     def mark_copies(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
         """Mark those of its results that are views of a copy."""
         shells = [x.shell for x in inside.given if x.shell is not None]
-        if not inside.way.still or run.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
+        if not inside.decision.still or run.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
             run.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
 
-    def landing(self, stage: Stage, way: StageDecision, t: Tensor, pattern: TensorPattern) -> At:
+    def landing(self, stage: Stage, decision: StageDecision, t: Tensor, pattern: TensorPattern) -> At:
         """Where a stage's result lies. Its size along the sharded dim is checked."""
-        name, size = way.option.name, way.option.size
+        name, size = decision.option.name, decision.option.size
         assert name is not None
-        if way.option.onto is not None:  # whole, until it is added up
-            return self.axis.at(t.shape, Cut(pattern.axis_of(way.option.onto)))
-        own = way.place.own if stage.around is not None else max(way.place.own, 1)
+        if decision.option.onto is not None:  # whole, until it is added up
+            return self.axis.at(t.shape, Cut(pattern.axis_of(decision.option.onto)))
+        own = decision.place.own if stage.around is not None else max(decision.place.own, 1)
         axis = pattern.axis_of(name)
         names = pattern.axes[axis]
         at = names.index(name)
-        outer = math.prod(way.sizes[other] for other in names[:at])
-        inner = math.prod(way.sizes.get(other, 1) for other in names[at + 1 :])
+        outer = math.prod(decision.sizes[other] for other in names[:at])
+        inner = math.prod(decision.sizes.get(other, 1) for other in names[at + 1 :])
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
                 f"{stage.where}, run on {own} of {size} along {name!r}, returned {tuple(t.shape)} where "
@@ -319,19 +321,21 @@ def unpicklable() -> TypeError:
     )
 
 
-def misread(stage: Stage, way: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException) -> str:
+def misread(
+    stage: Stage, decision: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException
+) -> str:
     """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
-    name = way.option.name
+    name = decision.option.name
     assert name is not None
     said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "
     lengths = {place.size: name, 1: "1"}
-    for dim, size in way.sizes.items():
+    for dim, size in decision.sizes.items():
         lengths.setdefault(size, dim)
-    for slot, pattern, t in zip(way.slots, way.patterns, tensors):
+    for slot, pattern, t in zip(decision.slots, decision.patterns, tensors):
         if pattern is None and place.size in t.shape:
             positional = stage.signature.positional
             param = positional[slot] if isinstance(slot, int) and slot < len(positional) else slot
-            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in way.sizes)
+            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in decision.sizes)
             dims = " ".join(lengths.get(size) or next(others) for size in t.shape)
             before, arrow, after = stage.pattern.text.partition(" ->")
             return said + (
