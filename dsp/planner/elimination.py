@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, product
+from operator import itemgetter
 from typing import Any
 
 from dsp.planner.index import Index, Shape, subsets
@@ -179,12 +180,8 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     The table of a variable that goes holds, for every row of values that its neighbours may have, the best value of the
     variable. None if a table has more than ROWS rows, or all of them more than `most`.
     """
-    values: dict[int, dict[Any, None]] = {}  # as an ordered set: the plan must not depend on hashes
-    times: Counter[int] = Counter()
-    for scope, table in tables:
-        times.update(scope)
-        for i, variable in enumerate(scope):
-            values.setdefault(variable, {}).update((row[i], None) for row in table)
+    values = _values(tables)
+    times = Counter(variable for scope, _ in tables for variable in scope)
     hubs = [variable for variable, own in values.items() if len(own) == 1 and times[variable] > HUB]
     found: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
     of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
@@ -198,20 +195,20 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     for variable in order:
         say(f"{len(order.place)} choices to make")
         joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
-        for number in of.pop(variable):
-            term = left.pop(number)
-            for other in term[0]:
+        numbers = list(of.pop(variable))
+        for number in numbers:
+            for other in left[number][0]:
                 if other != variable:
                     del of[other][number]
-            joined = _join(joined, term)
+        for number in numbers[:-1]:
+            joined = _join(joined, left.pop(number))
             made += len(joined[1])
             if len(joined[1]) > ROWS or made > most:
                 return None, made
-        scope = joined[0][1:]
-        best: dict[_Row, tuple[tuple[int, int], Any]] = {}
-        for (value, *row), cost in joined[1].items():
-            if tuple(row) not in best or cost < best[tuple(row)][0]:
-                best[tuple(row)] = cost, value
+        scope, best, rows = _least(joined, left.pop(numbers[-1]))
+        made += rows
+        if rows > ROWS or made > most:
+            return None, made
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
         number = len(tables) + len(chosen)
         left[number] = scope, {row: cost for row, (cost, _) in best.items()}
@@ -221,6 +218,15 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     for variable, scope, choose in reversed(chosen):
         found[variable] = choose[tuple(found[other] for other in scope)]
     return found, made
+
+
+def _values(tables: list[_Table]) -> dict[int, dict[Any, None]]:
+    """The values that each variable may have, as ordered sets: the plan must not depend on hashes."""
+    values: dict[int, dict[Any, None]] = {}
+    for scope, table in tables:
+        for i, variable in enumerate(scope):
+            values.setdefault(variable, {}).update((row[i], None) for row in table)
+    return values
 
 
 def _without(known: Mapping[int, Any], table: _Table) -> _Table:
@@ -234,15 +240,50 @@ def _without(known: Mapping[int, Any], table: _Table) -> _Table:
 
 def _join(one: _Table, two: _Table) -> _Table:
     """The table over the variables of both whose rows agree with a row of each: costs add, the larger size stays."""
+    fresh, pairs = _pairs(one, two)
+    joined = {
+        row + more: (cost + more_cost, largest if largest > more_largest else more_largest)
+        for row, (cost, largest), matching in pairs
+        for more, more_cost, more_largest in matching
+    }
+    return one[0] + fresh, joined
+
+
+def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[tuple[int, int], Any]], int]:
+    """Two tables joined, without the first variable of `one`: for each row of the others (its least cost, the value
+    that has it); and how many rows were joined."""
+    fresh, pairs = _pairs(one, two)
+    best: dict[_Row, tuple[tuple[int, int], Any]] = {}
+    count = 0
+    for row, (cost, largest), matching in pairs:
+        value, rest = row[0], row[1:]
+        count += len(matching)
+        for more, more_cost, more_largest in matching:
+            total = cost + more_cost, largest if largest > more_largest else more_largest
+            known = best.get(place := rest + more)
+            if known is None or total < known[0]:
+                best[place] = total, value
+    return one[0][1:] + fresh, best, count
+
+
+_Match = list[tuple[_Row, int, int]]  # rows of a table's own variables, with (cost, largest)
+
+
+def _pairs(one: _Table, two: _Table) -> tuple[tuple[int, ...], Iterator[tuple[_Row, tuple[int, int], _Match]]]:
+    """The variables that `two` has alone; and each row of `one` with its cost and the rows of `two` that agree."""
     (scope, rows), (other, others) = one, two
     fresh = [i for i, variable in enumerate(other) if variable not in scope]
     shared = [(scope.index(variable), i) for i, variable in enumerate(other) if variable in scope]
-    match: dict[_Row, list[tuple[_Row, int, int]]] = {}
+    match: dict[_Row, _Match] = {}
+    key, own, more = _picked([i for i, _ in shared]), _picked([i for _, i in shared]), _picked(fresh)
     for row, (cost, largest) in others.items():
-        match.setdefault(tuple(row[i] for _, i in shared), []).append((tuple(row[i] for i in fresh), cost, largest))
-    joined = {
-        row + more: (cost + more_cost, max(largest, more_largest))
-        for row, (cost, largest) in rows.items()
-        for more, more_cost, more_largest in match.get(tuple(row[i] for i, _ in shared), ())
-    }
-    return scope + tuple(other[i] for i in fresh), joined
+        match.setdefault(own(row), []).append((more(row), cost, largest))
+    none: _Match = []
+    return tuple(other[i] for i in fresh), ((row, cost, match.get(key(row), none)) for row, cost in rows.items())
+
+
+def _picked(places: Sequence[int]) -> Callable[[_Row], _Row]:
+    """The values of a row in some places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
