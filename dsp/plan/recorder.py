@@ -26,7 +26,7 @@ from dsp.plan.record import (
 from dsp.private import StorageWeakRef, base_of, checkpoint_frame, compiled_callers
 from dsp.rules import GlueError, replaced, tensor_args
 from dsp.rules.flex import OWN
-from dsp.rules.sources import SOURCES
+from dsp.rules.sources import FILLED, SOURCES
 from dsp.signature import Bound
 from dsp.stages import Stage
 from dsp.tensors import ByTensor, constants_in, edge, leading_to, memory, overwritten, tensors_in, version
@@ -42,6 +42,7 @@ class Recorder:
         self.numbers = ByTensor[int]()
         self.count = 0
         self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
+        self.filled: set[int] = set()  # those of them that are made of new zeros alone: whole, if nothing else comes
         self.memories: dict[StorageWeakRef, int] = {}
         self.edges: dict[Any, int] = {}
         self.frames: list[Any] = []  # the activation checkpoints
@@ -53,6 +54,10 @@ class Recorder:
     def follows(self, t: Tensor) -> bool:
         """Tell whether a plan may shard a tensor: an input that is declared, or something made of one."""
         return self.numbers.get(t) in self.followed
+
+    def made_of_sharded(self, t: Tensor) -> bool:
+        """Tell whether a plan may shard a tensor, and not for new zeros alone."""
+        return self.follows(t) and self.numbers.get(t) not in self.filled
 
     def edge(self, e: Any) -> int | None:
         return None if e is None else self.edges.setdefault(e, len(self.edges))
@@ -124,6 +129,13 @@ class Recorder:
             returned=returned(out), in_place=in_place, cost=cost,
         )  # fmt: skip
         self.operations += 1
+        if follow:
+            made = {t.number for t in (*node.results, *operands[:in_place])}
+            alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or name not in SOURCES)
+            if alone:
+                self.filled |= made
+            else:
+                self.filled -= made
         if in_place and tensors:
             node.overwritten = self.edge(overwritten(tensors[0]))
         if follow:

@@ -67,7 +67,7 @@ class Tracer(Between):
         return made
 
     def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        if what.name in ("stride", "is_contiguous") and args and self.recorder.follows(args[0]):
+        if what.name in ("stride", "is_contiguous") and args and self.recorder.made_of_sharded(args[0]):
             return laid_out(args[0].shape, what.name, *args[1:], **kwargs)
         return func(*args, **kwargs)
 

@@ -1,6 +1,8 @@
 """The record of a forward: what it shows, that no tensor is part of it, and that data change nothing of it."""
 
+import contextlib
 import dataclasses
+import io
 import pickle
 from typing import Any
 
@@ -160,3 +162,24 @@ def test_a_gradient_comes_to_what_is_written_after_its_view_was_taken() -> None:
     one, two = (dsp.plan(Written(before), x, size=3) for before in (True, False))
     assert one.bytes["backward"] > 0
     assert one.bytes == two.bytes
+
+
+def test_new_zeros_tell_how_they_lie_until_something_sharded_is_written_into_them() -> None:
+    class Zeros(nn.Module):
+        stages = Small.stages
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.space, self.time = toys.Along(2), toys.Along(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.zeros(3, 4).t()
+            out = torch.zeros(2, 3, 4, toys.C).transpose(1, 2)
+            print(table.is_contiguous(), out.is_contiguous())
+            out[:, 1:] = self.space(x)[:, 1:]
+            print(out.is_contiguous(), out.transpose(0, 1).is_contiguous())
+            return self.time(out) + table.sum()
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        dsp.plan(Zeros(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    assert said.getvalue().split() == ["False", "False", "True", "True"]
