@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -117,36 +117,35 @@ class Recorder:
         """An operation between stages that ran just now."""
         tensors, results = tensor_args(args, kwargs), tensors_in(out)
         follow = any(map(self.follows, tensors)) or (name in SOURCES and isinstance(out, Tensor))
-        operands = [self.ref(t) for t in tensors]
-        if follow:
-            for ref, t in zip(operands, tensors):
-                if ref.memory < 0:
-                    self.place(ref, t)
-            if in_place and tensors and not self.follows(tensors[0]):
-                operands[0] = self.ref(tensors[0], True)
+        alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or name not in SOURCES)
         node = OperationNode(
-            operands=operands, index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
+            operands=self.operands(tensors, in_place) if follow else [self.ref(t) for t in tensors],
+            index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
             returned=returned(out), in_place=in_place, cost=cost,
         )  # fmt: skip
         self.operations += 1
-        if follow:
-            made = {t.number for t in (*node.results, *operands[:in_place])}
-            alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or name not in SOURCES)
-            if alone:
-                self.filled |= made
-            else:
-                self.filled -= made
         if in_place and tensors:
             node.overwritten = self.edge(overwritten(tensors[0]))
         if follow:
+            made = {t.number for t in (*node.results, *node.operands[:in_place])}
+            (self.filled.update if alone else self.filled.difference_update)(made)
             node.compiled = compiled()
-            node.args, node.kwargs = replaced(args, kwargs, iter(operands))
+            node.args, node.kwargs = replaced(args, kwargs, iter(node.operands))
             base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
             node.base = None if base is None else self.edge(edge(base))
         else:  # a write into it may follow, of something that a plan shards
             for ref, t in zip(node.results, results):
                 ref.edge = self.edge(edge(t))
         self.add(node)
+
+    def operands(self, tensors: Sequence[Tensor], in_place: bool) -> list[Ref]:
+        """The operands of an operation on something that a plan may shard; what it writes into may be sharded since."""
+        written = in_place and bool(tensors) and not self.follows(tensors[0])
+        found = [self.ref(t, written and i == 0) for i, t in enumerate(tensors)]
+        for ref, t in zip(found, tensors):
+            if ref.memory < 0:
+                self.place(ref, t)
+        return found
 
     def enter_stage(self, stage: Stage, args: Any, kwargs: Any) -> None:
         _, bound = stage.signature.bind(args, kwargs)
