@@ -30,7 +30,7 @@ from dsp.plan.tracer import Tracer
 from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
 from dsp.rules import GlueError
 from dsp.sharded import Sharded
-from dsp.signature import Signature, sizes_of_root
+from dsp.signature import Bound, Signature, sizes_of_root
 from dsp.stages import Stage, clean
 from dsp.tensors import remade, tensors_in
 from dsp.world import World
@@ -208,12 +208,15 @@ class Rehearsal:
         if before != self.marks():
             return None
         found = trace_of(tracer.record, how.given, how.gather_output, self.resident())
-        declared = {id(b.tensor) for b in bound if b.pattern is not None}
-        whole = [t for t in tensors_in((args, kwargs)) if id(t) not in declared and tracer.recorder.asks(t)]
-        found.recompute, found.entered = how.recompute, tracer.entered
-        met = ((id(t), tracer.recorder.numbers.get(t)) for t in tensors_in(list(tracer.entered.values())))
+        self.complete(found, tracer, bound, tensors_in((args, kwargs)))
+        return found
+
+    def complete(self, found: Trace, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> None:
+        """Add to a trace what its record does not say: the inputs, the calls of modules, what earlier calls left."""
+        recorder, declared = tracer.recorder, {id(b.tensor) for b in bound if b.pattern is not None}
+        found.recompute, found.entered = self.how.recompute, tracer.entered
+        met = ((id(t), recorder.numbers.get(t)) for t in tensors_in(list(tracer.entered.values())))
         found.known = {key: found.tracked[number] for key, number in met if number in found.tracked}
-        found.whole_grads = [t.nbytes for t in whole]
+        found.whole_grads = [t.nbytes for t in given if id(t) not in declared and recorder.asks(t)]
         found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
         found.left = [t for t, _ in tracer.left.values()]
-        return found
