@@ -97,61 +97,81 @@ class StagePattern:
         return tuple(dict.fromkeys(n for p in self.inputs for n in p.names if n in p.summed))
 
 
+class _Axes:
+    """The axes of one tensor, token by token."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.axes: list[tuple[str, ...]] = []
+        self.computed, self.summed = set[str](), set[str]()
+        self.fold: list[str] | None = None
+        self.bracket = False
+        self.signs = {"[": self.open, "]": self.close, "(": self.open_fold, ")": self.close_fold, "1": self.one}
+
+    def wrong(self, why: str) -> NotationError:
+        return NotationError(f"{self.text!r}: {why}")
+
+    def read(self, token: str) -> None:
+        if token in self.signs:
+            self.signs[token]()
+        elif token.removeprefix("+").isidentifier():
+            self.dim(token.removeprefix("+"), token.startswith("+"))
+        else:
+            raise self.wrong(
+                f"unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1, "
+                "name=pattern, commas and one ->"
+            )
+
+    def open(self) -> None:
+        if self.bracket:
+            raise self.wrong("'[' inside '['; one pair of brackets is enough")
+        self.bracket = True
+
+    def close(self) -> None:
+        if not self.bracket:
+            raise self.wrong("']' without '['")
+        self.bracket = False
+
+    def open_fold(self) -> None:
+        if self.fold is not None:
+            raise self.wrong("a fold inside a fold; write (b t s) flat")
+        self.fold = []
+
+    def close_fold(self) -> None:
+        if self.fold is None:
+            raise self.wrong("')' without '('")
+        self.axes.append(tuple(self.fold))
+        self.fold = None
+
+    def one(self) -> None:
+        if self.fold is None:
+            self.axes.append(())
+
+    def dim(self, name: str, summed: bool) -> None:
+        if summed and self.bracket:
+            raise self.wrong(f"a sum over a dim stands outside brackets, as +{name}")
+        self.summed |= {name} if summed else set()
+        self.computed |= {name} if summed or self.bracket else set()
+        if self.fold is not None:
+            self.fold.append(name)
+        else:
+            self.axes.append((name,))
+
+
 def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
     param = None
     if len(tokens) > 1 and tokens[1] == "=":
         param, tokens = tokens[0], tokens[2:]
         if not param.isidentifier():
             raise NotationError(f"{text!r}: {param!r} before '=' is not a parameter name")
-    axes: list[tuple[str, ...]] = []
-    computed: set[str] = set()
-    summed: set[str] = set()
-    fold: list[str] | None = None
-    bracket = False
+    found = _Axes(text)
     for token in tokens:
-        name = token.removeprefix("+")
-        if token == "[":
-            if bracket:
-                raise NotationError(f"{text!r}: '[' inside '['; one pair of brackets is enough")
-            bracket = True
-        elif token == "]":
-            if not bracket:
-                raise NotationError(f"{text!r}: ']' without '['")
-            bracket = False
-        elif token == "(":
-            if fold is not None:
-                raise NotationError(f"{text!r}: a fold inside a fold; write (b t s) flat")
-            fold = []
-        elif token == ")":
-            if fold is None:
-                raise NotationError(f"{text!r}: ')' without '('")
-            axes.append(tuple(fold))
-            fold = None
-        elif token == "1":
-            if fold is None:
-                axes.append(())
-        elif name.isidentifier():
-            if name != token and bracket:
-                raise NotationError(f"{text!r}: a sum over a dim stands outside brackets, as {token}")
-            if name != token:
-                summed.add(name)
-            if name != token or bracket:
-                computed.add(name)
-            if fold is not None:
-                fold.append(name)
-            else:
-                axes.append((name,))
-        else:
-            raise NotationError(
-                f"{text!r}: unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1, "
-                "name=pattern, commas and one ->"
-            )
-    if bracket or fold is not None:
-        raise NotationError(f"{text!r}: {'[' if bracket else '('} is never closed")
-    pattern = TensorPattern(tuple(axes), frozenset(computed), param, frozenset(summed))
-    names = pattern.names
-    for name in names:
-        if names.count(name) > 1:
+        found.read(token)
+    if found.bracket or found.fold is not None:
+        raise found.wrong(f"{'[' if found.bracket else '('} is never closed")
+    pattern = TensorPattern(tuple(found.axes), frozenset(found.computed), param, frozenset(found.summed))
+    for name in pattern.names:
+        if pattern.names.count(name) > 1:
             raise NotationError(f"{text!r}: dim {name!r} appears twice in one tensor")
     return pattern
 
