@@ -39,7 +39,6 @@ def test_ranges_of_steps():
             wanted(wrong)
 
 
-@pytest.mark.slow
 def test_a_trace_of_some_steps(run, capsys):
     few = "train.steps=3", "sample.every=0", "eval.every=0", "checkpoint.every=0"
     plain = run("name=plain", *few)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
@@ -151,7 +150,6 @@ def traffic(mesh: DeviceMesh) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.slow
 def test_planned_bytes_are_counted_bytes(ranks) -> None:
     results = ranks(traffic, 2)
     for name in GLUE:
