@@ -1,6 +1,6 @@
 """The notebooks of docs/ run from top to bottom and show what they print; the API page names what there is.
 
-``UPDATE_DOCS=1 pytest tests/docs/test_notebook.py`` writes their outputs anew.
+``UPDATE_DOCS=1 pytest -m "slow or not slow" tests/docs/test_notebook.py`` writes their outputs anew.
 """
 
 import ast
