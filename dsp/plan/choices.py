@@ -298,9 +298,8 @@ class Choices(Operations):
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.record.random,
             resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
-            spare=self.spare,
-            sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled], tracked=self.tracked,
-            record=self.record,
+            spare=self.spare, sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled],
+            tracked=self.tracked, record=self.record,
         )  # fmt: skip
 
 

@@ -164,6 +164,7 @@ class Recorder:
     ) -> None:
         """The stage entered last returned."""
         node, stage, bound, versions = self.pending
+        del self.pending  # it holds the stage's inputs
         self.stages += 1
         node.measured, node.own, node.again, node.saves = measured, own, again, saves
         written = [version(b.tensor) != before for b, before in zip(bound, versions)]
