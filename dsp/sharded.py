@@ -33,10 +33,12 @@ ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=No
 class Sharded(Tensor):
     """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike.
 
-    `part` is the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
+    `number` is that of the tensor in the record of the forward that it is of, counted on from `Run.first`. `part` is
+    the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
     """
 
     at: At
+    number: int = -1
     part: type[Tensor] = Tensor
 
     @classmethod
@@ -129,28 +131,28 @@ class Own(torch.autograd.Function):
         return grad
 
 
-def carry(local: Tensor, at: At) -> Sharded:
+def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
     """A new tensor that carries `local`, this rank's part."""
     if tuple(local.shape) != at.local:
         raise RuntimeError(f"rank {at.axis.rank} holds {tuple(local.shape)} where its share is {at.local}")
     if not torch.is_grad_enabled() and unwritable(local):
         with torch.enable_grad():
-            return carry(local, at)
+            return carry(local, at, number)
     with torch._C.DisableTorchFunction():
         if type(local) is Tensor or isinstance(local, nn.Parameter):
             t = local.as_subclass(Sharded)
         else:
             t = local.view_as(local)  # type: ignore[assignment]
             t.__class__ = sharded_type(type(t))  # type: ignore[arg-type]
-    t.at = at
+    t.at, t.number = at, number
     return t
 
 
-def claim(local: Tensor, at: At) -> Sharded:
+def claim(local: Tensor, at: At, number: int) -> Sharded:
     """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
     if type(local) is not Tensor:
-        return carry(local, at)
-    local.__class__, local.at = Sharded, at  # type: ignore[assignment,attr-defined]
+        return carry(local, at, number)
+    local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[assignment,attr-defined]
     return local  # type: ignore[return-value]
 
 

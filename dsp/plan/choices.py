@@ -10,7 +10,7 @@ from dsp.layout import Cut
 from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.backwards import Backwards
-from dsp.plan.events import Event, Execution, Passing, Sym, Trace
+from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym, Trace
 from dsp.plan.names import rename
 from dsp.plan.operations import Operations
 from dsp.plan.record import Cost, LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
@@ -173,6 +173,8 @@ class Choices(Operations):
     def operands_of(self, node: StageNode) -> list[Sym | None]:
         """The operands of a stage as it reads, and perhaps writes, them."""
         self.meet(node.given)
+        given = map(self.sym, node.given)
+        self.facts.append(NodeFacts(node, [None if s is None else s.value for s in given]))
         for t, error in node.nested:
             if self.sym(t) is not None:
                 raise error
@@ -297,9 +299,8 @@ class Choices(Operations):
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
             self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.record.random,
-            resident, saves=self.saves(), copies=self.copies, same=self.same, fresh=self.fresh, names=self.names,
-            spare=self.spare, sizes=self.root_sizes, stretched=self.stretched, compiled=[*self.compiled],
-            tracked=self.tracked, record=self.record,
+            resident, saves=self.saves(), facts=self.facts, sizes=self.root_sizes, stretched=self.stretched,
+            compiled=[*self.compiled], tracked=self.tracked, record=self.record,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.methods import CommBytes
-from dsp.plan.record import Record
+from dsp.plan.record import OperationNode, Record, StageNode
 from dsp.planner import Op, Value
 from dsp.stages import Option
 
@@ -82,6 +82,22 @@ class Event:
 
 
 @dataclass
+class NodeFacts:
+    """What a plan has to know of a node beside its choices.
+
+    values: what each tensor that it reads is a part or a view of (None: it is whole on every rank); same: it returns
+    its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might return a
+    view, and makes memory of its own.
+    """
+
+    node: OperationNode | StageNode
+    values: list[int | None]
+    same: bool = False
+    copied: bool = False
+    fresh: bool = False
+
+
+@dataclass
 class Trace:
     """The planner's ops and values, with the event of each op and what else the run needs to know."""
 
@@ -96,12 +112,8 @@ class Trace:
     resident: int
     recompute: bool = False  # whether every stage is recomputed in backward
     whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
-    copies: set[int] = field(default_factory=set)  # glue that looks like a view, but makes a value of its own
     stretched: set[int] = field(default_factory=set)  # values that take no memory of their own: shorter ones, expanded
-    same: set[int] = field(default_factory=set)  # glue that returns its first argument as it is
-    fresh: set[int] = field(default_factory=set)  # glue that may return a view, and made memory of its own
-    names: list[str] = field(default_factory=list)  # of all glue operations
-    spare: set[int] = field(default_factory=set)  # glue on tensors that no plan shards
+    facts: list[NodeFacts] = field(default_factory=list)  # of operations and stages, in order
     saves: dict[int, float] | None = None  # per activation checkpoint: the last event that saves, if that is known
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dsp.layout import Cut
-from dsp.plan.events import Sym
+from dsp.plan.events import NodeFacts, Sym
 from dsp.plan.record import OperationNode, Ref
 from dsp.planner import Choice, Extent, Layout
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
@@ -43,6 +43,10 @@ class Operation:
     @property
     def tracked(self) -> list[Ref]:
         return self.node.operands
+
+    @cached_property
+    def facts(self) -> NodeFacts:
+        return NodeFacts(self.node, [None if s is None else s.value for s in self.syms])
 
     @cached_property
     def values(self) -> list[int]:

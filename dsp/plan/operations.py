@@ -10,7 +10,7 @@ from operator import add
 
 from dsp.collectives import summed_in
 from dsp.layout import Cut
-from dsp.plan.events import Event, Execution, Passing, Sym
+from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym
 from dsp.plan.names import letters_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
@@ -37,11 +37,7 @@ class Operations(Values):
 
     def __init__(self, record: Record, longest: int = 0) -> None:
         super().__init__(record, longest)
-        self.copies: set[int] = set()
-        self.same: set[int] = set()
-        self.fresh: set[int] = set()
-        self.names: list[str] = []  # of all operations
-        self.spare: set[int] = set()  # those of them that no value enters
+        self.facts: list[NodeFacts] = []
         self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
         self.taken: dict[int, Operation] = {}  # by op: those that make one value anew
         self.filled: dict[int, Operation] = {}  # by number: new zeros with which nothing was done yet
@@ -49,19 +45,17 @@ class Operations(Values):
     def operation(self, node: OperationNode) -> None:
         """One operation between stages."""
         name, written, tracked = node.name, node.in_place, node.operands
-        self.names.append(name)
         self.meet(tracked, written)
         op = Operation(node, self.n, [self.sym(t) for t in tracked])
+        self.facts.append(op.facts)
         if written and tracked and (edges := self.edges_of(tracked[0], op.syms[0])) is not None:
             edges.add(node.overwritten)
-        if not op.values:
-            self.spare.add(node.index)
         if op.values:
             self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
             self.compiled |= dict.fromkeys(node.compiled)
             itself = node.returned == "tensor" and node.results[0].number == tracked[0].number
             if name in SAME and itself and not draws(name, node.args, node.kwargs):
-                self.same.add(node.index)
+                op.facts.same = True
             elif node.returned != "unsupported":
                 self.glue(op)
         elif name in FILLED and node.returned == "tensor":
@@ -116,13 +110,12 @@ class Operations(Values):
         choices = [Choice((), (k,), rank=int(is_batch(k)), execution=Execution(source=cut)) for k, cut in cuts.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name), op.node)
-        self.spare.discard(op.index)
 
     def glue(self, op: Operation) -> None:
         """An operation on tensors that may be sharded."""
         op.outputs = [*op.node.results]
         if op.name in DENSE and op.outputs[0].memory != op.tracked[0].memory:
-            self.fresh.add(op.index)
+            op.facts.fresh = True
         if not op.outputs and op.into is not None:
             op.outputs = [op.tracked[0]]  # x[...] = y
         if not op.outputs and not op.written:
@@ -147,7 +140,7 @@ class Operations(Values):
             found = self.opened(op)
             found.view = False
         if found.viewed and not found.view:
-            self.copies.add(op.index)
+            op.facts.copied = True
         if found.view and len(op.outputs) == 1 and len(op.values) == 1:
             self.follow_view(op, found)
         else:

@@ -6,8 +6,20 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from dsp.layout import Cut
-from dsp.plan.events import Sym
-from dsp.plan.script import GlueStep, Script, StageStep, Via
+from dsp.plan.events import NodeFacts, Sym
+from dsp.plan.record import LeftNode, OperationNode, StageNode
+from dsp.plan.script import (
+    Alike,
+    GlueStep,
+    Key,
+    Number,
+    PlannedNode,
+    Script,
+    StageStep,
+    Via,
+    key_of_operation,
+    key_of_stage,
+)
 from dsp.plan.solve import Decision, Solved
 from dsp.planner import Layout, Move, fuses
 
@@ -97,40 +109,88 @@ class Program:
 
     def script(self) -> Script:
         t = self.trace
-        copies, same, fresh = map(frozenset, (t.copies, t.same, t.fresh))
-        script = Script({}, [], {}, t.random_glue, copies, same=same, fresh=fresh, names=tuple(t.names))
-        script.spare = frozenset(t.spare)
+        script = Script({param: self.cut(v, self.entry.get(v)) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
-        for param, v in t.inputs.items():
-            script.inputs[param] = self.cut(v, self.entry.get(v))
         homes = dict(self.found.solution.homes)
         for step in self.found.steps:
             homes.update(zip(step.op.outputs, step.choice.gives))
         homes |= self.push
+        steps: dict[tuple[str, int], StageStep | GlueStep] = {}
         for step in self.found.steps:
-            self.write(script, step, homes)
+            event = step.event
+            if event.kind == "stage":
+                steps["stage", event.index] = made = self.stage_step(step)
+                # run whole on every rank, it has to draw the same numbers there, as glue does
+                script.random_glue |= event.random and made.option is None
+                script.random_stages |= event.random
+            elif event.kind == "output":
+                [script.outputs[event.index]] = self.via(event.operands, step.at)
+            elif event.kind in ("glue", "source") and (glue := self.glue_step(step, homes)) is not None:
+                steps["glue", event.index] = glue
+        self.write(script, steps, homes | {v: layout for v, layout in self.entry.items() if layout is not None})
         return script
 
-    def write(self, script: Script, step: Decision, homes: Mapping[int, Layout]) -> None:
-        """Write into the script what the run has to know of one op."""
+    def write(
+        self, script: Script, steps: Mapping[tuple[str, int], StageStep | GlueStep], homes: Mapping[int, Layout]
+    ) -> None:
+        """Write the nodes of the record into the script by what they read, in order."""
+        record = self.trace.record
+        assert record is not None
+
+        def reads(found: NodeFacts) -> list[Number | tuple[int, ...]]:
+            """What each tensor of a node is: sharded if its value is so where it was made."""
+            tensors = found.node.given if isinstance(found.node, StageNode) else found.node.operands
+            return [
+                t.shape if v is None or homes.get(v) is None else Number(t.number, t.shape)
+                for t, v in zip(tensors, found.values)
+            ]
+
+        def add(key: Key, node: PlannedNode) -> None:
+            script.nodes.setdefault(key, Alike([])).nodes.append(node)
+
+        script.numbers = {i.param: i.tensor.number for i in record.inputs}
+        for k, left in enumerate(node for node in record.nodes if isinstance(node, LeftNode)):
+            [t] = left.operands
+            add(("left", "", (t.shape, left.cut)), PlannedNode("left", k, results=(t.number,)))
+        operands = [reads(found) for found in self.trace.facts]
+        by_facts = [(found, own, steps.get(kind_of(found.node))) for found, own in zip(self.trace.facts, operands)]
+        script.on_wholes = frozenset(
+            found.node.name
+            for found, own, step in by_facts
+            if isinstance(step, GlueStep) and not step.idle and not any(isinstance(t, Number) for t in own)
+        )
+        for found, own, step in by_facts:
+            node, facts = found.node, (found.same, found.copied, found.fresh)
+            if isinstance(node, StageNode):
+                results = tuple(r.tensor.number for r in node.results)
+                add(key_of_stage(node.name, own), PlannedNode(node.name, node.index, step, results))
+            elif node.name in script.on_wholes or any(isinstance(t, Number) for t in own):
+                key = key_of_operation(node.name, node.args, node.kwargs, own)
+                results = tuple(t.number for t in node.results)
+                add(key, PlannedNode(node.name, node.index, step, results, *facts))
+
+    def stage_step(self, step: Decision) -> StageStep:
+        """What the run has to know of a stage call."""
+        event, option = step.event, step.execution.option
+        assert option is not None
+        pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
+        return StageStep(event.name, option.name, pushes, event.random, ways, event.constants, option.onto)
+
+    def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
+        """What the run has to know of an operation; None if it runs on its operands as they lie."""
         event = step.event
-        pushes = [self.cut(v, self.push.get(v)) for v in step.op.outputs]
-        if event.kind == "stage":
-            option, ways = step.execution.option, self.via(event.operands, step.at)
-            assert option is not None
-            how = pushes, event.random, ways, event.constants, option.onto
-            script.stages.append(StageStep(event.name, option.name, *how))
-            # run whole on every rank, it has to draw the same numbers there, as glue does
-            script.random_glue |= event.random and option.name is None
-        elif event.kind == "output":
-            [script.outputs[event.index]] = self.via(event.operands, step.at)
-        elif event.kind == "source":
-            if step.execution.source is not None:
-                script.glue[event.index] = GlueStep(event.name, source=step.execution.source)
-        elif event.kind == "glue":
-            layout = dict(zip(step.op.inputs, step.choice.needs))
-            apart = step.execution.apart
-            if any(pushes) or apart or any(homes[v] != key for v, key in layout.items()):
-                cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
-                via = self.via(event.operands, step.at)
-                script.glue[event.index] = GlueStep(event.name, cuts, pushes, via=via, apart=apart)
+        if event.kind == "source":
+            source = step.execution.source
+            return None if source is None else GlueStep(event.name, source=source)
+        layout, pushes, apart = dict(zip(step.op.inputs, step.choice.needs)), self.pushes_of(step), step.execution.apart
+        if not (any(pushes) or apart or any(homes[v] != key for v, key in layout.items())):
+            return None
+        cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
+        return GlueStep(event.name, cuts, pushes, via=self.via(event.operands, step.at), apart=apart)
+
+    def pushes_of(self, step: Decision) -> list[Cut | None]:
+        return [self.cut(v, self.push.get(v)) for v in step.op.outputs]
+
+
+def kind_of(node: OperationNode | StageNode) -> tuple[str, int]:
+    return "stage" if isinstance(node, StageNode) else "glue", node.index

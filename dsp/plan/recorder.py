@@ -123,6 +123,7 @@ class Recorder:
             index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
             returned=returned(out), in_place=in_place, cost=cost,
         )  # fmt: skip
+        node.args, node.kwargs = replaced(args, kwargs, iter(node.operands))
         self.operations += 1
         if in_place and tensors:
             node.overwritten = self.edge(overwritten(tensors[0]))
@@ -130,7 +131,6 @@ class Recorder:
             made = {t.number for t in (*node.results, *node.operands[:in_place])}
             (self.filled.update if alone else self.filled.difference_update)(made)
             node.compiled = compiled()
-            node.args, node.kwargs = replaced(args, kwargs, iter(node.operands))
             base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
             node.base = None if base is None else self.edge(edge(base))
         else:  # a write into it may follow, of something that a plan shards

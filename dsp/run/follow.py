@@ -28,7 +28,7 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
     run = op.run
     parts = run.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
     if recipe.outcome is None:
-        return on_wholes(op, parts, recipe.wanted, recipe.push)
+        return on_wholes(op, parts, recipe.wanted, recipe)
     narrow = recipe.outcome.narrow
     parts = [run.axis.narrow(t, narrow[i]) if i in narrow else t for i, t in enumerate(parts)]
     before = [version(t) for t in parts]
@@ -37,7 +37,7 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
             _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
-        return parted(run, out, recipe.push)
+        return parted(run, out, recipe)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     written = 1 if op.what.in_place else 0
     call = recipe.prepared
@@ -48,26 +48,28 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
     return map_tensors(out, made)
 
 
-def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None], push: Sequence[Cut | None] = ()) -> Any:
+def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None], recipe: Recipe) -> Any:
     """The call on whole tensors, and of its results this rank's part where the plan wants it."""
     args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
     with writes(op, tensors, cuts) as views:
         out = views(op.func(*args, **kwargs))
-    return parted(op.run, out, push)
+    return parted(op.run, out, recipe)
 
 
-def parted(run: Run, out: Any, push: Sequence[Cut | None]) -> Any:
-    """This rank's part of whole results where the plan wants it; in a run that has left its plan it may not fit."""
-    if not any(push):
+def parted(run: Run, out: Any, recipe: Recipe) -> Any:
+    """This rank's part of whole results where the plan wants it; of other operands than it had they may not fit."""
+    push, axis = recipe.push, run.axis
+    if not any(push) or recipe.node is None:
         return out
-    axis = run.axis
 
-    def own(t: Tensor, c: Cut | None) -> Tensor:
-        return claim(axis.narrow(t, c), axis.at(t.shape, c)) if c is not None and c.fits(t.shape) else t
+    def own(t: Tensor, c: Cut | None, number: int) -> Tensor:
+        if c is None or not c.fits(t.shape):
+            return t
+        return claim(axis.narrow(t, c), axis.at(t.shape, c), run.first + number)
 
     if type(out) is Tensor:
-        return own(out, push[0])
-    return map_tensors(out, map(own, tensors_in(out), push))
+        return own(out, push[0], recipe.node.results[0])
+    return map_tensors(out, map(own, tensors_in(out), push, recipe.node.results))
 
 
 def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
@@ -111,8 +113,8 @@ def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: An
     assert outcome is not None
     found = [landed(op, recipe, cut, parts, k, own) for k, own in enumerate(tensors_in(out))]
     made: list[Any] = [
-        run.carry(t, r.part.dst, r.part.shape, r.source) if r.itself is None else r.itself
-        for t, r in zip(run.push_all([r.part for r in found]), found)
+        run.carry(t, r.part.dst, r.part.shape, r.source, number) if r.itself is None else r.itself
+        for t, r, number in zip(run.push_all([r.part for r in found]), found, op.numbers)
     ]
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(r.part.local, t) for r, t in zip(found, made) if r.part.dst != r.part.src]
@@ -169,7 +171,7 @@ def source(op: GlueCall, cut: Cut) -> Any:
     out = stretch(*without_operands(args, {id(o): t for o, t in zip(frame.operands(), op.tensors)}))
     shape = list(out.shape)
     shape[cut.dim] = size
-    return op.run.carry(out, cut, tuple(shape))
+    return op.run.carry(out, cut, tuple(shape), number=next(op.numbers))
 
 
 def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
@@ -211,7 +213,7 @@ def writes(op: GlueCall, parts: list[Tensor], cuts: Sequence[Cut | None]) -> Ite
                 x, c = run.axis.narrow(x, s.at.cut), s.at.cut
             if type(s) is Sharded:
                 s.__class__ = Moved
-            s.now = run.carry(x, c, s.at.shape)  # type: ignore[attr-defined]
+            s.now = run.carry(x, c, s.at.shape, number=s.number - run.first)  # type: ignore[attr-defined]
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:

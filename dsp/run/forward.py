@@ -1,4 +1,4 @@
-"""One forward of a parallelized model on this rank: where it is in its script, and what it moves."""
+"""One forward of a parallelized model on this rank: what its script says of it, and what it moves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from dsp.pending import ahead
 from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
 from dsp.plan.recorder import Recorder
-from dsp.plan.script import INPUTS, Script, Via, Where
+from dsp.plan.script import INPUTS, Alike, Key, Number, PlannedNode, Read, Script, Via, Where, loose, numbers_in
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
 from dsp.rules import GlueError
 from dsp.run.traffic_check import TrafficCheck
 from dsp.run.views import ViewBase, differentiable, seen, view_base, views_of
 from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.signature import Bound
 from dsp.stages import Stage
 from dsp.tensors import NO, memory
 
@@ -39,21 +40,34 @@ class Unfit(Exception):
     """Why a forward cannot be one graph: what it does, of "it"."""
 
 
-class Run:
-    """One forward of a parallelized model on this rank: where it is in its script."""
+class InTurn(NamedTuple):
+    """How several nodes alike run, by their index, as far as is known."""
 
-    def __init__(self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any]) -> None:
+    alike: Alike
+    made: dict[int, Any]
+
+
+class Run:
+    """One forward of a parallelized model on this rank, and what its script says of it."""
+
+    def __init__(
+        self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any], first: int,
+        turns: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
         self.axis, self.script, self.root_sizes = axis, script, root_sizes
         self.recipes = script.recipes if script is not None else recipes
         self.sizes_key = tuple(root_sizes.items())
-        self.stage_index = self.glue_index = 0
-        self.aside = False  # in a hook that is not of the model: what it does has no place in the plan
+        self.first = first  # what numbers of this forward's tensors count from; one less is a tensor of no number
+        self.turns = dict(turns or {})  # how often nodes came of which the script has several alike, by their id
+        self.on_wholes = script.on_wholes if script is not None else frozenset[str]()
+        self.aside = False  # in a hook that is not of the model: what it does is in no plan
+        self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
-        self.strayed: tuple[Where, str | None] | None = None  # where this run left its script, and what that has there
+        self.unknown: Where | None = None  # the first thing that it did and its script does not have
+        self.declared: dict[int, int] = {}  # the numbers of declared inputs that came as DTensors, by id
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
-        self.loose = False  # whether it did to whole tensors what its script has not, since its last sharded one
         # memory that has missed a write in place, whose, and into what memory it was
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
         self.copied: list[tuple[Any, StorageWeakRef]] = []  # memory, and that of a copy that results are views of
@@ -65,13 +79,58 @@ class Run:
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
-    def left(self, index: int) -> bool:
-        """Tell whether neither a plan nor a record tells what this glue operation does."""
-        return index < 0 or self.strayed is not None
+    # --- what the script says ---
 
-    def planned(self, index: int) -> bool:
-        """Tell whether a plan made ahead tells what this glue operation does."""
-        return self.script is not None and not self.script.recorded and not self.left(index)
+    def reads(self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None]) -> list[Read]:
+        """The tensors of a node as its key has them."""
+        return [
+            tuple(t.shape) if s is None else Number(s.number - self.first, s.at.shape) for t, s in zip(tensors, shells)
+        ]
+
+    def find(self, key: Key) -> tuple[Alike | None, PlannedNode | None]:
+        """The nodes of a key, and that of them whose turn it is; or else the only one that reads these tensors."""
+        if self.script is None or self.aside:
+            return None, None
+        alike = self.script.nodes.get(key)
+        if alike is None:
+            node = self.script.loosely.get(loose(key))
+            if node is None and any(True for _ in numbers_in(key[2])):
+                self.unknown = self.unknown or (key[0], -1, key[1])
+            return None, node
+        return alike, self.in_turn(alike)
+
+    def in_turn(self, alike: Alike) -> PlannedNode:
+        """That of several nodes alike which comes now."""
+        nodes = alike.nodes
+        if len(nodes) == 1:
+            return nodes[0]
+        turn = self.turns.get(id(alike), 0)
+        self.turns[id(alike)] = turn + 1
+        return nodes[min(turn, len(nodes) - 1)]
+
+    def declare(self, bound: Iterable[Bound]) -> None:
+        """Number the declared inputs that came sharded."""
+        assert self.script is not None
+        for b in bound:
+            number = self.script.numbers.get(b.param)
+            if number is not None and isinstance(b.tensor, Sharded):
+                b.tensor.number = self.first + number
+            elif number is not None and isinstance(b.tensor, DTensor):
+                self.declared[id(b.tensor)] = number
+
+    def met(self, t: Sharded) -> None:
+        """Give a tensor that an earlier call left its number in this forward."""
+        _, node = self.find(("left", "", (t.at.shape, t.at.cut)))
+        t.number = self.first + (-1 if node is None else node.results[0])
+
+    def keep_in_turn(self, key: Any, alike: Alike | None, node: PlannedNode | None, made: Any) -> None:
+        """Keep how a node runs, beside those that are alike."""
+        if alike is None or node is None or len(alike.nodes) == 1:
+            self.keep(key, made)
+            return
+        if type(self.recipes.get(key)) is not InTurn:
+            self.keep(key, InTurn(alike, {}))
+        self.recipes[key].made[node.index] = made
 
     def keep(self, key: Any, recipe: Any) -> None:
         """Keep how all that have this key run from now on."""
@@ -104,9 +163,10 @@ class Run:
 
     # --- sharded tensors ---
 
-    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], copied: Any = None) -> Sharded:
-        """A tensor of global `shape` of which `local` is this rank's part; `copied`: see `mark_copies`."""
-        t = carry(local, self.axis.at(shape, cut))
+    def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], copied: Any = None, number: int = -1) -> Sharded:
+        """A tensor of global `shape` of which `local` is this rank's part; `copied`: see `mark_copies`; `number`: its
+        own in the record."""
+        t = carry(local, self.axis.at(shape, cut), self.first + number)
         if copied is not None:
             t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return t
@@ -115,6 +175,8 @@ class Run:
         """A sharded tensor as glue holds it; None for any other."""
         if isinstance(t, Sharded):
             t = t.__dict__.get("now", t)
+            if t.number < self.first - 1:
+                self.met(t)
         if self.stale and isinstance(t, Tensor) and not isinstance(t, DTensor):
             self.seen_writes(t)
         if isinstance(t, Sharded):
@@ -132,6 +194,10 @@ class Run:
                 "must be whole tensors or DTensors sharded over the sequence-parallel mesh"
             )
         made = self.carry(connected_local(t), cut, shape, t.__dict__.get("_dsp_copy_of"))
+        if id(t) in self.declared:
+            made.number = self.first + self.declared[id(t)]
+        else:
+            self.met(made)
         self.opened[id(t)] = t, made
         return made
 

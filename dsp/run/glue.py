@@ -19,7 +19,7 @@ from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.observers import observing
-from dsp.plan.script import Script
+from dsp.plan.script import key_of_operation
 from dsp.plan.tracing import KEPT
 from dsp.private import (
     FakeTensor,
@@ -33,9 +33,9 @@ from dsp.private import (
 )
 from dsp.rules import GlueError, replaced, tensor_args
 from dsp.rules.between import Between
-from dsp.rules.functions import DENSE, DTYPE_ARG, LOOKS, TELLING, Traits
+from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
-from dsp.run.forward import Run, Unfit
+from dsp.run.forward import InTurn, Run, Unfit
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
@@ -53,6 +53,7 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
         run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
 
 
+SAME = "same"  # the recipe of what returns its first argument as it is
 PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
@@ -65,7 +66,6 @@ class Glue(Between):
         asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
         self.followed = CompileOff() if asks and compiler_loaded() else None
         self.asleep = self.popped = False
-        self.uncounted = False  # while hooks run that the trace did not: theirs is no operation of the plan
 
     def suspend(self) -> None:
         """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
@@ -99,118 +99,102 @@ class Glue(Between):
         return isinstance(t, Sharded)
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
-        run = self.run
-        if run.coming and what.name not in LOOKS:
+        run, name = self.run, what.name
+        if run.coming and name not in LOOKS:
             run.arrive(tensor_args(args, kwargs))
-        if run.aside:
-            return self.operate(-1, func, what, args, kwargs, types)
-        if saving_hooks(False) is not None:
+        if saving_hooks(False) is not None and not run.aside:
             note_checkpoint(run)
-        if self.uncounted:
-            return self.operate(-1, func, what, args, kwargs, types)
-        index, script = run.glue_index, run.script
-        if script is not None and run.strayed is None:
-            other = index >= len(script.names) or script.names[index] != what.name
-            if other or run.loose or (index in script.spare and dtensors(args, kwargs)):
-                index = self.aligned(script, index, what.name, args, kwargs)
-        if index >= 0:
-            run.glue_index = index + 1
-        if script is not None and run.strayed is None and index in script.same:
-            first = tensor_args(args, kwargs)[0]
-            if isinstance(first, Sharded):
-                return first  # of a part it might be a copy, as of one that is not contiguous
-        out = self.operate(index, func, what, args, kwargs, types)
-        if run.recorder is not None:
-            run.observe("operation", what.name, args, kwargs, out, what.in_place)
+        asks = run.has_copies or (name in run.on_wholes and not run.aside)
+        if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
+            out = func(*args, **kwargs)
+            if not (what.in_place or (type(out) is Tensor and not out.requires_grad)):
+                out = plainly(out)  # asked here as well: a call less for most
+        else:
+            out = self.operate(func, what, args, kwargs)
+        if run.recorder is not None and not run.aside:
+            run.observe("operation", name, args, kwargs, out, what.in_place)
         return out
 
-    def aligned(self, script: Script, index: int, name: str, args: Any, kwargs: Any) -> int:
-        """The place in its script of an operation that is not the next one there; -1 for one that has none.
-
-        What is done to whole tensors that no plan shards may be done in one call and not in another, as a table is made
-        in the first alone. Where one that has no place is followed by one that may be what the plan cuts, or not, the
-        run has left its script.
-        """
-        run, whole, names = self.run, not dtensors(args, kwargs), script.names
-        same = False
-        for at in range(index, len(names)):
-            same = names[at] == name
-            if same and whole == (at in script.spare):
-                run.loose &= whole
-                return at
-            if at not in script.spare:
-                break
-        if whole and not same:
-            run.loose = True
-            return -1
-        if whole and not run.loose:
-            return at  # of what the plan has whole here
-        if whole or index >= len(names) or names[index] != name:
-            run.strayed = ("glue", index, name), names[index] if index < len(names) else None
-        return index  # or else it asks a sharded one for its shape alone, as new_zeros
-
-    def operate(self, index: int, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+    def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
-        run = self.run
-        script, step = run.script, run.script.glue.get(index) if run.script else None
-        if step is not None and (step.name != what.name or (run.strayed is not None and not dtensors(args, kwargs))):
-            step = None  # a run that has left its script has no place for what is whole
-        idle = (step is None or step.idle) and not run.has_copies
-        if idle and PLAIN.issuperset(types) and not dtensors(args, kwargs):
-            run.where = ("glue", index, what.name)
-            out = func(*args, **kwargs)
-            # asked here as well: a call less for most
-            return out if what.in_place or (type(out) is Tensor and not out.requires_grad) else plainly(out)
-        own = script is not None and (index in script.copies or index in script.fresh)
-        mark = index if step is not None or own else None
-        left = what.name in DENSE and run.left(index)  # what is a view by a plan or record is none then
+        run, name, node = self.run, what.name, None
         try:
-            key: Any = (func, mark, left, key_of(args))
+            key: Any = (func, key_of(args, run.first))
             if kwargs:
-                key += (*kwargs, key_of(kwargs.values()))
+                key += (*kwargs, key_of(kwargs.values(), run.first))
+            if run.aside:
+                raise NoKey
             recipe = run.recipes.get(key)
         except (NoKey, TypeError):
             key = recipe = None
-        if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
+        if type(recipe) is InTurn:
+            node = run.in_turn(recipe.alike)
+            recipe = recipe.made.get(node.index)
+        if recipe is SAME:
+            return tensor_args(args, kwargs)[0]  # of a part it might be a copy, as of one that is not contiguous
+        if run.coming and name in LOOKS and not looks(func, name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:
             call = recipe.prepared
             if recipe.ready and not (call.writes and self.watched(args[0])):
                 if not (call.moves or call.pushes):
                     return self.quickly(recipe, call, args, kwargs)
-                run.where = ("glue", index, what.name)
+                run.where = ("glue", recipe.index, name)
                 if call.moves:
                     tensors = tensor_args(args, kwargs)
                     shells = [t if type(t) is Sharded else None for t in tensors]
                     args, kwargs = replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
                 return self.quickly(recipe, call, args, kwargs)
             if recipe.whole and not run.has_copies:
-                return parted(run, func(*args, **kwargs), recipe.push)
-        run.where = ("glue", index, what.name)
+                return parted(run, func(*args, **kwargs), recipe)
         tensors = tensor_args(args, kwargs)
-        if run.stale and what.name == "setitem":
+        if run.stale and name == "setitem":
             run.written_back(*args)
         shells = [run.open(t) for t in tensors]
-        op = GlueCall(run, index, func, what, step, args, kwargs, tensors, shells)
-        return follow(op, recipe) if recipe is not None else self.first_time(op, key)
+        if recipe is not None:
+            run.where = ("glue", recipe.index, name)
+            return follow(GlueCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
+        return self.first_time(GlueCall(run, node, func, what, args, kwargs, tensors, shells), key)
 
     def first_time(self, op: GlueCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
-        run, step, tensors, shells = op.run, op.step, op.tensors, op.shells
+        run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
+        alike = run.recipes[key].alike if op.node is not None else None
+        if op.node is None:
+            alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
+        run.where = ("glue", -1 if op.node is None else op.node.index, name)
+        if op.known and op.node.same and isinstance(tensors[0], Sharded):  # type: ignore[union-attr]
+            if key is not None:
+                run.keep_in_turn(key, alike, op.node, SAME)
+            return tensors[0]
         if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
-            raise GlueError(f"{op.what.name}() {KEPT}")
-        if step is not None and step.cuts is not None and not fit(step.cuts, tensors):
-            run.strayed, op.step = (run.where, step.name), None  # x + 0 before, x + y now
+            raise GlueError(f"{name}() {KEPT}")
+        if op.step is not None and op.step.cuts is not None and not fit(op.step.cuts, tensors):
+            op.node = key = None  # x + 0 before, x + y now
         if not any(s is not None for s in shells):
             if op.step is not None and op.step.source is not None:
                 return source(op, op.step.source)
             if op.what.in_place or not (any(op.asked) or any(op.push)):
                 with writes(op, tensors, [None] * len(tensors)) as views:
                     return views(op.func(*op.args, **op.kwargs))
-        recipe = derive(op)
+        recipe = self.derived(op, key is not None)
         if key is not None:
-            run.keep(key, recipe)
+            run.keep_in_turn(key, alike, op.node, recipe)
         return follow(op, recipe)
+
+    def derived(self, op: GlueCall, keeps: bool) -> Recipe:
+        """How an operation runs; derived once for all of which the plan asks nothing, and that lie alike."""
+        node = op.node
+        if not keeps or op.step is not None:
+            return derive(op)
+        facts = None if node is None else (node.exact, node.copied, node.fresh)
+        key = (facts, op.func, key_of(op.args, None), *op.kwargs, key_of(op.kwargs.values(), None))
+        found: Recipe | None = self.run.recipes.get(key)
+        if found is None:
+            found = derive(op)
+            self.run.keep(key, found)
+            return found
+        return found.of(node)
 
     def watched(self, t: Sharded) -> bool:
         """Tell whether others may have to see a write into it, beside those that share its memory."""
@@ -238,7 +222,7 @@ class Glue(Between):
                 out = call.call(first, *rest)
             if not graded and out is not None and (type(out) is not Tensor or out.requires_grad):
                 out = plainly(out)
-            if call.copies and not self.run.strayed and memory(out) == memory(own[0]):
+            if call.copies and memory(out) == memory(own[0]):
                 out = out.clone()
             torn = call.views and out.data_ptr() != args[0].data_ptr()
         finally:
@@ -252,14 +236,14 @@ class Glue(Between):
             return self.pushed(recipe, out)
         if type(out) is Tensor:
             out.__class__ = Sharded
-            out.at = recipe.ats[0]  # type: ignore[attr-defined]
+            out.at, out.number = recipe.ats[0], self.run.first + recipe.numbers[0]  # type: ignore[attr-defined]
             made: Any = (out,)
         elif type(out) is tuple or type(out) is list:
             made = out
-            for t, at in zip(out, recipe.ats):
-                t.__class__, t.at = Sharded, at
+            for t, at, number in zip(out, recipe.ats, recipe.numbers):
+                t.__class__, t.at, t.number = Sharded, at, self.run.first + number
         else:
-            made = [carry(t, at) for t, at in zip(tensors_in(out), recipe.ats)]
+            made = list(map(carry, tensors_in(out), recipe.ats, self.numbers(recipe)))
             out = map_tensors(out, made)
         if recipe.view is not None:
             for t in made:
@@ -279,8 +263,13 @@ class Glue(Between):
         assert cut is not None
         parts = [Part(t, cut, at.cut, at.shape) for t, at in zip(tensors_in(out), recipe.ats)]
         if self.goes_ahead(parts):
-            return map_tensors(out, map(claim, map(self.run.send_ahead, parts), recipe.ats))
-        return map_tensors(out, map(claim, self.run.push_all(parts), recipe.ats))
+            moved: Any = map(self.run.send_ahead, parts)
+        else:
+            moved = self.run.push_all(parts)
+        return map_tensors(out, map(claim, moved, recipe.ats, self.numbers(recipe)))
+
+    def numbers(self, recipe: Recipe) -> list[int]:
+        return [self.run.first + number for number in recipe.numbers]
 
     def goes_ahead(self, parts: Sequence[Part]) -> bool:
         """Tell whether all may be under way while the forward goes on. Not what a checkpoint computes again, whose
@@ -341,20 +330,19 @@ def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
 
 
 def note_checkpoint(run: Run) -> None:
-    """Inside a checkpointed region: let its recomputation in backward run under this run again, from here."""
+    """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
     frame = checkpoint_frame()
     if frame is None or Recompute.known(frame, note_checkpoint):
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")
-    script, sizes = run.script, run.root_sizes
-    stage_index, glue_index, axis, recipes = run.stage_index, run.glue_index, run.axis, run.recipes
+    arguments = run.axis, run.script, run.root_sizes, run.recipes, run.first, dict(run.turns)
     traffic_check, runtime = run.traffic_check, ACTIVE.get()
 
     @contextmanager
     def around() -> Iterator[None]:
-        again = Run(axis, script, sizes, recipes)
-        again.stage_index, again.glue_index, again.traffic_check = stage_index, glue_index, traffic_check
+        again = Run(*arguments)
+        again.traffic_check = traffic_check
         assert runtime is not None
         with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
             yield

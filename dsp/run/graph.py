@@ -168,7 +168,7 @@ def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[Grap
     held = unique([*model.named_parameters(), *model.named_buffers()])
     names, weights = [name for name, _ in held], [w for _, w in held]
     refuse_for([*reasons_before(runtime, script, flat, weights)])
-    run = Run(runtime.axis, script, entry.sizes, {})
+    run = Run(runtime.axis, script, entry.sizes, {}, runtime.first)
     run.by_graph = True
     output: Any = None
     made: list[Made] = []
@@ -201,7 +201,7 @@ def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[Grap
     # each is one of its own, also where two are the same tensor now; and a leaf, for torch asks those alone for .grad
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in locals_]
     graph = graph_of(forward, weights, *leaves)
-    if run.strayed is not None:
+    if run.unknown is not None:
         raise Unfit("it does not go the way of its plan")
     refuse_for([*reasons_in(graph, output, made, runtime.graphs.backend)])
     tidy(graph.graph, [t.requires_grad for t in (*weights, *leaves)])
@@ -213,7 +213,7 @@ def carried(given: Tensor, local: Tensor) -> Tensor:
     """The stand-in for an input of the forward."""
     if not isinstance(given, Sharded):
         return local
-    t = carry(local, given.at)
+    t = carry(local, given.at, given.number)
     t.__dict__.update({k: v for k, v in given.__dict__.items() if k == "_dsp_copy_of"})
     return t
 
@@ -232,7 +232,7 @@ def reasons_before(runtime: Any, script: Script, flat: list[Any], weights: list[
     """The reasons against a graph that are known before the forward is recorded."""
     if script.recorded:
         yield "it finds its way by what its tensors hold"
-    if script.random_glue or any(step.random for step in script.stages):
+    if script.random_glue or script.random_stages:
         yield "it draws random numbers"
     for odd in (v for v in options_of(flat) if type(v) not in SIMPLE):
         yield f"an input is a {type(odd).__name__}, which may hold anything"

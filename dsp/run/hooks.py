@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dsp.plan.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
@@ -63,23 +61,6 @@ def keep_compiled(own: Iterable[tuple[nn.Module, int, int]]) -> None:
             set_compiled_call(module, Compiled(module, call, pre, post))
 
 
-def leave_out(model: nn.Module, left_out: set[int]) -> None:
-    """Operations of glue are found by their number, in the trace and in the run. What fully_shard does at the borders
-    of a module that holds stages, to gather weights, is in the run alone: it is not counted."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and id(module) not in left_out:
-            left_out.add(id(module))
-            for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                register(partial(_count, uncounted=True), prepend=True)
-                register(partial(_count, uncounted=False))
-
-
-def _count(*_: Any, uncounted: bool) -> None:
-    current = ACTIVE.get()
-    if current is not None:
-        current[1].mode.uncounted = uncounted
-
-
 class Aside:
     """A hook of a distributed run, such as fully_shard's, on a module between stages: it is no glue of the model."""
 
@@ -105,7 +86,7 @@ class Aside:
 
 def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
-        new.__class__, new.at = type(old), old.at  # type: ignore[assignment,attr-defined]
+        new.__class__, new.at, new.number = type(old), old.at, old.number  # type: ignore[assignment,attr-defined]
     return new
 
 

@@ -73,28 +73,30 @@ def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str,
 
 
 class DeclaredInput(NamedTuple):
-    """A declared input: where it stands in args or kwargs, its parameter, and where this rank's part of it lies."""
+    """A declared input: where it stands in args or kwargs, its parameter, where this rank's part of it lies, and its
+    number in the record."""
 
     slot: Slot
     param: str
     at: At
+    number: int
 
 
 def places(
-    axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], args: Any, kwargs: Any
+    axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], numbers: Mapping[str, int], args: Any, kwargs: Any
 ) -> list[DeclaredInput]:
     """The declared inputs that come whole and are to be split. Alike for all calls of one signature."""
     return [
-        DeclaredInput(b.slot, b.param, axis.at(b.tensor.shape, cut))
+        DeclaredInput(b.slot, b.param, axis.at(b.tensor.shape, cut), numbers[b.param])
         for b in signature.bind(args, kwargs)[1]
         if b.pattern is not None and (cut := cuts.get(b.param)) is not None and not isinstance(b.tensor, DTensor)
     ]
 
 
-def split(found: Iterable[DeclaredInput], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments with this rank's part of each declared input."""
+def split(found: Iterable[DeclaredInput], first: int, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments with this rank's part of each declared input; `first`: see `Run.first`."""
     args, kwargs = list(args), dict(kwargs)
-    for slot, param, at in found:
+    for slot, param, at, number in found:
         item = type(slot) is tuple
         held: Any = args if type(slot) is int else kwargs
         x = got(args, kwargs, slot) if item else held[slot]
@@ -102,7 +104,7 @@ def split(found: Iterable[DeclaredInput], args: Any, kwargs: Any) -> tuple[Any, 
             local = SplitInput.apply(x, at.axis, at.cut)
         else:
             local = at.axis.narrow(x, at.cut)
-        shard = carry(local, at)
+        shard = carry(local, at, first + number)
         if item:
             put(args, kwargs, slot, shard)
         else:

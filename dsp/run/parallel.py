@@ -34,7 +34,7 @@ from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active
 from dsp.run.graph import Graph, Graphs
-from dsp.run.hooks import Compiled, keep_compiled, leave_out, settle
+from dsp.run.hooks import Compiled, keep_compiled, settle
 from dsp.run.inputs import (
     DeclaredInput,
     describe,
@@ -67,6 +67,7 @@ DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
     "same, by a flag, an environment variable or a random number that is not torch's, perhaps. Make them do the same"
 )
+NUMBERS = 1 << 32  # of tensors in a forward, at most
 PLANS = 64  # input signatures whose plan is kept
 
 
@@ -118,8 +119,9 @@ class CallEntry:
     """The state of calls whose inputs have one signature, of which `number` is made.
 
     sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
-    told: what was said of runs that send other than planned. graphs: those of ``compile``. astray: the key of a plan
-    that a run left, until the next call makes another one; anew: whether one has been made so.
+    given: whether others come sharded; told: what was said of runs that send other than planned. graphs: those of
+    ``compile``. astray: the key of a plan that a run left, until the next call makes another one; anew: whether one has
+    been made so.
     """
 
     number: int
@@ -127,6 +129,7 @@ class CallEntry:
     sizes: dict[str, int]
     asks: bool
     places: list[DeclaredInput] | None = None
+    given: bool = False
     told: str = ""
     astray: str = ""
     anew: bool = False
@@ -151,7 +154,7 @@ class Runtime:
         self.signature = Signature(model, root, "the model") if root is not None else None
         self.recipes: dict[Any, Any] = {}  # of runs without a plan
         self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
-        self.left_out = {id(stage.module) for stage in stages}  # modules whose other hooks are no glue
+        self.first = 0  # see `Run.first`
         self.idle = threading.Lock()  # held while a forward runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -163,7 +166,6 @@ class Runtime:
         copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
-        new.left_out = {id(stage.module) for stage in new.stages}
         return new
 
     def __reduce__(self) -> Any:
@@ -219,11 +221,11 @@ class Runtime:
         way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
         self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
-            leave_out(self.model, self.left_out)
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
-        run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes)
+        self.first += NUMBERS
+        run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes, self.first)
         if plan is not None and self.counts and graph is None:
             run.traffic_check = self.traffic_check(plan, entry, run)
         with observing(run.traffic_check.forward if run.traffic_check is not None else None):
@@ -249,11 +251,14 @@ class Runtime:
         plan = entry.plan
         if self.signature is not None:
             if entry.places is None:
-                inputs = plan.script.inputs if plan is not None else {}
-                entry.places = places(self.axis, self.signature, inputs, args, kwargs)
-            args, kwargs = split(entry.places, args, kwargs)
+                inputs, numbers = (plan.script.inputs, plan.script.numbers) if plan is not None else ({}, {})
+                entry.places = places(self.axis, self.signature, inputs, numbers, args, kwargs)
+                entry.given = bool(given_cuts(self.signature, args, kwargs))
+            args, kwargs = split(entry.places, run.first, args, kwargs)
         if entry.asks:
             args, kwargs = with_true_gradients(self.axis, args, kwargs)
+        if plan is not None and self.signature is not None and entry.given:
+            run.declare(self.signature.bind(args, kwargs)[1])
         if plan is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
@@ -282,7 +287,7 @@ class Runtime:
             output = hand_out(self.axis, output, made, witness)
             if check is not None:
                 check.end()
-            if plan is not None and run.strayed and not plan.script.recorded:
+            if plan is not None and run.unknown and not plan.script.recorded:
                 # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
                 if entry.anew:
                     entry.plan = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import At, Cut
-from dsp.plan.script import GlueStep, Via
+from dsp.plan.script import GlueStep, PlannedNode, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
 from dsp.run.forward import Run
@@ -26,13 +28,14 @@ log = logging.getLogger("dsp")
 class Recipe:
     """How one operation runs on local parts, for all operations of one key.
 
-    frame: the call, with Operands for tensors; wanted: how each tensor has to be cut (None: whole); via: the copies to
-    be made of each first; outcome: None where it runs on whole tensors; push: where the plan wants each result; view:
-    the result is the same data; draws: it takes random numbers. A `prepared` one needs no care: once it ran, it is
-    `ready` and `ats` tell where its results lie. One `whole` has no sharded tensor: at the most it shares out its
-    results.
+    node: what the plan has of it; frame: the call, with Operands for tensors; wanted: how each tensor has to be cut
+    (None: whole); via: the copies to be made of each first; outcome: None where it runs on whole tensors; push: where
+    the plan wants each result; view: the result is the same data; draws: it takes random numbers. A `prepared` one
+    needs no care: once it ran, it is `ready`, and `ats` and `numbers` tell where its results lie and which they are in
+    the record. One `whole` has no sharded tensor: at the most it shares out its results.
     """
 
+    node: PlannedNode | None
     frame: Frame
     wanted: list[Cut | None]
     via: list[list[Via]]
@@ -44,6 +47,22 @@ class Recipe:
     prepared: PreparedCall | None = None
     ready: bool = False
     ats: tuple[At, ...] = ()
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        known = self.node.results[: len(self.ats)] if self.node is not None else ()
+        return (*known, *[-1] * (len(self.ats) - len(known)))
+
+    @cached_property
+    def index(self) -> int:
+        return -1 if self.node is None else self.node.index
+
+    def of(self, node: PlannedNode | None) -> Recipe:
+        """The same for another node, of which the plan asks as little."""
+        return Recipe(
+            node, self.frame, self.wanted, self.via, self.outcome, self.push, self.view, self.draws, self.whole,
+            self.prepared, self.ready, self.ats,
+        )  # fmt: skip
 
 
 class PreparedCall(NamedTuple):
@@ -76,21 +95,28 @@ class NoKey(Exception):
     """An argument that no key can be made of, or a tensor that has to be opened first."""
 
 
-def key_of(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The key of arguments for a recipe. Equal numbers of two types are two keys: `x[True]` is not `x[1]`."""
+def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
+    """The key of arguments for a recipe. Equal numbers of two types are two keys: `x[True]` is not `x[1]`.
+
+    first: see `Run.first`; None leaves out which tensors of the record these are.
+    """
     key: list[Any] = []
     for v in values:
         kind = type(v)
         if kind is Sharded:
             key.append(v.at)
+            if first is not None:
+                if v.number < first - 1:
+                    raise NoKey  # an earlier call left it
+                key.append(v.number - first)
         elif kind is int or v is None:
             key.append(v)
         elif kind is Tensor or kind is nn.Parameter:
             key.append(v.shape)
         elif kind is tuple or kind is list or kind is torch.Size:
-            key.append((kind, key_of(v)))
+            key.append((kind, key_of(v, first)))
         elif kind is slice:
-            key.append((kind, key_of((v.start, v.stop, v.step))))
+            key.append((kind, key_of((v.start, v.stop, v.step), first)))
         elif isinstance(v, (DTensor, Sharded)):
             raise NoKey
         else:
@@ -100,18 +126,36 @@ def key_of(values: Iterable[Any]) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class GlueCall:
-    """One operation of glue as a run comes to it: the `index`-th, `step` what the plan says of it; `shells` are the
-    tensors among its arguments as glue holds them, None for those that are not sharded."""
+    """One operation of glue as a run comes to it: `node` is what the plan has of it, `step` what it asks; `shells` are
+    the tensors among its arguments as glue holds them, None for those that are not sharded."""
 
     run: Run
-    index: int
+    node: PlannedNode | None
     func: Any
     what: Traits
-    step: GlueStep | None
     args: Any
     kwargs: Any
     tensors: list[Tensor]
     shells: list[Sharded | None]
+
+    @property
+    def step(self) -> GlueStep | None:
+        return None if self.node is None else self.node.step
+
+    @property
+    def known(self) -> bool:
+        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
+        return self.node is not None and self.node.exact
+
+    @property
+    def planned(self) -> bool:
+        """Tell whether a plan made ahead tells that."""
+        return self.known and not self.run.script.recorded  # type: ignore[union-attr]
+
+    @property
+    def numbers(self) -> Iterator[int]:
+        """Those of its results in the record, and for more than it has there -1."""
+        return chain(() if self.node is None else self.node.results, repeat(-1))
 
     @property
     def asked(self) -> Sequence[Cut | None]:
@@ -126,10 +170,7 @@ class GlueCall:
     @property
     def copies(self) -> bool | None:
         """Tell whether it makes memory of its own where it might return a view; None if no plan tells."""
-        script = self.run.script
-        if self.what.name not in DENSE or script is None or not self.run.planned(self.index):
-            return None
-        return self.index in script.fresh
+        return self.node.fresh if self.what.name in DENSE and self.planned else None  # type: ignore[union-attr]
 
     @property
     def views(self) -> bool:
@@ -165,7 +206,7 @@ def derive(op: GlueCall) -> Recipe:
             outcome = frame.outcome()
         except GlueError as refusal:
             into_whole = changing and op.shells[0] is None  # what it writes there has to be whole, too
-            if run.script is not None and not (run.script.recorded or run.strayed or into_whole):
+            if op.planned and not into_whole:
                 raise
             # nobody planned this: would another dim do, or else the whole tensors?
             found = None if into_whole else detour(op)
@@ -177,13 +218,13 @@ def derive(op: GlueCall) -> Recipe:
                 log.info("gathered: %s", refusal)
                 wanted = [None] * len(wanted)
     # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
-    view = outcome is not None and outcome.view and run.script is not None and op.index not in run.script.copies
-    view = view and not (op.what.name in DENSE and run.left(op.index))  # what a copy misses, no view sees
+    view = outcome is not None and outcome.view and run.script is not None and not (op.known and op.node.copied)  # type: ignore[union-attr]
+    view = view and (op.what.name not in DENSE or op.known)  # what a copy misses, no view sees
     via = op.step.via if op.step is not None else []
     random = draws(op.what.name, frame.args, frame.kwargs)
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
     made = View(op.func, frame) if view else None
-    recipe = Recipe(frame, wanted, via, outcome, op.push, made, random, whole)
+    recipe = Recipe(op.node, frame, wanted, via, outcome, op.push, made, random, whole)
     recipe.prepared = prepared(op, recipe)
     return recipe
 

@@ -23,11 +23,11 @@ from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
-from dsp.plan.script import StageStep, Via
+from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
-from dsp.run.forward import Given, InStage, Run
+from dsp.run.forward import Given, InStage, InTurn, Run
 from dsp.run.glue import note_checkpoint
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
@@ -41,10 +41,12 @@ MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage
 class StageDecision:
     """How a stage runs on arguments that lie in one way.
 
-    slots: the places of its tensors in args or kwargs; cuts: what each has to be (None: whole); still: all of them are;
-    via: the copies to be made of each first; landings: where its results lie, by the shapes of what it made.
+    node: what the plan has of it; slots: the places of its tensors in args or kwargs; cuts: what each has to be (None:
+    whole); still: all of them are; via: the copies to be made of each first; landings: where its results lie, by the
+    shapes of what it made.
     """
 
+    node: PlannedNode | None
     step: StageStep | None
     option: Option
     sizes: dict[str, int]
@@ -62,15 +64,17 @@ class StageDecision:
         return self.option.name is not None and (self.step is None or self.step.random)
 
 
-def lies(value: Any) -> Any:
-    """The part of a stage's argument that the decision depends on."""
+def lies(value: Any, first: int) -> Any:
+    """The part of a stage's argument that the decision depends on; `first`: see `Run.first`."""
     kind = type(value)
     if kind is Sharded:
-        return value.at
+        if value.number < first - 1:
+            raise NoKey  # an earlier call left it
+        return value.at, value.number - first
     if kind is Tensor or kind is nn.Parameter:
         return value.shape
     if kind is tuple or kind is list:
-        return kind, *map(lies, value)
+        return kind, *[lies(v, first) for v in value]
     if isinstance(value, (Tensor, tuple, list, dict)):
         raise NoKey
     return kind
@@ -140,24 +144,31 @@ class StageCalls:
 
     def decision(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> StageDecision:
         """The plan's decision for this call, or else a greedy choice."""
-        index, script = run.stage_index, run.script
-        run.stage_index += 1
-        run.where = ("stage", index, stage.name)
+        first, node = run.first, None
         try:
             # what a plan is for fixes the sizes of the model's own dims
-            mark = index if script is not None else run.sizes_key
-            key: Any = (stage, mark, *map(lies, args), *((k, lies(v)) for k, v in kwargs.items()))
+            mark = None if run.script is not None else run.sizes_key
+            key: Any = (stage, mark, *[lies(v, first) for v in args], *[(k, lies(v, first)) for k, v in kwargs.items()])
             found = run.recipes.get(key)
         except NoKey:
             key = found = None
-        if found is not None:
-            return found
-        step = None
-        if script is not None and index < len(script.stages):
-            step = script.stages[index]
-            if step.name != stage.name:
-                run.strayed = run.strayed or (run.where, step.name)
-                step = None
+        if type(found) is InTurn:
+            node = run.in_turn(found.alike)
+            found = found.made.get(node.index)
+        if found is None:
+            found = self.decided(run, stage, args, kwargs, key, node)
+        run.where = ("stage", -1 if found.node is None else found.node.index, stage.name)
+        return found
+
+    def decided(
+        self, run: Run, stage: Stage, args: Any, kwargs: Any, key: Any, node: PlannedNode | None
+    ) -> StageDecision:
+        """The decision for a call like which there was none; it is kept for those that come."""
+        alike = None if node is None else run.recipes[key].alike
+        if node is None:
+            tensors = tensors_in((args, kwargs))
+            alike, node = run.find(key_of_stage(stage.name, run.reads(tensors, [run.open(t) for t in tensors])))
+        step = None if node is None else node.step
         _, bound = stage.signature.bind(args, kwargs)
         sizes = stage.sizes(bound, run.root_sizes)
         options = stage.options(bound, sizes, self.axis.size)
@@ -172,11 +183,11 @@ class StageCalls:
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
         found = StageDecision(
-            step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
+            node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
         if key is not None:
-            run.keep(key, found)
+            run.keep_in_turn(key, alike, node, found)
         return found
 
     def parts(
@@ -215,7 +226,7 @@ class StageCalls:
                     run.misread = error, misread(stage, decision, inside.place, [x.tensor for x in given], error)
                 return None
             step = decision.step
-            planned = step is not None and run.script is not None and not run.script.recorded
+            planned = step is not None and decision.node.exact and not run.script.recorded
             if planned and constants_in(output) != step.constants:
                 raise NotationError(
                     f"{stage.where} returned {constants_in(output)} on a part of {decision.option.name!r}, but "
@@ -225,7 +236,8 @@ class StageCalls:
             for x in given:
                 if version(x.local) != x.written:
                     run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
-            if run.stage_index == 1:
+            if not run.began:
+                run.began = True
                 self.agreement.before_switching()
             if type(output) is Tensor:
                 [made] = self.results(run, inside, [output])
@@ -240,11 +252,14 @@ class StageCalls:
         """The results of a stage, as the model sees them."""
         stage, decision, place, given = inside.stage, inside.decision, inside.place, inside.given
         push = decision.step.push if decision.step is not None else [None] * len(tensors)
+        numbers = () if decision.node is None else decision.node.results
+        numbers = [run.first + number for number in (*numbers, *[-1] * (len(tensors) - len(numbers)))]
         if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)
             return [
-                t if cut is None else run.carry(self.axis.narrow(t, cut), cut, t.shape) for t, cut in zip(tensors, push)
+                t if cut is None else carry(self.axis.narrow(t, cut), self.axis.at(t.shape, cut), number)
+                for t, cut, number in zip(tensors, push, numbers)
             ]
         if stage.around is not None:
             tensors = stage.around.leave(place, decision.sizes, stage.outputs(tensors), tensors)
@@ -265,9 +280,10 @@ class StageCalls:
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
-            pushed: list[Tensor] = [run.carry(t, p.dst, p.shape) for t, p in zip(run.push_all(parts), parts)]
+            moved = zip(run.push_all(parts), parts, numbers)
+            pushed: list[Tensor] = [carry(t, self.axis.at(p.shape, p.dst), number) for t, p, number in moved]
         else:
-            pushed = [carry(t, at) for t, at in zip(tensors, landings)]
+            pushed = [carry(t, at, number) for t, at, number in zip(tensors, landings, numbers)]
         for t, own, moves in zip(pushed, tensors, moving):
             if not moves and (copied := own.__dict__.get("_dsp_copy_of")) is not None:
                 t._dsp_copy_of = copied  # type: ignore[attr-defined]

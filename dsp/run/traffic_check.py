@@ -158,12 +158,9 @@ def first(phase: str, made: Counts, planned: Counts) -> str:
 def where_it_left(script: Script, run: Run) -> str:
     """Where a run left the way of its plan."""
     recorded = ", which is the record of an earlier call," if script.recorded else ""
-    if run.strayed is not None:
-        took, planned = run.strayed
-        return f"it came to {name(took)} where the plan{recorded} {'ends' if planned is None else f'has {planned!r}'}"
-    if run.stage_index != len(script.stages):
-        return f"it called {run.stage_index} stages, and the plan{recorded} has {len(script.stages)}"
-    return ""
+    if run.unknown is None:
+        return ""
+    return f"it came to {name(run.unknown)} on tensors on which the plan{recorded} has none"
 
 
 def name(where: Where) -> str:
