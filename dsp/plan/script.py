@@ -58,7 +58,7 @@ Read = Number | tuple[int, ...]  # a tensor as a node reads it: of one that is w
 def key_of_operation(name: str, args: Any, kwargs: Any, tensors: Sequence[Read]) -> Key:
     """The key of an operation: its function, and what that reads; `tensors` are those among its arguments, in order."""
     stream = iter(tensors)
-    return "glue", name, (told(tuple(args), stream), told(kwargs, stream))
+    return "glue", name, (*[told(v, stream) for v in args], *[(k, told(v, stream)) for k, v in kwargs.items()])
 
 
 def key_of_stage(name: str, tensors: Sequence[Read]) -> Key:
@@ -79,8 +79,6 @@ def told(value: Any, tensors: Iterator[Any]) -> Any:
         return kind.__name__, *[told(v, tensors) for v in value]
     if kind is torch.Size:
         return "tuple", *value
-    if kind is dict:  # of named arguments
-        return "dict", *[(name, told(v, tensors)) for name, v in value.items()]
     if kind is slice:
         return "slice", *[v if isinstance(v, int) else v is None for v in (value.start, value.stop, value.step)]
     return kind.__name__, value if kind is bool else None

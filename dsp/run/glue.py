@@ -106,6 +106,7 @@ class Glue(Between):
             note_checkpoint(run)
         asks = run.has_copies or (name in run.on_wholes and not run.aside)
         if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
+            run.where = ("glue", -1, name)  # of what communicates by itself
             out = func(*args, **kwargs)
             if not (what.in_place or (type(out) is Tensor and not out.requires_grad)):
                 out = plainly(out)  # asked here as well: a call less for most
@@ -131,7 +132,9 @@ class Glue(Between):
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
         if recipe is SAME:
-            return tensor_args(args, kwargs)[0]  # of a part it might be a copy, as of one that is not contiguous
+            return (
+                args[0] if args else tensor_args(args, kwargs)[0]
+            )  # of a part it might be a copy, as of one that is not contiguous
         if run.coming and name in LOOKS and not looks(func, name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -148,7 +149,13 @@ class StageCalls:
         try:
             # what a plan is for fixes the sizes of the model's own dims
             mark = None if run.script is not None else run.sizes_key
-            key: Any = (stage, mark, *[lies(v, first) for v in args], *[(k, lies(v, first)) for k, v in kwargs.items()])
+            key: Any = (
+                stage,
+                mark,
+                *map(lies, args, repeat(first)),
+                *kwargs,
+                *map(lies, kwargs.values(), repeat(first)),
+            )
             found = run.recipes.get(key)
         except NoKey:
             key = found = None
@@ -252,13 +259,12 @@ class StageCalls:
         """The results of a stage, as the model sees them."""
         stage, decision, place, given = inside.stage, inside.decision, inside.place, inside.given
         push = decision.step.push if decision.step is not None else [None] * len(tensors)
-        numbers = () if decision.node is None else decision.node.results
-        numbers = [run.first + number for number in (*numbers, *[-1] * (len(tensors) - len(numbers)))]
+        numbers = chain(() if decision.node is None else decision.node.results, repeat(-1))
         if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)
             return [
-                t if cut is None else carry(self.axis.narrow(t, cut), self.axis.at(t.shape, cut), number)
+                t if cut is None else carry(self.axis.narrow(t, cut), self.axis.at(t.shape, cut), run.first + number)
                 for t, cut, number in zip(tensors, push, numbers)
             ]
         if stage.around is not None:
@@ -281,9 +287,9 @@ class StageCalls:
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
             moved = zip(run.push_all(parts), parts, numbers)
-            pushed: list[Tensor] = [carry(t, self.axis.at(p.shape, p.dst), number) for t, p, number in moved]
+            pushed: list[Tensor] = [run.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
         else:
-            pushed = [carry(t, at, number) for t, at, number in zip(tensors, landings, numbers)]
+            pushed = [carry(t, at, run.first + number) for t, at, number in zip(tensors, landings, numbers)]
         for t, own, moves in zip(pushed, tensors, moving):
             if not moves and (copied := own.__dict__.get("_dsp_copy_of")) is not None:
                 t._dsp_copy_of = copied  # type: ignore[attr-defined]
