@@ -83,7 +83,7 @@ class Event:
 
 @dataclass
 class NodeFacts:
-    """What a plan has to know of a node beside its choices.
+    """A node as a plan has to know it, beside its choices.
 
     values: what each tensor that it reads is a part or a view of (None: it is whole on every rank); same: it returns
     its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might return a

@@ -138,7 +138,7 @@ class Program:
         assert record is not None
 
         def reads(found: NodeFacts) -> list[Number | tuple[int, ...]]:
-            """What each tensor of a node is: sharded if its value is so where it was made."""
+            """The tensors of a node as it reads them: sharded if their value is so where it was made."""
             tensors = found.node.given if isinstance(found.node, StageNode) else found.node.operands
             return [
                 t.shape if v is None or homes.get(v) is None else Number(t.number, t.shape)
@@ -170,14 +170,14 @@ class Program:
                 add(key, PlannedNode(node.name, node.index, step, results, *facts))
 
     def stage_step(self, step: Decision) -> StageStep:
-        """What the run has to know of a stage call."""
+        """The decision on a stage call."""
         event, option = step.event, step.execution.option
         assert option is not None
         pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
         return StageStep(event.name, option.name, pushes, event.random, ways, event.constants, option.onto)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
-        """What the run has to know of an operation; None if it runs on its operands as they lie."""
+        """The decision on an operation; None if it runs on its operands as they lie."""
         event = step.event
         if event.kind == "source":
             source = step.execution.source

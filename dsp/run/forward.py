@@ -20,53 +20,38 @@ from dsp.pending import ahead
 from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
 from dsp.plan.recorder import Recorder
-from dsp.plan.script import INPUTS, Alike, Key, Number, PlannedNode, Read, Script, Via, Where, loose, numbers_in
+from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
 from dsp.rules import GlueError
+from dsp.run.lookup import Lookup
 from dsp.run.traffic_check import TrafficCheck
 from dsp.run.views import ViewBase, differentiable, seen, view_base, views_of
 from dsp.sharded import ACTIVE, Sharded, carry, plain
-from dsp.signature import Bound
 from dsp.stages import Stage
 from dsp.tensors import NO, memory
 
 log = logging.getLogger("dsp")
-
-RECIPES = 65536  # kept for a plan
 
 
 class Unfit(Exception):
     """Why a forward cannot be one graph: what it does, of "it"."""
 
 
-class InTurn(NamedTuple):
-    """How several nodes alike run, by their index, as far as is known."""
-
-    alike: Alike
-    made: dict[int, Any]
-
-
-class Run:
+class Run(Lookup):
     """One forward of a parallelized model on this rank, and what its script says of it."""
 
     def __init__(
         self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any], first: int,
         turns: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
-        self.axis, self.script, self.root_sizes = axis, script, root_sizes
-        self.recipes = script.recipes if script is not None else recipes
+        super().__init__(script, script.recipes if script is not None else recipes, first, turns or {})
+        self.axis, self.root_sizes = axis, root_sizes
         self.sizes_key = tuple(root_sizes.items())
-        self.first = first  # what numbers of this forward's tensors count from; one less is a tensor of no number
-        self.turns = dict(turns or {})  # how often nodes came of which the script has several alike, by their id
-        self.on_wholes = script.on_wholes if script is not None else frozenset[str]()
-        self.aside = False  # in a hook that is not of the model: what it does is in no plan
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
-        self.unknown: Where | None = None  # the first thing that it did and its script does not have
-        self.declared: dict[int, int] = {}  # the numbers of declared inputs that came as DTensors, by id
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
         # memory that has missed a write in place, whose, and into what memory it was
         self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
@@ -78,65 +63,6 @@ class Run:
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
-
-    # --- what the script says ---
-
-    def reads(self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None]) -> list[Read]:
-        """The tensors of a node as its key has them."""
-        return [
-            tuple(t.shape) if s is None else Number(s.number - self.first, s.at.shape) for t, s in zip(tensors, shells)
-        ]
-
-    def find(self, key: Key) -> tuple[Alike | None, PlannedNode | None]:
-        """The nodes of a key, and that of them whose turn it is; or else the only one that reads these tensors."""
-        if self.script is None or self.aside:
-            return None, None
-        alike = self.script.nodes.get(key)
-        if alike is None:
-            node = self.script.loosely.get(loose(key))
-            if node is None and any(True for _ in numbers_in(key[2])):
-                self.unknown = self.unknown or (key[0], -1, key[1])
-            return None, node
-        return alike, self.in_turn(alike)
-
-    def in_turn(self, alike: Alike) -> PlannedNode:
-        """That of several nodes alike which comes now."""
-        nodes = alike.nodes
-        if len(nodes) == 1:
-            return nodes[0]
-        turn = self.turns.get(id(alike), 0)
-        self.turns[id(alike)] = turn + 1
-        return nodes[min(turn, len(nodes) - 1)]
-
-    def declare(self, bound: Iterable[Bound]) -> None:
-        """Number the declared inputs that came sharded."""
-        assert self.script is not None
-        for b in bound:
-            number = self.script.numbers.get(b.param)
-            if number is not None and isinstance(b.tensor, Sharded):
-                b.tensor.number = self.first + number
-            elif number is not None and isinstance(b.tensor, DTensor):
-                self.declared[id(b.tensor)] = number
-
-    def met(self, t: Sharded) -> None:
-        """Give a tensor that an earlier call left its number in this forward."""
-        _, node = self.find(("left", "", (t.at.shape, t.at.cut)))
-        t.number = self.first + (-1 if node is None else node.results[0])
-
-    def keep_in_turn(self, key: Any, alike: Alike | None, node: PlannedNode | None, made: Any) -> None:
-        """Keep how a node runs, beside those that are alike."""
-        if alike is None or node is None or len(alike.nodes) == 1:
-            self.keep(key, made)
-            return
-        if type(self.recipes.get(key)) is not InTurn:
-            self.keep(key, InTurn(alike, {}))
-        self.recipes[key].made[node.index] = made
-
-    def keep(self, key: Any, recipe: Any) -> None:
-        """Keep how all that have this key run from now on."""
-        if len(self.recipes) >= RECIPES:
-            self.recipes.clear()
-        self.recipes[key] = recipe
 
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""

@@ -35,7 +35,8 @@ from dsp.rules import GlueError, replaced, tensor_args
 from dsp.rules.between import Between
 from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
-from dsp.run.forward import InTurn, Run, Unfit
+from dsp.run.forward import Run, Unfit
+from dsp.run.lookup import InTurn
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in

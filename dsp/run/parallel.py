@@ -249,16 +249,7 @@ class Runtime:
     def followed(self, run: Run, entry: CallEntry, args: Any, kwargs: Any, graph: int | None) -> Any:
         """The forward by its plan, or else as it chooses."""
         plan = entry.plan
-        if self.signature is not None:
-            if entry.places is None:
-                inputs, numbers = (plan.script.inputs, plan.script.numbers) if plan is not None else ({}, {})
-                entry.places = places(self.axis, self.signature, inputs, numbers, args, kwargs)
-                entry.given = bool(given_cuts(self.signature, args, kwargs))
-            args, kwargs = split(entry.places, run.first, args, kwargs)
-        if entry.asks:
-            args, kwargs = with_true_gradients(self.axis, args, kwargs)
-        if plan is not None and self.signature is not None and entry.given:
-            run.declare(self.signature.bind(args, kwargs)[1])
+        args, kwargs = self.taken(run, entry, args, kwargs)
         if plan is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
@@ -307,6 +298,21 @@ class Runtime:
         finally:
             if state is not None:
                 join(state)
+
+    def taken(self, run: Run, entry: CallEntry, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as the forward takes them: declared inputs split, numbered as the plan has them."""
+        script = run.script
+        if self.signature is not None:
+            if entry.places is None:
+                inputs, numbers = (script.inputs, script.numbers) if script is not None else ({}, {})
+                entry.places = places(self.axis, self.signature, inputs, numbers, args, kwargs)
+                entry.given = bool(given_cuts(self.signature, args, kwargs))
+            args, kwargs = split(entry.places, run.first, args, kwargs)
+        if entry.asks:
+            args, kwargs = with_true_gradients(self.axis, args, kwargs)
+        if script is not None and self.signature is not None and entry.given:
+            run.declare(self.signature.bind(args, kwargs)[1])
+        return args, kwargs
 
     def recorded(self, run: Run, given: Mapping[str, Cut]) -> Plan | None:
         """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""

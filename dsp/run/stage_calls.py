@@ -28,8 +28,9 @@ from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
-from dsp.run.forward import Given, InStage, InTurn, Run
+from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
+from dsp.run.lookup import InTurn
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Option, Stage
