@@ -1,0 +1,142 @@
+"""Decisions are found by what an operation or a stage reads: whatever else a forward does, before it or in between."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from tests.support import toys
+from tests.support.beside import beside
+from tests.support.runs import Heard
+
+
+class Projections(nn.Module):
+    """Two projections of one tensor, which look alike: one is attended to over space, the other over time."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self, time_first: bool, checkpoints: int) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+        self.weights = nn.ParameterList(torch.randn(toys.C, toys.C) / 2 for _ in range(2))
+        self.order, self.checkpoints = (1, 0) if time_first else (0, 1), checkpoints
+
+    def projected(self, x: Tensor, *which: int) -> Tensor:
+        stages = self.space, self.time
+        parts = [F.linear(x, self.weights[k]) for k in which]
+        return sum(stages[k](part) for k, part in zip(which, parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        if not self.checkpoints:
+            return self.projected(y, *self.order)
+        regions = [self.order] if self.checkpoints == 1 else [[k] for k in self.order]
+        return sum(checkpoint(self.projected, y, *region, use_reentrant=False) for region in regions)
+
+
+def apart(mesh: DeviceMesh, shape: tuple[int, ...], *options: Any) -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    single = Projections(*options).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    with Heard() as heard:
+        beside(single, model, mesh, (x,), rounds=2)
+    [entry] = model.forward.__self__.entries.values()
+    alike = [found.nodes for found in entry.plan.script.nodes.values() if len(found.nodes) > 1]
+    return heard.texts, any(len({repr(node.step) for node in nodes}) > 1 for nodes in alike)
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize(("n", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
+def test_two_that_read_the_same_are_decided_apart(ranks, n: int, shape: Any, checkpoints: int, time_first: bool) -> None:
+    """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
+    told, differ = ranks(apart, n, shape, time_first, checkpoints)[0]
+    assert differ
+    assert told == []
+
+
+class Moody(nn.Module):
+    """A forward that does this in one call and that in the next: what, an attribute says."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = toys.Along(2), toys.Along(1)
+        self.logs, self.start, self.seen = True, 1, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        if self.logs:
+            self.seen = (y.detach() * 2 - 1).abs()
+        z = y.roll(self.start, -1) * (0.1 * self.start + 0.5)
+        return self.time(z) + self.space(z)
+
+
+def moods(mesh: DeviceMesh) -> list[str]:
+    torch.manual_seed(0)
+    single = Moody().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x = torch.randn(1, 5, 6, toys.C, dtype=torch.float64, requires_grad=True)
+    with Heard() as heard:
+        for logs, start in ((True, 1), (False, 1), (False, 2), (True, 0), (False, 1)):
+            for m in (single, model):
+                m.logs, m.start = logs, start
+            beside(single, model, mesh, (x,))
+            single.zero_grad()
+    assert len(model.forward.__self__.entries) == 1
+    return heard.texts
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(ranks, n: int) -> None:
+    """What is not computed, or by other numbers, is no other way for all that comes after it."""
+    assert ranks(moods, n)[0] == []
+
+
+class Doubling(nn.Module):
+    """A second pass over the stages in every other call, on another tensor than the plan has for them."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.twice = toys.Along(2), toys.Along(1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.time(self.space(x))
+        if self.twice:
+            y = y + self.time(self.space(y * 0.5))
+        return self.space(y)
+
+
+def doubling(mesh: DeviceMesh) -> list[list[str]]:
+    torch.manual_seed(0)
+    single = Doubling().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x = torch.randn(1, 4, 6, toys.C, dtype=torch.float64, requires_grad=True)
+    told = []
+    for twice in (False, True, True, False):
+        for m in (single, model):
+            m.twice = twice
+        with Heard() as heard:
+            beside(single, model, mesh, (x,))
+        single.zero_grad()
+        told.append(heard.texts)
+    return told
+
+
+def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(ranks) -> None:
+    told = ranks(doubling, 2)[0]
+    assert told[0] == told[2] == []
+    [text] = told[1]
+    assert "it came to mul() on tensors on which the plan has none" in text
