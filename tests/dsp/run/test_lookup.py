@@ -78,7 +78,8 @@ class Moody(nn.Module):
         y = self.space(x)
         if self.logs:
             self.seen = (y.detach() * 2 - 1).abs()
-        z = y.roll(self.start, -1) * (0.1 * self.start + 0.5)
+        z = y.roll(self.start, -1)
+        z = z * (0.1 * self.start + 0.5) - z * (0.05 * self.start)
         return self.time(z) + self.space(z)
 
 
@@ -93,7 +94,7 @@ def moods(mesh: DeviceMesh) -> list[str]:
                 m.logs, m.start = logs, start
             beside(single, model, mesh, (x,))
             single.zero_grad()
-    assert len(model.forward.__self__.entries) == 1
+            assert [entry.astray for entry in model.forward.__self__.entries.values()] == [""]
     return heard.texts
 
 
