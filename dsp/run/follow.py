@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,14 @@ from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.recipes import GlueCall, Recipe
 from dsp.run.views import forget
-from dsp.sharded import Moved, Sharded, bare, claim, plain, stride_of
+from dsp.sharded import Moved, Sharded, bare, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
 def follow(op: GlueCall, recipe: Recipe) -> Any:
     """Run an operation by its recipe."""
     run = op.run
+    run.where = ("glue", recipe.index, op.what.name)
     parts = run.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
     if recipe.outcome is None:
         return on_wholes(op, parts, recipe.wanted, recipe)
@@ -57,19 +59,12 @@ def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None], r
 
 
 def parted(run: Run, out: Any, recipe: Recipe) -> Any:
-    """This rank's part of whole results where the plan wants it; of other operands than it had they may not fit."""
-    push, axis = recipe.push, run.axis
-    if not any(push) or recipe.node is None:
+    """Whole results, of which this rank takes its part where the plan wants it."""
+    if not any(recipe.push) or recipe.node is None:
         return out
-
-    def own(t: Tensor, c: Cut | None, number: int) -> Tensor:
-        if c is None or not c.fits(t.shape):
-            return t
-        return claim(axis.narrow(t, c), axis.at(t.shape, c), run.first + number)
-
-    if type(out) is Tensor:
-        return own(out, push[0], recipe.node.results[0])
-    return map_tensors(out, map(own, tensors_in(out), push, recipe.node.results))
+    tensors = tensors_in(out)
+    push = [*recipe.push, *[None] * (len(tensors) - len(recipe.push))]
+    return map_tensors(out, run.share_out(tensors, push, chain(recipe.node.results, repeat(-1))))
 
 
 def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
@@ -109,24 +104,31 @@ class Landed(NamedTuple):
 
 def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
     """The results of local parts in global shape, where the plan wants them."""
-    outcome, run, first = recipe.outcome, op.run, op.shells[0]
-    assert outcome is not None
+    run = op.run
     found = [landed(op, recipe, cut, parts, k, own) for k, own in enumerate(tensors_in(out))]
     made: list[Any] = [
         run.carry(t, r.part.dst, r.part.shape, r.source, number) if r.itself is None else r.itself
         for t, r, number in zip(run.push_all([r.part for r in found]), found, op.numbers)
     ]
-    if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
-        moved = [(r.part.local, t) for r, t in zip(found, made) if r.part.dst != r.part.src]
-        run.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(parts[0])]
-    if recipe.view is not None and first is not None:
-        for t in (t for t, r in zip(made, found) if r.itself is None):
-            t._dsp_view = first, recipe.view
-    for t in made if outcome.rows and op.what.name in ALIASES else ():  # would be a view
-        as_copy(op, t, parts[0])
-    if op.views and first is not None and memory(found[0].part.local) != memory(parts[0]):
-        run.reshape_copied(first, made[0])
+    related(op, recipe, parts[0], [r.part for r in found], made, [r.itself is None for r in found])
     return made
+
+
+def related(
+    op: GlueCall, recipe: Recipe, x: Tensor, parts: Sequence[Part], made: Sequence[Any], fresh: Sequence[bool]
+) -> None:
+    """Mark results as views of the first argument, of which `x` is the part, or as copies where they had to be."""
+    run, first, outcome = op.run, op.shells[0], recipe.outcome
+    if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
+        moved = [(p.local, t) for p, t in zip(parts, made) if p.dst != p.src]
+        run.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(x)]
+    if recipe.view is not None and first is not None:
+        for t in (t for t, is_fresh in zip(made, fresh) if is_fresh):
+            t._dsp_view = first, recipe.view
+    for t in made if outcome.rows and op.what.name in ALIASES else ():  # type: ignore[union-attr]  # would be a view
+        as_copy(op, t, x)
+    if op.views and first is not None and memory(parts[0].local) != memory(x):
+        run.reshape_copied(first, made[0])
 
 
 def landed(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:

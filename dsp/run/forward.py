@@ -144,7 +144,8 @@ class Run(Lookup):
         """The operands of an operation, cut as it needs them (None: whole); a sharded one that lies so as it is."""
         if any(via):
             self.copy_first(shells, via)
-        moved = iter(self.move_all([(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]))
+        moving = [(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]
+        moved = iter(self.move_all(moving) if moving else ())
         parts: list[Tensor] = []
         for t, s, c in zip(tensors, shells, cuts):
             if s is None:
@@ -335,6 +336,21 @@ class Run(Lookup):
         made, arrived = ahead(*part.opened(self.axis), self.axis.group, *(part.pieces or ()))
         self.coming[memory(made)] = arrived
         return made
+
+    def land(self, parts: Sequence[Part], numbers: Iterable[int]) -> list[Tensor]:
+        """The results of an operation or stage as the model sees them, moved to where the plan wants them."""
+        moved = zip(self.push_all(parts), parts, numbers)
+        return [self.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
+
+    def share_out(self, tensors: Sequence[Tensor], push: Iterable[Cut | None], numbers: Iterable[int]) -> list[Tensor]:
+        """This rank's part of whole results where the plan wants it; of other operands than it had they may not fit."""
+
+        def own(t: Tensor, cut: Cut | None, number: int) -> Tensor:
+            if cut is None or not cut.fits(t.shape):
+                return t
+            return self.carry(self.axis.narrow(t, cut), cut, t.shape, number=number)
+
+        return list(map(own, tensors, push, numbers))
 
     def push_all(self, parts: Sequence[Part]) -> list[Tensor]:
         """The results of an operation or stage, switched to where the plan wants them."""

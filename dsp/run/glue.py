@@ -119,72 +119,83 @@ class Glue(Between):
 
     def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
-        run, name, node = self.run, what.name, None
+        run, node = self.run, None
         try:
             key: Any = (func, key_of(args, run.first))
             if kwargs:
                 key += (*kwargs, key_of(kwargs.values(), run.first))
-            if run.aside:
-                raise NoKey
             recipe = run.recipes.get(key)
         except (NoKey, TypeError):
             key = recipe = None
-        if type(recipe) is InTurn:
+        if run.aside:
+            key = recipe = None
+        elif type(recipe) is InTurn:
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
-        if recipe is SAME:
-            return (
-                args[0] if args else tensor_args(args, kwargs)[0]
-            )  # of a part it might be a copy, as of one that is not contiguous
-        if run.coming and name in LOOKS and not looks(func, name, recipe, args, kwargs):
+        if recipe is SAME:  # of a part it might be a copy, as of one that is not contiguous
+            return tensor_args(args, kwargs)[0]
+        if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.stale:
             call = recipe.prepared
             if recipe.ready and not (call.writes and self.watched(args[0])):
-                if not (call.moves or call.pushes):
-                    return self.quickly(recipe, call, args, kwargs)
-                run.where = ("glue", recipe.index, name)
-                if call.moves:
-                    tensors = tensor_args(args, kwargs)
-                    shells = [t if type(t) is Sharded else None for t in tensors]
-                    args, kwargs = replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
+                if call.moves or call.pushes:
+                    args, kwargs = self.brought(recipe, what, args, kwargs)
                 return self.quickly(recipe, call, args, kwargs)
             if recipe.whole and not run.has_copies:
                 return parted(run, func(*args, **kwargs), recipe)
+        tensors, shells = self.opened(what, args, kwargs)
+        if recipe is None:
+            return self.first_time(GlueCall(run, node, func, what, args, kwargs, tensors, shells), key)
+        return follow(GlueCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
+
+    def opened(self, what: Traits, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Sharded | None]]:
+        """The tensors among the arguments, and as glue holds them."""
+        if self.run.stale and what.name == "setitem":
+            self.run.written_back(*args)
         tensors = tensor_args(args, kwargs)
-        if run.stale and name == "setitem":
-            run.written_back(*args)
-        shells = [run.open(t) for t in tensors]
-        if recipe is not None:
-            run.where = ("glue", recipe.index, name)
-            return follow(GlueCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
-        return self.first_time(GlueCall(run, node, func, what, args, kwargs, tensors, shells), key)
+        return tensors, list(map(self.run.open, tensors))
+
+    def brought(self, recipe: Recipe, what: Traits, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with the tensors where the operation needs them."""
+        run, call = self.run, recipe.prepared
+        run.where = ("glue", recipe.index, what.name)
+        if not call.moves:  # type: ignore[union-attr]
+            return args, kwargs
+        tensors = tensor_args(args, kwargs)
+        shells = [t if type(t) is Sharded else None for t in tensors]
+        return replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
 
     def first_time(self, op: GlueCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
-        alike = run.recipes[key].alike if op.node is not None else None
+        alike = None if op.node is None else run.recipes[key].alike
         if op.node is None:
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
-        run.where = ("glue", -1 if op.node is None else op.node.index, name)
+        run.where = ("glue", op.index, name)
         if op.known and op.node.same and isinstance(tensors[0], Sharded):  # type: ignore[union-attr]
-            if key is not None:
-                run.keep_in_turn(key, alike, op.node, SAME)
+            run.keep_in_turn(key, alike, op.node, SAME)
             return tensors[0]
         if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
             raise GlueError(f"{name}() {KEPT}")
         if op.step is not None and op.step.cuts is not None and not fit(op.step.cuts, tensors):
             op.node = key = None  # x + 0 before, x + y now
-        if not any(s is not None for s in shells):
-            if op.step is not None and op.step.source is not None:
-                return source(op, op.step.source)
-            if op.what.in_place or not (any(op.asked) or any(op.push)):
-                with writes(op, tensors, [None] * len(tensors)) as views:
-                    return views(op.func(*op.args, **op.kwargs))
+        if (made := self.of_wholes(op)) is not NotImplemented:
+            return made
         recipe = self.derived(op, key is not None)
-        if key is not None:
-            run.keep_in_turn(key, alike, op.node, recipe)
+        run.keep_in_turn(key, alike, op.node, recipe)
         return follow(op, recipe)
+
+    def of_wholes(self, op: GlueCall) -> Any:
+        """The result of an operation on whole tensors that needs no recipe; NotImplemented for any other."""
+        if any(s is not None for s in op.shells):
+            return NotImplemented
+        if op.step is not None and op.step.source is not None:
+            return source(op, op.step.source)
+        if not op.what.in_place and (any(op.asked) or any(op.push)):
+            return NotImplemented
+        with writes(op, op.tensors, [None] * len(op.tensors)) as views:
+            return views(op.func(*op.args, **op.kwargs))
 
     def derived(self, op: GlueCall, keeps: bool) -> Recipe:
         """How an operation runs; derived once for all of which the plan asks nothing, and that lie alike."""
@@ -206,7 +217,6 @@ class Glue(Between):
 
     def quickly(self, recipe: Recipe, call: PreparedCall, args: Any, kwargs: Any) -> Any:
         """Run an operation as it ran before, on tensors that lie as it needs them."""
-        first, graded = args[0] if args else None, torch.is_grad_enabled()
         if call.narrowed:
             args = list(args)
             for i, cut in call.narrowed:
@@ -215,19 +225,9 @@ class Glue(Between):
         for t in own:  # as `bare` does
             t.__class__ = Tensor
         try:
-            if call.writes and graded:
-                _ = args[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
-            if call.rest is None:
-                out = call.call(*args, **kwargs)
-            else:
-                rest = list(call.rest)
-                for i in call.kept:
-                    rest[i - 1] = args[i]
-                out = call.call(first, *rest)
-            if not graded and out is not None and (type(out) is not Tensor or out.requires_grad):
+            out = call.call(*args, **kwargs) if call.as_it_is else self.changed(call, args, kwargs, own[0])
+            if out is not None and not torch.is_grad_enabled() and (type(out) is not Tensor or out.requires_grad):
                 out = plainly(out)
-            if call.copies and memory(out) == memory(own[0]):
-                out = out.clone()
             torn = call.views and out.data_ptr() != args[0].data_ptr()
         finally:
             for t in own:
@@ -242,23 +242,46 @@ class Glue(Between):
             out.__class__ = Sharded
             out.at, out.number = recipe.ats[0], self.run.first + recipe.numbers[0]  # type: ignore[attr-defined]
             made: Any = (out,)
-        elif type(out) is tuple or type(out) is list:
-            made = out
-            for t, at, number in zip(out, recipe.ats, recipe.numbers):
-                t.__class__, t.at, t.number = Sharded, at, self.run.first + number
         else:
-            made = list(map(carry, tensors_in(out), recipe.ats, self.numbers(recipe)))
-            out = map_tensors(out, made)
+            out, made = self.several(recipe, out)
+        if call.aliases or call.views:
+            self.related(recipe, args, made, torn)
+        return out
+
+    def changed(self, call: PreparedCall, args: Any, kwargs: Any, x: Tensor) -> Any:
+        """The local call of an operation that writes, takes other arguments than its own, or may return a view of x."""
+        if call.writes and torch.is_grad_enabled():
+            _ = args[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
+        if call.rest is None:
+            out = call.call(*args, **kwargs)
+        else:
+            rest = list(call.rest)
+            for i in call.kept:
+                rest[i - 1] = args[i]
+            out = call.call(args[0], *rest)
+        return out.clone() if call.copies and memory(out) == memory(x) else out
+
+    def related(self, recipe: Recipe, args: Any, made: Sequence[Any], torn: bool) -> None:
+        """Mark results as views of the first argument, or as copies where that is one."""
+        first = args[0]
         if recipe.view is not None:
             for t in made:
                 t._dsp_view = first, recipe.view
         if torn:
-            self.run.reshape_copied(args[0], out)
-        if call.aliases and (copied := first.__dict__.get("_dsp_copy_of")) is not None:
+            self.run.reshape_copied(first, made[0])
+        if (copied := first.__dict__.get("_dsp_copy_of")) is not None:
             for t in made:
-                if recipe.view is not None or memory(t) == memory(args[0]):
+                if recipe.view is not None or memory(t) == memory(first):
                     t._dsp_copy_of = copied
-        return out
+
+    def several(self, recipe: Recipe, out: Any) -> tuple[Any, Sequence[Any]]:
+        """The results of an operation that returned several tensors, as the model sees them, and the tensors alone."""
+        if type(out) is tuple or type(out) is list:
+            for t, at, number in zip(out, recipe.ats, recipe.numbers):
+                t.__class__, t.at, t.number = Sharded, at, self.run.first + number
+            return out, out
+        made = list(map(carry, tensors_in(out), recipe.ats, self.numbers(recipe)))
+        return map_tensors(out, made), made
 
     def pushed(self, recipe: Recipe, out: Any) -> Any:
         """The result of local parts, switched to where the plan wants it."""

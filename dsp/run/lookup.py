@@ -79,7 +79,9 @@ class Lookup:
         t.number = self.first + (-1 if node is None else node.results[0])
 
     def keep_in_turn(self, key: Any, alike: Alike | None, node: PlannedNode | None, made: Any) -> None:
-        """Keep how a node runs, beside those that are alike."""
+        """Keep how a node runs, beside those that are alike; for no key, nothing."""
+        if key is None:
+            return
         if alike is None or node is None or len(alike.nodes) == 1:
             self.keep(key, made)
             return

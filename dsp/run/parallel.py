@@ -286,18 +286,22 @@ class Runtime:
                     entry.astray = plan.script.key()
             return output
         except Exception as error:
-            with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
-                run.arrive()
-            if run.misread is not None and run.misread[0] is error:
-                raise NotationError(run.misread[1]) from error
-            if type(error).__module__ == COMPILERS_OWN:
-                raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
-            if run.failed != id(error):
-                add_note(self.model, error)
+            self.explain(run, error)
             raise
         finally:
             if state is not None:
                 join(state)
+
+    def explain(self, run: Run, error: Exception) -> None:
+        """Raise what an error comes of in the user's words, where that is known; add a note to any other."""
+        with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
+            run.arrive()
+        if run.misread is not None and run.misread[0] is error:
+            raise NotationError(run.misread[1]) from error
+        if type(error).__module__ == COMPILERS_OWN:
+            raise RuntimeError(f"{COMPILE}. torch.compile says: {error}") from error
+        if run.failed != id(error):
+            add_note(self.model, error)
 
     def taken(self, run: Run, entry: CallEntry, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the forward takes them: declared inputs split, numbered as the plan has them."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.layout import At, Cut
+from dsp.layout import At, Axis, Cut
 from dsp.plan.script import GlueStep, PlannedNode, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
@@ -68,16 +68,18 @@ class Recipe:
 class PreparedCall(NamedTuple):
     """A local call that needs no care: what an operation does on parts that lie as it did before.
 
-    call: the function; rest: the arguments after the first, None for the operation's own; kept: positions in `rest`
-    where the operation's own arguments stand; narrowed: positions of whole arguments of which a part is taken, and its
-    cut; own: where its sharded tensors stand among the arguments, None if not next to each other; writes: into the
-    first argument; aliases: results may be views of the first argument; views: on one device the result is a view,
-    though on this rank it may be a copy; copies: by the plan the result is a copy, though on this rank it may look like
-    the argument; anew: the result is another tensor, though on this rank it is the argument (`follow.results`); moves:
-    its tensors are brought elsewhere first; pushes: its results are switched.
+    call: the function; as_it_is: it takes the operation's own arguments, writes none and may return any; rest: the
+    arguments after the first, None for the operation's own; kept: positions in `rest` where the operation's own
+    arguments stand; narrowed: positions of whole arguments of which a part is taken, and its cut; own: where its
+    sharded tensors stand among the arguments, None if not next to each other; writes: into the first argument; aliases:
+    results may be views of the first argument; views: on one device the result is a view, though on this rank it may be
+    a copy; copies: by the plan the result is a copy, though on this rank it may look like the argument; anew: the
+    result is another tensor, though on this rank it is the argument (`follow.results`); moves: its tensors are brought
+    elsewhere first; pushes: its results are switched.
     """
 
     call: Any
+    as_it_is: bool
     rest: tuple[Any, ...] | None
     kept: list[int]
     narrowed: list[tuple[int, Cut]]
@@ -143,6 +145,10 @@ class GlueCall:
         return None if self.node is None else self.node.step
 
     @property
+    def index(self) -> int:
+        return -1 if self.node is None else self.node.index
+
+    @property
     def known(self) -> bool:
         """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
         return self.node is not None and self.node.exact
@@ -196,27 +202,7 @@ def derive(op: GlueCall) -> Recipe:
     wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]
     if not changing and not any(wanted):
         wanted = list(asked)  # all are whole, or to be: each rank begins with its part of those that are
-    frame, outcome = op.frame(wanted), None
-    if any(wanted):
-        if op.kwargs.get("out") is not None:
-            raise frame.refuse("out= has no rule for a sharded tensor")
-        try:
-            if changing and op.shells[0] is None:
-                raise frame.refuse("it writes a sharded tensor into a whole one")
-            outcome = frame.outcome()
-        except GlueError as refusal:
-            into_whole = changing and op.shells[0] is None  # what it writes there has to be whole, too
-            if op.planned and not into_whole:
-                raise
-            # nobody planned this: would another dim do, or else the whole tensors?
-            found = None if into_whole else detour(op)
-            if found is not None:
-                wanted, frame, outcome = found
-            elif changing and not into_whole:
-                raise
-            else:
-                log.info("gathered: %s", refusal)
-                wanted = [None] * len(wanted)
+    wanted, frame, outcome = on_cuts(op, wanted) if any(wanted) else (wanted, op.frame(wanted), None)
     # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
     view = outcome is not None and outcome.view and run.script is not None and not (op.known and op.node.copied)  # type: ignore[union-attr]
     view = view and (op.what.name not in DENSE or op.known)  # what a copy misses, no view sees
@@ -227,6 +213,29 @@ def derive(op: GlueCall) -> Recipe:
     recipe = Recipe(op.node, frame, wanted, via, outcome, op.push, made, random, whole)
     recipe.prepared = prepared(op, recipe)
     return recipe
+
+
+def on_cuts(op: GlueCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], Frame, Outcome | None]:
+    """The rule's outcome for tensors that lie so; where nobody planned that and it is refused, along another dim, or
+    with the tensors whole (no outcome). Raises GlueError where that will not do."""
+    frame, whole = op.frame(wanted), op.shells[0] is None
+    if op.kwargs.get("out") is not None:
+        raise frame.refuse("out= has no rule for a sharded tensor")
+    try:
+        if op.what.in_place and whole:
+            raise frame.refuse("it writes a sharded tensor into a whole one")
+        return wanted, frame, frame.outcome()
+    except GlueError as refusal:
+        into_whole = op.what.in_place and whole  # what it writes there has to be whole, too
+        if op.planned and not into_whole:
+            raise
+        # nobody planned this: would another dim do, or else the whole tensors?
+        found = None if into_whole else detour(op)
+        if found is None and op.what.in_place and not into_whole:
+            raise
+        if found is None:
+            log.info("gathered: %s", refusal)
+        return found or ([None] * len(wanted), frame, None)
 
 
 def prepared(op: GlueCall, recipe: Recipe) -> PreparedCall | None:
@@ -244,6 +253,7 @@ def prepared(op: GlueCall, recipe: Recipe) -> PreparedCall | None:
     moves = moves_first(op, recipe)
     return PreparedCall(
         call=outcome.func or op.func,
+        as_it_is=rest is None and not (in_place or op.copies),
         rest=rest,
         kept=kept,
         narrowed=narrowed,
@@ -272,16 +282,21 @@ def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
     assert outcome.cut is not None
     if any(s is not None and 0 in s.at.local for s in op.shells) or not frame.own(outcome.cut, outcome.size):
         return True
-    if moves_first(op, recipe) or any(recipe.push):
-        if name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
-            return True
-        there = [(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and c is not None]
-        if any(0 in axis.local_shape(s.at.shape, c) for s, c in there):
-            return True
-    cut = outcome.cut
-    if name not in DENSE:
-        return False
-    # a part of size 1 is contiguous where the whole is not, and would be a view where the whole is a copy
+    if (moves_first(op, recipe) or any(recipe.push)) and moves_with_care(op, recipe, outcome):
+        return True
+    return name in DENSE and looks_dense(axis, outcome, outcome.cut)
+
+
+def moves_with_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
+    """Tell whether it makes views of what moved, or nothing of it arrives."""
+    if op.what.name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
+        return True
+    there = [(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and c is not None]
+    return any(0 in op.run.axis.local_shape(s.at.shape, c) for s, c in there)
+
+
+def looks_dense(axis: Axis, outcome: Outcome, cut: Cut) -> bool:
+    """Tell whether a part is so short that it is contiguous where the whole is not: then it would be a view."""
     return axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0))
 
 

@@ -33,6 +33,7 @@ from dsp.run.glue import note_checkpoint
 from dsp.run.lookup import InTurn
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.signature import Bound
 from dsp.stages import Option, Stage
 from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
 
@@ -106,11 +107,7 @@ class StageCalls:
     def enter(self, stage: Stage, module: nn.Module, args: Any, kwargs: Any) -> Any:
         current = ACTIVE.get()
         if current is None:
-            if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
-                raise RuntimeError(
-                    f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
-                    "activation checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
-                )
+            refuse_sharded(stage, args, kwargs)
             return None
         runtime, run = current
         if runtime.stage_calls is not self or run.in_stage is not None:
@@ -120,18 +117,15 @@ class StageCalls:
         if run.coming:  # nobody sees what a stage reads
             run.arrive()
         run.mode.suspend()
-        run.observe("enter_stage", stage, args, kwargs)
+        if run.recorder is not None:
+            run.observe("enter_stage", stage, args, kwargs)
         decision = self.decision(run, stage, args, kwargs)
         place = decision.place
         tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
-        shells = [run.open(t) for t in tensors]
-        if decision.via:
-            run.copy_first(shells, decision.via)
-        parts, cuts = self.parts(run, decision, tensors, shells), decision.cuts
+        shells, cuts = [run.open(t) for t in tensors], decision.cuts
+        parts = list(map(plain, run.bring(tensors, shells, cuts, decision.via)))
         if stage.around is not None and decision.option.name is not None:
-            given = [Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, cuts, decision.patterns, tensors)]
-            place, given = stage.around.enter(place, decision.sizes, given)
-            parts, cuts = [x.local for x in given], tuple(x.cut for x in given)
+            place, parts, cuts = self.received(stage.around, decision, tensors, parts)
         locals_ = parts
         if place.own == 0:
             locals_ = [x if c is None else torch.cat([x, dummy(x, c)], c.dim) for x, c in zip(parts, cuts)]
@@ -144,19 +138,24 @@ class StageCalls:
         )  # fmt: skip
         return tuple(args), kwargs
 
+    def received(
+        self, around: Any, decision: StageDecision, tensors: list[Tensor], parts: list[Tensor]
+    ) -> tuple[RankPart, list[Tensor], tuple[Cut | None, ...]]:
+        """The place of a stage within what communicates around it, and its tensors there."""
+        given = [
+            Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, decision.cuts, decision.patterns, tensors)
+        ]
+        place, given = around.enter(decision.place, decision.sizes, given)
+        return place, [x.local for x in given], tuple(x.cut for x in given)
+
     def decision(self, run: Run, stage: Stage, args: Any, kwargs: Any) -> StageDecision:
         """The plan's decision for this call, or else a greedy choice."""
         first, node = run.first, None
         try:
             # what a plan is for fixes the sizes of the model's own dims
             mark = None if run.script is not None else run.sizes_key
-            key: Any = (
-                stage,
-                mark,
-                *map(lies, args, repeat(first)),
-                *kwargs,
-                *map(lies, kwargs.values(), repeat(first)),
-            )
+            named = map(lies, kwargs.values(), repeat(first))
+            key: Any = (stage, mark, *map(lies, args, repeat(first)), *kwargs, *named)
             found = run.recipes.get(key)
         except NoKey:
             key = found = None
@@ -176,11 +175,15 @@ class StageCalls:
         if node is None:
             tensors = tensors_in((args, kwargs))
             alike, node = run.find(key_of_stage(stage.name, run.reads(tensors, [run.open(t) for t in tensors])))
-        step = None if node is None else node.step
-        _, bound = stage.signature.bind(args, kwargs)
+        found = self.derived(run, stage, node, stage.signature.bind(args, kwargs)[1])
+        run.keep_in_turn(key, alike, node, found)
+        return found
+
+    def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:
+        """The decision that a node has, or of none a greedy one: what moves the least."""
+        step: StageStep | None = None if node is None else node.step
         sizes = stage.sizes(bound, run.root_sizes)
-        options = stage.options(bound, sizes, self.axis.size)
-        shells = [run.open(b.tensor) for b in bound]
+        options, shells = stage.options(bound, sizes, self.axis.size), [run.open(b.tensor) for b in bound]
         option = next((o for o in options if step and (o.name, o.onto) == (step.option, step.onto)), None)
         if option is None:
             lying = [None if s is None else s.at for s in shells]
@@ -190,27 +193,10 @@ class StageCalls:
             peers = Peers.all(option.size, self.axis.size)
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
-        found = StageDecision(
+        return StageDecision(
             node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
-        if key is not None:
-            run.keep_in_turn(key, alike, node, found)
-        return found
-
-    def parts(
-        self, run: Run, decision: StageDecision, tensors: list[Tensor], shells: list[Sharded | None]
-    ) -> list[Tensor]:
-        moved = None
-        if not decision.still:
-            moved = iter(run.move_all([(s, cut) for s, cut in zip(shells, decision.cuts) if s is not None]))
-        found = []
-        for t, s, cut in zip(tensors, shells, decision.cuts):
-            if s is not None:
-                found.append(plain(s) if moved is None else next(moved))
-            else:
-                found.append(t if cut is None else self.axis.narrow(t, cut))
-        return found
 
     # --- out ---
 
@@ -226,22 +212,12 @@ class StageCalls:
         try:
             if inside.random is not None:
                 join(inside.random)
-            decision, given = inside.decision, inside.given
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
-                run.failed = id(error)
-                if run.script is not None and decision.option.name is not None and type(error) in MISFITS:
-                    run.misread = error, misread(stage, decision, inside.place, [x.tensor for x in given], error)
+                self.failed(run, inside, error)
                 return None
-            step = decision.step
-            planned = step is not None and decision.node.exact and not run.script.recorded
-            if planned and constants_in(output) != step.constants:
-                raise NotationError(
-                    f"{stage.where} returned {constants_in(output)} on a part of {decision.option.name!r}, but "
-                    f"{step.constants} on the whole: a size of its part. Make a stage of what is inside it, or put "
-                    f"[{decision.option.name}] in brackets"
-                )
-            for x in given:
+            self.refuse_sizes(run, inside, output)
+            for x in inside.given:
                 if version(x.local) != x.written:
                     run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if not run.began:
@@ -251,50 +227,73 @@ class StageCalls:
                 [made] = self.results(run, inside, [output])
             else:
                 made = map_tensors(output, self.results(run, inside, tensors_in(output)))
-            run.observe("leave_stage", made)
+            if run.recorder is not None:
+                run.observe("leave_stage", made)
             return made
         finally:
             run.mode.resume()
 
+    def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
+        """Keep what may be amiss with the pattern of a stage that raised."""
+        run.failed = id(error)
+        if run.script is not None and inside.decision.option.name is not None and type(error) in MISFITS:
+            tensors = [x.tensor for x in inside.given]
+            run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
+
+    def refuse_sizes(self, run: Run, inside: InStage, output: Any) -> None:
+        """Raise NotationError if what a stage returned beside tensors is other than on the whole."""
+        stage, node, step, name = inside.stage, inside.decision.node, inside.decision.step, inside.decision.option.name
+        if step is None or not node.exact or run.script.recorded:  # type: ignore[union-attr]
+            return
+        if (found := constants_in(output)) != step.constants:
+            raise NotationError(
+                f"{stage.where} returned {found} on a part of {name!r}, but {step.constants} on the whole: a size of "
+                f"its part. Make a stage of what is inside it, or put [{name}] in brackets"
+            )
+
     def results(self, run: Run, inside: InStage, tensors: list[Tensor]) -> list[Tensor]:
         """The results of a stage, as the model sees them."""
-        stage, decision, place, given = inside.stage, inside.decision, inside.place, inside.given
+        stage, decision, given = inside.stage, inside.decision, inside.given
         push = decision.step.push if decision.step is not None else [None] * len(tensors)
         numbers = chain(() if decision.node is None else decision.node.results, repeat(-1))
         if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)
-            return [
-                t if cut is None else carry(self.axis.narrow(t, cut), self.axis.at(t.shape, cut), run.first + number)
-                for t, cut, number in zip(tensors, push, numbers)
-            ]
+            return run.share_out(tensors, push, numbers)
         if stage.around is not None:
-            tensors = stage.around.leave(place, decision.sizes, stage.outputs(tensors), tensors)
-        shapes = tuple(t.shape for t in tensors)
-        landings = decision.landings.get(shapes)
-        if landings is None:
-            landings = decision.landings[shapes] = [
-                self.landing(stage, decision, t, pattern) for t, pattern in zip(tensors, stage.outputs(tensors))
-            ]
-        if decision.option.onto is not None:
-            sums = [t if decision.place.own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
-            group = self.axis.group
-            tensors = [torch.ops.dsp.reduce_scatter(t, at.cut.dim, group) for t, at in zip(sums, landings)]
+            tensors = stage.around.leave(inside.place, decision.sizes, stage.outputs(tensors), tensors)
+        landings = self.landings(stage, decision, tensors)
         returned = [argument(t, at, given) for t, at in zip(tensors, landings)]
-        if decision.option.onto is None and decision.place.own == 0:
-            tensors = [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
+        tensors = self.of_part(decision, given, tensors, landings)
         self.mark_copies(run, inside, tensors)
         moving = [cut is not None and cut != at.cut for cut, at in zip(push, landings)]
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
-            moved = zip(run.push_all(parts), parts, numbers)
-            pushed: list[Tensor] = [run.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
+            pushed = run.land(parts, numbers)
         else:
             pushed = [carry(t, at, run.first + number) for t, at, number in zip(tensors, landings, numbers)]
         for t, own, moves in zip(pushed, tensors, moving):
             if not moves and (copied := own.__dict__.get("_dsp_copy_of")) is not None:
                 t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return [t if moves or itself is None else itself for t, itself, moves in zip(pushed, returned, moving)]
+
+    def landings(self, stage: Stage, decision: StageDecision, tensors: list[Tensor]) -> list[At]:
+        """Where the results of a stage lie."""
+        shapes = tuple(t.shape for t in tensors)
+        if (found := decision.landings.get(shapes)) is None:
+            patterns = zip(tensors, stage.outputs(tensors))
+            found = decision.landings[shapes] = [self.landing(stage, decision, t, pattern) for t, pattern in patterns]
+        return found
+
+    def of_part(
+        self, decision: StageDecision, given: list[Given], tensors: list[Tensor], landings: list[At]
+    ) -> list[Tensor]:
+        """The results of this rank's part: sums added up over ranks, and nothing of a dummy row."""
+        own = decision.place.own
+        if decision.option.onto is not None:
+            sums = [t if own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
+            return [torch.ops.dsp.reduce_scatter(t, at.cut.dim, self.axis.group) for t, at in zip(sums, landings)]
+        return tensors if own else [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
 
     def mark_copies(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
         """Mark those of its results that are views of a copy."""
@@ -324,10 +323,21 @@ class StageCalls:
         return self.axis.at(shape, Cut(axis, outer))
 
 
+def refuse_sharded(stage: Stage, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError if a stage got a sharded tensor where no forward of its model runs."""
+    if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
+        raise RuntimeError(
+            f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
+            "activation checkpointing, use use_reentrant=False; the reentrant kind cannot be followed"
+        )
+
+
 def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
     """The model's own tensor for a result that a stage returned as it was given."""
-    own = (x.shell for x in given if x.local is t and x.shell is not None and x.shell.at is at)
-    return next(own, None)
+    for x in given:
+        if x.local is t and x.shell is not None and x.shell.at is at:
+            return x.shell
+    return None
 
 
 def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:

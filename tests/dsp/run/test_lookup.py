@@ -100,7 +100,7 @@ def moods(mesh: DeviceMesh) -> list[str]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(ranks, n: int) -> None:
-    """What is not computed, or by other numbers, is no other way for all that comes after it."""
+    """A forward that leaves something out, or computes it by other numbers, goes on by its plan."""
     assert ranks(moods, n)[0] == []
 
 
