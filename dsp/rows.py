@@ -95,17 +95,19 @@ def _swap(pieces: list[list[Tensor]], shapes: list[list[list[int]]], group: str)
     """To each rank its pieces, one of every tensor, in one exchange; what comes from each, in these shapes."""
     dtypes = [p.dtype for p in pieces[0]]
     raw = len(set(dtypes)) > 1  # as bytes, then
-    flat = [[p.reshape(-1).contiguous() for p in own] for own in pieces]
-    flat = [[p.view(torch.uint8) for p in own] for own in flat] if raw else flat
+    flat = [torch.cat([in_a_row(p, raw) for p in own]) for own in pieces]
     width = [p.element_size() if raw else 1 for p in pieces[0]]
     lengths = [[w * math.prod(s) for w, s in zip(width, own)] for own in shapes]
-    received = exchanged(
-        torch.cat([p for own in flat for p in own]), [sum(own) for own in lengths],
-        [sum(p.numel() for p in own) for own in flat], group,
-    )  # fmt: skip
+    received = exchanged(torch.cat(flat), list(map(sum, lengths)), [p.numel() for p in flat], group)
     came = received.split([k for own in lengths for k in own])
     parts = iter([p.clone() for p in came] if raw else came)  # bytes of another type begin anywhere
     return [[next(parts).view(t).view(s) for t, s in zip(dtypes, own)] for own in shapes]
+
+
+def in_a_row(t: Tensor, raw: bool) -> Tensor:
+    """Its numbers one after the other, or their bytes."""
+    flat = t.reshape(-1).contiguous()
+    return flat.view(torch.uint8) if raw else flat
 
 
 def _with(x: Tensor, dim: int, size: int) -> list[int]:

@@ -51,18 +51,22 @@ class StageChoice(Folds):
                 self.choose(node)
             return
         kids = [k for k in node.children if k.live and k.tested]
-        blocked = node.blocked() & self.sequence
-        # what mixes positions is its own forward; or taken apart, it would not leave more dims free than as one
-        whole = all(k.local for k in kids) or bool(
-            node.free() & self.sequence
-            and (any(self.refused(op) for op in node.ops if op.live) or any(k.blocked() >= blocked for k in kids))
-        )
         scalar = any(not axes for axes in node.outputs)  # which no pattern can describe
-        if whole and not (scalar and kids):
+        if self.as_one(node, kids) and not (scalar and kids):
             self.choose(node)
         else:
             for k in kids:
                 self.visit(k)
+
+    def as_one(self, node: ModuleCall, kids: list[ModuleCall]) -> bool:
+        """Tell whether a module is one stage: what mixes positions is its own forward; or taken apart, it would not
+        leave more dims free than as one."""
+        if all(k.local for k in kids):
+            return True
+        if not node.free() & self.sequence:
+            return False
+        blocked = node.blocked() & self.sequence
+        return any(self.refused(op) for op in node.ops if op.live) or any(k.blocked() >= blocked for k in kids)
 
     def refused(self, op: GlueOp) -> bool:
         """Tell whether there is a sequence dim that an operation between submodules cannot run along."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -205,28 +206,39 @@ class Follower(Between):
         live = any(self.dims.is_live(t) for t in tensors)
         if RULES.get(name) in _RESHAPES and len(out) == 1:
             self.take_apart(self.dims.axes_of(tensors[0]) or [], out[0].shape)
+        attempt = partial(self.outcome, name, args, kwargs, shapes)
         where = {i: dict(places(axes)) for i, t in enumerate(tensors) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
         found: list[tuple[Cut, tuple[Dim, ...]]] = []
         for dim in dict.fromkeys(d for own in where.values() for d in own):
             carriers = {i: own[dim] for i, own in where.items() if dim in own}
-            # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
-            n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
-            outcome = self.outcome(name, args, kwargs, shapes, carriers, n)
-            uneven = self.outcome(name, args, kwargs, shapes, carriers, odd)
-            accepts[dim] = outcome is not None and uneven is not None
-            tried = [outcome]
-            if outcome is None and len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
-                tried = [self.outcome(name, args, kwargs, shapes, {i: c}, n) for i, c in carriers.items()]
-            for i, cut in (outcome.narrow if outcome is not None else {}).items():  # whole, and it has the dim, too
-                self.dims.claim(tensors[i], cut, (dim,), ("op", self.index))
-            cuts = [o.cut for o in tried if o is not None and o.cut is not None]
-            for k, cut in enumerate(dict.fromkeys(cuts)):
-                found.append((cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size)))
+            accepts[dim], there = self.along(dim, attempt, carriers, tensors)
+            found += there
         self.on_op(GlueOp(live, accepts))
         for k, t in enumerate(out):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
             self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
+
+    def along(
+        self, dim: Dim, attempt: Callable[[Mapping[int, Cut], int], Outcome | None], carriers: Mapping[int, Cut],
+        tensors: list[Tensor],
+    ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:  # fmt: skip
+        """Whether an operation runs along a dim, and where that comes to lie in the results: in a second place of them
+        it is a dim of its own."""
+        # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
+        n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
+        outcome, uneven = attempt(carriers, n), attempt(carriers, odd)
+        tried = [outcome]
+        if outcome is not None:
+            for i, cut in outcome.narrow.items():  # whole, and it has the dim, too
+                self.dims.claim(tensors[i], cut, (dim,), ("op", self.index))
+        elif len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
+            tried = [attempt({i: cut}, n) for i, cut in carriers.items()]
+        cuts = dict.fromkeys(o.cut for o in tried if o is not None and o.cut is not None)
+        return outcome is not None and uneven is not None, [
+            (cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size))
+            for k, cut in enumerate(cuts)
+        ]
 
     def outcome(
         self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int

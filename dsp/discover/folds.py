@@ -126,9 +126,7 @@ class Folds:
             if len(unknown) < 2:
                 continue
             groups = tuple(g for s in unknown for g in s.groups)
-            runs = [[g for _, g in line] for row in outputs for line in row]
-            together = axis[axis.index(unknown[0]) :][: len(unknown)] == unknown and all(s.groups for s in unknown)
-            if together and sum(contains(run, groups) for run in runs) == len(outputs):
+            if adjacent(unknown, axis) and kept_together(groups, outputs):
                 self.merged.setdefault(node, []).append(groups)
                 return "merged"
             groups = groups or tuple(g for s in axis for g in s.groups)
@@ -136,6 +134,17 @@ class Folds:
             self.merged.pop(node, None)
             return "dropped"
         return ""
+
+
+def adjacent(some: list[Any], axis: list[Any]) -> bool:
+    """Tell whether dims are next to each other in an axis, each of a group."""
+    return axis[axis.index(some[0]) :][: len(some)] == some and all(s.groups for s in some)
+
+
+def kept_together(groups: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Tell whether every output has these groups in a row."""
+    runs = [[g for _, g in line] for row in outputs for line in row]
+    return sum(contains(run, groups) for run in runs) == len(outputs)
 
 
 def contains(run: Sequence[Any], part: Sequence[Any]) -> bool:

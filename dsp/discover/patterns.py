@@ -148,18 +148,20 @@ class Patterns(StageChoice):
                         sizes[n, self.root.shapes[i][n], len(self.root.shapes[i])] = names[0]
                 axes.append(tuple(names))
             texts.append(str(TensorPattern(tuple(axes), frozenset(), param if param.isidentifier() else None)))
-        results = []
-        for outs in () if lists else self.root.outputs:
-            names = []
-            for n, axis in enumerate(known(outs)):
-                whole = tuple(dict.fromkeys(e for d in axis for e in self.chains.get(d, (d,))))
-                size = math.prod(d.size for d in axis)
-                label = self.labels.get(whole) or sizes.get((n, size, len(outs)))
-                if label is None or label in names:
-                    label = fresh(CHANNELS, {*taken, *names})
-                names.append(label)
-            results.append(" ".join(names))
+        results = [self.render_output(outs, sizes, taken) for outs in (() if lists else self.root.outputs)]
         return ", ".join(texts) + (" -> " + ", ".join(results) if results and all(results) else "")
+
+    def render_output(self, outs: Any, sizes: Mapping[tuple[int, int, int], str], taken: Set[str]) -> str:
+        """The dims of an output of the model: those of its inputs by their names, others by new ones."""
+        names: list[str] = []
+        for n, axis in enumerate(known(outs)):
+            whole = tuple(dict.fromkeys(e for d in axis for e in self.chains.get(d, (d,))))
+            size = math.prod(d.size for d in axis)
+            label = self.labels.get(whole) or sizes.get((n, size, len(outs)))
+            if label is None or label in names:
+                label = fresh(CHANNELS, {*taken, *names})
+            names.append(label)
+        return " ".join(names)
 
     def collapse(self, texts: Mapping[str, str], called: Set[str]) -> dict[str, str]:
         """Repeated blocks under one pattern, where all that it matches of the modules `called` agree."""

@@ -184,31 +184,23 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     times = Counter(variable for scope, _ in tables for variable in scope)
     hubs = [variable for variable, own in values.items() if len(own) == 1 and times[variable] > HUB]
     found: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
-    of: dict[int, dict[int, None]] = {}  # the tables that each variable is in
     left = {number: _without(found, table) for number, table in enumerate(tables)}
-    for number, (scope, _) in left.items():
-        for variable in scope:
-            of.setdefault(variable, {})[number] = None
+    of = _tables_of(left)
     order = _Order((scope for scope, _ in left.values()), {v: len(own) for v, own in values.items()})
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     made = 0
     for variable in order:
         say(f"{len(order.place)} choices to make")
-        joined: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
         numbers = list(of.pop(variable))
         for number in numbers:
-            for other in left[number][0]:
-                if other != variable:
-                    del of[other][number]
-        for number in numbers[:-1]:
-            joined = _join(joined, left.pop(number))
-            made += len(joined[1])
-            if len(joined[1]) > ROWS or made > most:
-                return None, made
-        scope, best, rows = _least(joined, left.pop(numbers[-1]))
+            for other in set(left[number][0]) - {variable}:
+                del of[other][number]
+        alone: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
+        least, rows = _least_of_all(alone, [left.pop(number) for number in numbers], most - made)
         made += rows
-        if rows > ROWS or made > most:
+        if least is None:
             return None, made
+        scope, best = least
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
         number = len(tables) + len(chosen)
         left[number] = scope, {row: cost for row, (cost, _) in best.items()}
@@ -216,8 +208,17 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
             of[other][number] = None
         order.gone(variable, scope)
     for variable, scope, choose in reversed(chosen):
-        found[variable] = choose[tuple(found[other] for other in scope)]
+        found[variable] = choose[tuple(map(found.__getitem__, scope))]
     return found, made
+
+
+def _tables_of(tables: Mapping[int, _Table]) -> dict[int, dict[int, None]]:
+    """The numbers of the tables that each variable is in, as ordered sets."""
+    of: dict[int, dict[int, None]] = {}
+    for number, (scope, _) in tables.items():
+        for variable in scope:
+            of.setdefault(variable, {})[number] = None
+    return of
 
 
 def _values(tables: list[_Table]) -> dict[int, dict[Any, None]]:
@@ -264,6 +265,24 @@ def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[
             if known is None or total < known[0]:
                 best[place] = total, value
     return one[0][1:] + fresh, best, count
+
+
+def _least_of_all(
+    joined: _Table, tables: Sequence[_Table], most: float
+) -> tuple[tuple[tuple[int, ...], dict[_Row, tuple[tuple[int, int], Any]]] | None, int]:
+    """A table joined with others, without its first variable, as `_least` has it; and how many rows were made.
+
+    None if one of them has more than ROWS rows, or all of them more than `most`.
+    """
+    made = 0
+    for table in tables[:-1]:
+        joined = _join(joined, table)
+        made += len(joined[1])
+        if made > most or len(joined[1]) > ROWS:
+            return None, made
+    scope, best, rows = _least(joined, tables[-1])
+    made += rows
+    return None if made > most or rows > ROWS else (scope, best), made
 
 
 _Match = list[tuple[_Row, int, int]]  # rows of a table's own variables, with (cost, largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, chain, combinations, product
@@ -221,6 +221,24 @@ class Index:
         values, size = self.problem.values, self.problem.size
         taken = [op.choices[choice] for op, choice in zip(self.problem.ops, choices)]
         runs = [options[choice] for options, choice in zip(self.runs, choices)]
+        held = self.held(runs, homes, moves)
+        idle = {v: value.home[0] for v, value in enumerate(values) if value.home and v not in homes}
+        calls = [price(values[move.value], move.src, move.dst, size)[1] for move in moves]
+        sizes = [run.largest for run in runs] + [self.shapes[move.value].local[move.dst] for move in moves]
+        return Solution(
+            choices=tuple(choices),
+            homes=homes | idle,
+            moves=tuple(moves),
+            bytes=sum(choice.bytes for choice in taken) + sum(move.bytes for move in moves),
+            calls=sum(choice.calls for choice in taken) + sum(calls),
+            largest=max(sizes, default=0),
+            peak=self.problem.resident + max(held, default=0),
+            exact=exact,
+            states=states,
+        )
+
+    def held(self, runs: Sequence[Digest], homes: Mapping[int, Layout], moves: Iterable[Move]) -> list[int]:
+        """The bytes that a rank holds at each op: its room, what was saved before, and copies while they are used."""
         lives: list[list[int]] = []  # of each copy: local bytes, the first and the last op that finds it there
         latest: dict[tuple[int, Layout], list[int]] = {}
         before: dict[int, list[Move]] = {}
@@ -245,20 +263,7 @@ class Index:
         for nbytes, first, last in lives:
             for k in range(first, last + 1):
                 held[k] += nbytes
-        idle = {v: value.home[0] for v, value in enumerate(values) if value.home and v not in homes}
-        calls = [price(values[move.value], move.src, move.dst, size)[1] for move in moves]
-        sizes = [run.largest for run in runs] + [self.shapes[move.value].local[move.dst] for move in moves]
-        return Solution(
-            choices=tuple(choices),
-            homes=homes | idle,
-            moves=tuple(moves),
-            bytes=sum(choice.bytes for choice in taken) + sum(move.bytes for move in moves),
-            calls=sum(choice.calls for choice in taken) + sum(calls),
-            largest=max(sizes, default=0),
-            peak=self.problem.resident + max(held, default=0),
-            exact=exact,
-            states=states,
-        )
+        return held
 
 
 def subsets(items: Iterable[Layout]) -> Iterator[Copies]:
@@ -284,16 +289,22 @@ def _check(problem: Problem) -> list[int]:
             if producer[v] >= 0 or values[v].home:
                 raise ValueError(f"op {op.name!r} produces {values[v].name!r}, which exists already")
             producer[v] = k
-        for choice in op.choices:
-            if (len(choice.needs), len(choice.gives)) != (len(op.inputs), len(op.outputs)):
-                raise ValueError(
-                    f"op {op.name!r} has {len(op.inputs)} inputs and {len(op.outputs)} outputs, but a choice with "
-                    f"{len(choice.needs)} needs and gives {len(choice.gives)}"
-                )
+    _check_choices(problem)
+    return producer
+
+
+def _check_choices(problem: Problem) -> None:
+    """Raise ValueError for a choice that does not fit its op, or the values of it."""
+    values = problem.values
+    for op, choice in ((each, choice) for each in problem.ops for choice in each.choices):
+        if (len(choice.needs), len(choice.gives)) != (len(op.inputs), len(op.outputs)):
+            raise ValueError(
+                f"op {op.name!r} has {len(op.inputs)} inputs and {len(op.outputs)} outputs, but a choice with "
+                f"{len(choice.needs)} needs and gives {len(choice.gives)}"
+            )
     layouts = [(values[v], k) for op in problem.ops for choice in op.choices for v, k in op.layouts(choice)]
     layouts += [(value, layout) for value in values for layout in value.home]
     for value, layout in layouts:
         if layout is not None and layout not in dict(value.sizes):
             dims = " ".join(dim for dim, _ in value.sizes)
             raise ValueError(f"{value.name!r} cannot be sharded along {layout!r}: its dims are '{dims}'")
-    return producer

@@ -26,20 +26,26 @@ def attention(f: Frame) -> Outcome:
     place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
     if set(place.values()) == {-3} and f.kwargs.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
         return grouped(f, q, k, v, mask)
-    if any(at == -1 for at in place.values()) or -2 in (place.get(id(k)), place.get(id(v))):
+    if -1 in place.values() or -2 in (place.get(id(k)), place.get(id(v))):
         raise f.refuse("it computes over the sharded dim")
     along_rows = place.get(id(q)) == -2
-    if not along_rows and -2 in place.values():
+    if along_rows:
+        refuse_rows(f, id(k) in place or id(v) in place)
+    elif -2 in place.values():
         raise f.refuse("the mask is sharded along the queries, which are whole")
-    if along_rows and f.get(5, "is_causal", False):
-        raise f.refuse("a causal mask counts local positions")
-    if along_rows and (id(k) in place or id(v) in place):
-        raise f.refuse("its tensors are sharded along different dims")
     position, outcome = align(f, rows if along_rows else operands)
     assert outcome.cut is not None
     outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
     outcome.func = _attend
     return outcome
+
+
+def refuse_rows(f: Frame, keys_sharded: bool) -> None:
+    """Raise GlueError for attention that is not apart along the positions of its queries."""
+    if f.get(5, "is_causal", False):
+        raise f.refuse("a causal mask counts local positions")
+    if keys_sharded:
+        raise f.refuse("its tensors are sharded along different dims")
 
 
 def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:

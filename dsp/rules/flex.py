@@ -115,18 +115,23 @@ def flex(f: Frame) -> Outcome:
         outcome, expand = shared_heads(f, q, k, v, -3)
     else:
         outcome = Outcome(cut, size)
-    for i, o in enumerate(f.operands()):
-        mine = o in (q, k, v)
-        if i in outcome.rows or o.cut is not None or (cut.dim == 2 and o is not q) or o.ndim < 3:
-            continue
-        if o.shape[cut.dim] == size > 1:
-            outcome.narrow[i] = cut
-        elif o.shape[cut.dim] > 1 or (mine and o is q):
-            raise f.refuse(f"a tensor, or its block mask, has {o.shape[cut.dim]} where the sharded dim has {size}")
+    narrow_others(f, outcome, cut, size)
     if any(o.cut is not None and o.shape[cut.dim] != size for o in (k, v)) and not outcome.rows:
         raise f.refuse("its keys and values are of another size along the sharded dim")
     outcome.func = Local(cut, *chunk(size // cut.folds, f.n, f.rank), size // cut.folds, expand)
     return outcome
+
+
+def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
+    """Of whole tensors that have the sharded dim, too, each rank takes its part."""
+    q = f.args[0]
+    for i, o in enumerate(f.operands()):
+        if i in outcome.rows or o.cut is not None or (cut.dim == 2 and o is not q) or o.ndim < 3:
+            continue
+        if o.shape[cut.dim] == size > 1:
+            outcome.narrow[i] = cut
+        elif o.shape[cut.dim] > 1 or o is q:
+            raise f.refuse(f"a tensor, or its block mask, has {o.shape[cut.dim]} where the sharded dim has {size}")
 
 
 class Local:

@@ -210,12 +210,7 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     """An index with a slice for each dim that it leaves out, which item of it takes the sharded dim, and where that
     dim comes to lie."""
     index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
-    lists = [i for i in index if isinstance(i, (Operand, list))]
-    flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
-    if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
-        raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
-    if lists and any(isinstance(i, int) for i in index):
-        raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
+    lists = lists_in(f, index)
     left = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     if left < 0:
         raise f.refuse("too many indices")
@@ -229,6 +224,17 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     if lists and isinstance(item, slice) and item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1):
         raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
     return index, at, sum(not isinstance(i, int) for i in index[:at])
+
+
+def lists_in(f: Frame, index: tuple[Any, ...]) -> list[Any]:
+    """The list among the items of an index, or the tensor; more than one, or a mask, is refused."""
+    lists = [i for i in index if isinstance(i, (Operand, list))]
+    flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
+    if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
+        raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
+    if lists and any(isinstance(i, int) for i in index):
+        raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
+    return lists
 
 
 @rule("setitem", piecewise=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsp.layout import Cut
 from dsp.rules.call import Frame, Operand, Outcome, apart, rule
 
 
@@ -34,19 +35,25 @@ def recurrent(f: Frame) -> Outcome:
     """A recurrence over (l b c) with states (layers b c): samples are apart. Batch first is written out so."""
     if f.kwargs or len(f.args) != 9 or not isinstance(f.args[2], (list, tuple)):
         raise f.refuse("it is given packed sequences")
-    x, states, weights, _, _, dropout, train, _, batch_first = f.args
+    x, states, *_, dropout, train, _, batch_first = f.args
     known = [x, *(states if isinstance(states, (list, tuple)) else [states])]
     if batch_first or x.ndim != 3 or (dropout and train):
         raise f.refuse("it draws random numbers" if dropout and train else "its batch is not its second dim")
+    cut = along_samples(f)
+    narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is own for own in known) and o.cut is None}
+    nothing = not f.own(cut, x.shape[1])
+    return Outcome(cut, x.shape[1], narrow, func=on_one(f.func) if nothing and f.func is not None else None)
+
+
+def along_samples(f: Frame) -> Cut:
+    """The cut of a recurrence's tensors: along samples, and none of its weights."""
     cuts = {o.cut for o in f.operands() if o.cut is not None}
-    if any(isinstance(w, Operand) and w.cut is not None for w in weights) or len(cuts) != 1:
+    if any(isinstance(w, Operand) and w.cut is not None for w in f.args[2]) or len(cuts) != 1:
         raise f.refuse("its operands are sharded differently")
     (cut,) = cuts
     if cut.dim != 1:
         raise f.refuse("it runs along the sharded dim" if cut.dim == 0 else "it mixes the sharded dim")
-    narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is own for own in known) and o.cut is None}
-    nothing = not f.own(cut, x.shape[1])
-    return Outcome(cut, x.shape[1], narrow, func=on_one(f.func) if nothing and f.func is not None else None)
+    return cut
 
 
 def on_one(func: Any) -> Any:

@@ -57,7 +57,7 @@ def apart(mesh: DeviceMesh, shape: tuple[int, ...], *options: Any) -> tuple[list
 @pytest.mark.parametrize("time_first", [False, True])
 @pytest.mark.parametrize("checkpoints", [0, 1, 2])
 @pytest.mark.parametrize(("n", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
-def test_two_that_read_the_same_are_decided_apart(ranks, n: int, shape: Any, checkpoints: int, time_first: bool) -> None:
+def test_two_that_read_the_same_are_decided_apart(ranks, n, shape, checkpoints, time_first) -> None:
     """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
     told, differ = ranks(apart, n, shape, time_first, checkpoints)[0]
     assert differ
