@@ -548,8 +548,8 @@ FAULTS = [
     Fault(
         "who raises leaves what was under way",
         "dsp/run/parallel.py",
-        "            with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good\n"
-        "                run.arrive()\n",
+        "        with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good\n"
+        "            run.arrive()\n",
         "",
         "dsp/run/test_ahead",
     ),
