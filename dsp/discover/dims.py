@@ -223,7 +223,7 @@ class Follower(Between):
         self, dim: Dim, attempt: Callable[[Mapping[int, Cut], int], Outcome | None], carriers: Mapping[int, Cut],
         tensors: list[Tensor],
     ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:  # fmt: skip
-        """Whether an operation runs along a dim, and where that comes to lie in the results: in a second place of them
+        """(True if an operation runs along a dim, where that comes to lie in the results): in a second place of them
         it is a dim of its own."""
         # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
         n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)

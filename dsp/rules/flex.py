@@ -123,7 +123,7 @@ def flex(f: Frame) -> Outcome:
 
 
 def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
-    """Of whole tensors that have the sharded dim, too, each rank takes its part."""
+    """Have each rank take its part of whole tensors that have the sharded dim, too."""
     q = f.args[0]
     for i, o in enumerate(f.operands()):
         if i in outcome.rows or o.cut is not None or (cut.dim == 2 and o is not q) or o.ndim < 3:

@@ -24,7 +24,7 @@ from dsp.plan.script import INPUTS, Script, Via, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
 from dsp.rules import GlueError
-from dsp.run.lookup import Lookup
+from dsp.run.lookup import NUMBERS, Lookup
 from dsp.run.traffic_check import TrafficCheck
 from dsp.run.views import ViewBase, differentiable, seen, view_base, views_of
 from dsp.sharded import ACTIVE, Sharded, carry, plain
@@ -101,7 +101,7 @@ class Run(Lookup):
         """A sharded tensor as glue holds it; None for any other."""
         if isinstance(t, Sharded):
             t = t.__dict__.get("now", t)
-            if t.number < self.first - 1:
+            if not -1 <= t.number - self.first < NUMBERS:
                 self.met(t)
         if self.stale and isinstance(t, Tensor) and not isinstance(t, DTensor):
             self.seen_writes(t)

@@ -13,6 +13,7 @@ from dsp.sharded import Sharded
 from dsp.signature import Bound
 
 RECIPES = 65536  # kept for a plan
+NUMBERS = 1 << 32  # of the tensors of a forward, at most
 
 
 class InTurn(NamedTuple):
@@ -26,7 +27,8 @@ class Lookup:
     """The nodes of a script as a forward comes to them, and how each runs, as far as is known: `recipes`.
 
     first: what the numbers of this forward's tensors count from, above those of all before; one less has a tensor that
-    is not in the script. turns: how often nodes came of which the script has several alike, by the `id` of these.
+    is not in the script, and `NUMBERS` more those of the next forward. turns: how often nodes came of which the script
+    has several alike, by the `id` of these.
     """
 
     def __init__(self, script: Script | None, recipes: dict[Any, Any], first: int, turns: Mapping[int, int]) -> None:

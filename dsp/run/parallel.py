@@ -46,6 +46,7 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.kept import Path, lying, paths_to
+from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
 from dsp.run.pipelines import parts_of
@@ -67,7 +68,6 @@ DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
     "same, by a flag, an environment variable or a random number that is not torch's, perhaps. Make them do the same"
 )
-NUMBERS = 1 << 32  # of tensors in a forward, at most
 PLANS = 64  # input signatures whose plan is kept
 
 

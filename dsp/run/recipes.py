@@ -18,6 +18,7 @@ from dsp.plan.script import GlueStep, PlannedNode, Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
 from dsp.run.forward import Run
+from dsp.run.lookup import NUMBERS
 from dsp.run.views import View
 from dsp.sharded import Sharded
 
@@ -108,9 +109,10 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
         if kind is Sharded:
             key.append(v.at)
             if first is not None:
-                if v.number < first - 1:
-                    raise NoKey  # an earlier call left it
-                key.append(v.number - first)
+                number = v.number - first
+                if not -1 <= number < NUMBERS:
+                    raise NoKey  # another call left it
+                key.append(number)
         elif kind is int or v is None:
             key.append(v)
         elif kind is Tensor or kind is nn.Parameter:

@@ -30,7 +30,7 @@ from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
-from dsp.run.lookup import InTurn
+from dsp.run.lookup import NUMBERS, InTurn
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -71,9 +71,10 @@ def lies(value: Any, first: int) -> Any:
     """The part of a stage's argument that the decision depends on; `first`: see `Run.first`."""
     kind = type(value)
     if kind is Sharded:
-        if value.number < first - 1:
-            raise NoKey  # an earlier call left it
-        return value.at, value.number - first
+        number = value.number - first
+        if not -1 <= number < NUMBERS:
+            raise NoKey  # another call left it
+        return value.at, number
     if kind is Tensor or kind is nn.Parameter:
         return value.shape
     if kind is tuple or kind is list:

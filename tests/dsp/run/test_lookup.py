@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support import toys
-from tests.support.beside import beside
+from tests.support.beside import averaged, beside, same
 from tests.support.runs import Heard
 
 
@@ -62,6 +62,46 @@ def test_two_that_read_the_same_are_decided_apart(ranks, n, shape, checkpoints, 
     told, differ = ranks(apart, n, shape, time_first, checkpoints)[0]
     assert differ
     assert told == []
+
+
+class Remembering(nn.Module):
+    """A memory of the first call, which later ones read in a part that is computed again in backward."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.memory = toys.Along(2), toys.Along(1), None
+
+    def recalled(self, x: Tensor) -> Tensor:
+        return self.space(x * self.memory) + self.time(x + self.memory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is None:
+            self.memory = self.time(x).detach()
+        return checkpoint(self.recalled, self.space(x), use_reentrant=False)
+
+
+def remembered(mesh: DeviceMesh) -> list[str]:
+    """Three forwards, and only then their backwards."""
+    torch.manual_seed(0)
+    single = Remembering().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    xs = [torch.randn(1, 4, 6, toys.C, dtype=torch.float64) for _ in range(3)]
+    for x in xs:  # until its memory is planned
+        single(x), model(x)
+    with Heard() as heard:
+        for m in (single, model):
+            losses = [dsp.mean(m(x).square()) for x in xs]
+            for loss in losses:
+                loss.backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    return heard.texts
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(ranks, n: int) -> None:
+    assert ranks(remembered, n)[0] == []
 
 
 class Moody(nn.Module):
