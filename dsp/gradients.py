@@ -28,12 +28,12 @@ class Wrap(torch.autograd.Function):
     """local tensor -> DTensor shell; the gradient that comes back is this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.placements, ctx.size = spec.placements, spec.mesh.size()
         return dtensor(local.view_as(local), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         if isinstance(grad, DTensor):
             if grad.placements != ctx.placements:
                 _refuse(f"its gradient arrived as {grad.placements} where the tensor is {ctx.placements}")
@@ -48,12 +48,12 @@ class Unwrap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: DTensor) -> Tensor:
         local, ctx.spec = opened(x)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         spec, stride = ctx.spec, global_stride(grad, ctx.spec.shape)
         if stride != spec.stride:
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, stride, grad.dtype))
@@ -64,7 +64,7 @@ class GuardedWrap(Wrap):
     """The same for a tensor handed to the caller: only gradients that came through a dsp exit may pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         if not ExitGuard.covered():
             _refuse("none of dsp.mean and dsp.gather stands between it and the loss")
         return Wrap.backward(ctx, grad)
@@ -74,7 +74,7 @@ class HandedOver(Wrap):
     """The same for a tensor whose gradient somebody else brings: that of a single process."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         local, _ = Wrap.backward(ctx, grad)
         ExitGuard.note(local)
         # here gradients are of the sum of N ranks' scalars, of which the objective is the mean
@@ -119,4 +119,4 @@ def covered_exit(x: Tensor) -> Tensor:
 def connected_local(x: DTensor) -> Tensor:
     """This rank's part of a DTensor, connected to it by autograd."""
     with torch._C.DisableTorchFunction():
-        return Unwrap.apply(x)  # type: ignore[no-any-return]
+        return Unwrap.apply(x)

@@ -153,13 +153,13 @@ class SplitInput(torch.autograd.Function):
     """This rank's part of a model input; the gradient it returns is whole and true on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:
         save_observer(ctx)
         ctx.sp, ctx.cut, ctx.shape = sp, cut, tuple(x.shape)
         return sp.narrow(x, cut).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return run_observed(ctx, gather_local, grad, ctx.cut, ctx.shape, ctx.sp) / ctx.sp.size, None, None
 
 
@@ -167,13 +167,13 @@ class WholeInput(torch.autograd.Function):
     """A model input that every rank uses whole; the gradient it returns is the true one on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:
         save_observer(ctx)
         ctx.sp = sp
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return run_observed(ctx, torch.ops.dsp.all_reduce, grad, ctx.sp.group) / ctx.sp.size, None
 
 
@@ -181,10 +181,10 @@ class ScaleGradient(torch.autograd.Function):
     """Identity; the gradient is divided by N: the true gradient of an input that arrived sharded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
         ctx.size = size
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad / ctx.size, None

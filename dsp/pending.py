@@ -33,7 +33,7 @@ class PendingSwitch:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:
         ctx.pending = pending
         notify("switch", x, *pending.args)
         plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
@@ -41,20 +41,20 @@ class _Launch(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, token: Tensor) -> Any:
         pending = ctx.pending
         return pending.run_observed.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
 
 
 class _Await(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:
         ctx.pending = pending
         save_observer(ctx)
         return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         pending = ctx.pending
         src, dst, _, group = pending.args
         size = pending.there.shape[dst]
@@ -78,7 +78,7 @@ def ahead(
 
 class _Ahead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:
         src, dst, _, group, *pieces = where
         save_observer(ctx)
         ctx.run_observed = dst, src, x.shape[dst], group, *reversed(pieces)
@@ -91,5 +91,5 @@ class _Ahead(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return run_observed(ctx, torch.ops.dsp.switch, grad, *ctx.run_observed), None, None

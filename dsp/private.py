@@ -167,7 +167,7 @@ def compiling(kinds: int) -> Iterator[None]:
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A shell round `local`, without autograd and without a word to other ranks."""
-    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def opened(x: DTensor) -> tuple[Tensor, DTensorSpec]:
@@ -188,7 +188,7 @@ def backward_node() -> str:
 
 def after_backward(call: Any) -> None:
     """Call this when the running backward pass is through, in whichever of its threads ends it."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that run now on what is saved for backward
@@ -204,10 +204,10 @@ def checkpoint_frame() -> Any:
     pack = hooks[0] if hooks else None
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
         return None
-    pack = inspect.unwrap(pack)  # type: ignore[arg-type]
+    pack = inspect.unwrap(pack)
     names = pack.__code__.co_freevars
     if "frame" in names:
-        return pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index]
+        return pack.__closure__[names.index("frame")].cell_contents
     if "target_frame_ref" in names:  # it recomputes
         return None
     raise RuntimeError(

@@ -123,11 +123,11 @@ class Own(torch.autograd.Function):
     """The same tensor and memory, as no view of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -143,7 +143,7 @@ def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
             t = local.as_subclass(Sharded)
         else:
             t = local.view_as(local)  # type: ignore[assignment]
-            t.__class__ = sharded_type(type(t))  # type: ignore[arg-type]
+            t.__class__ = sharded_type(type(t))
     t.at, t.number = at, number
     return t
 
@@ -152,7 +152,7 @@ def claim(local: Tensor, at: At, number: int) -> Sharded:
     """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
     if type(local) is not Tensor:
         return carry(local, at, number)
-    local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[assignment,attr-defined]
+    local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 
 

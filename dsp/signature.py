@@ -64,7 +64,7 @@ class Signature:
     def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
         self.where, self.pattern = where, pattern
         while "_orig_mod" in children_of(module):
-            module = children_of(module)["_orig_mod"]  # type: ignore[assignment]
+            module = children_of(module)["_orig_mod"]
         self.module = module
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -76,7 +76,7 @@ class Distributed:
             if type(own.inside) is not type(self):
                 raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build the model anew")
             return
-        self.module.forward = _Forward(self, self.module.forward)  # type: ignore[method-assign]
+        self.module.forward = _Forward(self, self.module.forward)
 
 
 class _Forward:

@@ -232,7 +232,7 @@ def tried(
             continue
         made = {id(b.tensor): _random(b.tensor, shape) for b, shape in zip(bound, shapes)}
         try:
-            a, k = pytree.tree_map(lambda t, made=made: made.get(id(t), t), (args, kwargs))  # type: ignore[misc]
+            a, k = pytree.tree_map(lambda t, made=made: made.get(id(t), t), (args, kwargs))
             return sizes, Probe(clone, signature, a, k)
         except Exception as reason:
             first = first or reason

@@ -35,7 +35,7 @@ _load_state_dict_post_hooks
 
 def unwrapped(module: nn.Module) -> nn.Module:
     while children_of(module).get("_orig_mod") is not None:
-        module = children_of(module)["_orig_mod"]  # type: ignore[assignment]
+        module = children_of(module)["_orig_mod"]
     return module
 
 
@@ -123,7 +123,7 @@ class _Made(torch.autograd.Function):
     """New fake tensors that look computed, of what the stage was given and of its weights (`anchor`)."""
 
     @staticmethod
-    def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:
         made = _made(like)
         ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(made, like) if not grad))
         return made
@@ -207,4 +207,4 @@ def once(
 
     for twin, group in enumerate(groups):
         for module in group:
-            module.forward = wrapped(module.forward, twin)  # type: ignore[method-assign]
+            module.forward = wrapped(module.forward, twin)

@@ -112,7 +112,7 @@ def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[
     rest: the first places of samples among queries and among keys, the longest of each, and the kernel's options.
     """
     if has_torch_function((query, key, value)):
-        return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *rest)  # type: ignore
+        return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *rest)
     parts = (t.view_as(t) for t in (query, key, value))  # kept for backward, where they are no sharded tensors
     out, lse, *_ = kernel(*parts, *rest)
     return out, lse.transpose(0, 1)

@@ -30,7 +30,7 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     if has_torch_function((query, key, value)):
         if any(isinstance(t, Sharded) for t in captured_by(rest)):
             raise unreadable()
-        return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)  # type: ignore
+        return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)
     with compiling(KERNELS):
         compiled = kernel("eager" if query.device.type == "cpu" else "inductor")
         parts = (t.view_as(t) for t in (query, key, value))  # kept for backward, where they are no sharded tensors

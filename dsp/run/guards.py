@@ -51,7 +51,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     """The attributes of an object, but for the list of its weights that a recurrence makes anew when they change."""
     if isinstance(owner, nn.RNNBase):
         return {k: v for k, v in owner.__dict__.items() if k not in ("_flat_weights", "_flat_weight_refs")}
-    return owner.__dict__  # type: ignore[no-any-return]
+    return owner.__dict__
 
 
 def kind_of(weight: Tensor) -> Any:

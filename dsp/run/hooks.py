@@ -86,7 +86,7 @@ class Aside:
 
 def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
-        new.__class__, new.at, new.number = type(old), old.at, old.number  # type: ignore[assignment,attr-defined]
+        new.__class__, new.at, new.number = type(old), old.at, old.number  # type: ignore[attr-defined]
     return new
 
 

@@ -176,7 +176,7 @@ class Runtime:
             raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
         self.forward = self.model.forward
         self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
-        self.model.forward = self.call  # type: ignore[method-assign]
+        self.model.forward = self.call
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in hooks_of(m)]

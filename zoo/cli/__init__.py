@@ -12,7 +12,7 @@ __path__.append(str(Path(__file__).resolve().parents[2]))  # in a checkout the t
 def train() -> int:
     import sys
 
-    from zoo.cli.train import main, record  # type: ignore[import-not-found]
+    from zoo.cli.train import main, record
 
     return record(main)(sys.argv[1:])
 
@@ -20,6 +20,6 @@ def train() -> int:
 def infer() -> int:
     import sys
 
-    from zoo.cli.infer import main, record  # type: ignore[import-not-found]
+    from zoo.cli.infer import main, record
 
     return record(main)(sys.argv[1:])

@@ -17,7 +17,7 @@ class Console:
     def __enter__(self) -> "Console":
         self.screen = sys.stdout, sys.stderr
         if int(os.environ.get("RANK", 0)) == 0:
-            sys.stdout, sys.stderr = (Both(stream, self) for stream in self.screen)  # type: ignore[assignment]
+            sys.stdout, sys.stderr = (Both(stream, self) for stream in self.screen)
         return self
 
     def __exit__(self, *_: object) -> None:

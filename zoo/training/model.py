@@ -102,13 +102,13 @@ def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
     ways = recomputed_modules(model)
     for stage in ways["stages"] if config.train.compile else []:
         torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
-        stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
+        stage.forward = torch.compile(stage.forward)
     mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
     if kept and mode in ("blocks", "both"):
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
     options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
     for module in ways[mode]:
-        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+        module.forward = partial(recompute, module.forward, use_reentrant=False, **options)
     return ways["stages"]
 
 

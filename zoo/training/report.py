@@ -21,7 +21,8 @@ from typing import Any
 from zoo.training import UserError, command
 from zoo.training.charts import Chart, Curve, draw
 from zoo.training.config import leaves, load
-from zoo.training.tracking import duration, higher, read_metrics
+from zoo.training.records import read_metrics
+from zoo.training.tracking import duration, higher
 
 CHARTS = (  # key of the records, title, factor
     ("loss", "training loss", 1), ("val_loss", "validation loss", 1), ("grad_norm", "gradient norm", 1),

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from zoo.training import checkpoint
 from zoo.training.guard import Guard, Kept
-from zoo.training.ranks import PATIENCE, on_first_rank, say
+from zoo.training.ranks import on_first_rank, say
+from zoo.training.watch import PATIENCE
 
 
 class Saver:
