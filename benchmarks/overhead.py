@@ -181,7 +181,7 @@ def a_step(mesh: DeviceMesh, repeat: int) -> list[str]:
 
     def lookup() -> None:
         leaves, spec = taken_apart((small,), {})
-        runtime.kind_of((describe(leaves, spec), True, torch.is_grad_enabled()), leaves, (small,), {})
+        runtime.entry_for((describe(leaves, spec), True, torch.is_grad_enabled()), leaves, (small,), {})
 
     one.weight = nn.Parameter(torch.randn(WEIGHTS))
     check_small = agree(small)
