@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ WIDTH, HEIGHT = 330, 230  # of the plotted area of a panel
 LEFT, TOP, BELOW, BETWEEN = 62, 66, 58, 34
 COLUMNS = 3
 DODGE = 3  # pixels between the whiskers of two series
+LETTER = 7.6  # pixels of a letter, in a wide font
 NEAR = 3.0  # pixels: two lines that are no farther apart hide one another
 
 
@@ -147,11 +149,11 @@ def figure(title: str, panels: Sequence[Panel], note: str = "") -> str:
         parts.append(f'<circle cx="{at:.1f}" cy="{down - 4}" r="5" fill="{colour}"/>')
         parts.append(text(at + 11, down, name, "", "start"))
         at += 38 + 7.2 * len(name)
+    width = max(lefts[-1] + WIDTH + 20, at)
     height = down + 14
-    for line in note.split("\n") if note else ():
+    for line in (short for own in note.split("\n") for short in wrap(own, int((width - LEFT) / LETTER))):
         parts.append(text(LEFT, height + 8, line, "soft", "start"))
         height += 22
-    width = max(lefts[-1] + WIDTH + 20, at)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" role="img">'
