@@ -174,19 +174,19 @@ class Program:
         event, option = step.event, step.execution.option
         assert option is not None
         pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
-        return StageStep(event.name, option.name, pushes, event.random, ways, event.constants, option.onto)
+        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
         """The decision on an operation; None if it runs on its operands as they lie."""
         event = step.event
         if event.kind == "source":
             source = step.execution.source
-            return None if source is None else GlueStep(event.name, source=source)
+            return None if source is None else GlueStep(source=source)
         layout, pushes, apart = dict(zip(step.op.inputs, step.choice.needs)), self.pushes_of(step), step.execution.apart
         if not (any(pushes) or apart or any(homes[v] != key for v, key in layout.items())):
             return None
         cuts = [s.cuts[key] if s and (key := layout[s.value]) is not None else None for s in event.operands]
-        return GlueStep(event.name, cuts, pushes, via=self.via(event.operands, step.at), apart=apart)
+        return GlueStep(cuts, pushes, via=self.via(event.operands, step.at), apart=apart)
 
     def pushes_of(self, step: Decision) -> list[Cut | None]:
         return [self.cut(v, self.push.get(v)) for v in step.op.outputs]

@@ -18,23 +18,35 @@ Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a va
 
 @dataclass
 class StageStep:
-    name: str
+    """The decision on a stage call.
+
+    option: the dim that it is sharded along (None: whole); push: where each result is switched to at once; random:
+    it may draw numbers; via: the copies to be made of each tensor first, in this order; constants: what it returned
+    beside tensors at full size; onto: the dim along which the ranks' sums are added up.
+    """
+
     option: str | None
     push: list[Cut | None]
     random: bool
-    via: list[list[Via]]  # the copies to be made of each tensor first, in this order
-    constants: list[Any]  # what it returned beside tensors at full size
-    onto: str | None = None  # the dim along which the ranks' sums are added up
+    via: list[list[Via]]
+    constants: list[Any]
+    onto: str | None = None
 
 
 @dataclass
 class GlueStep:
-    name: str
-    cuts: list[Cut | None] | None = None  # what each tensor operand must be; None: as they come
+    """The decision on an operation that does not run on its operands as they lie.
+
+    cuts: what each tensor must be (None: as they come); push: where each result is switched to at once; source: where a
+    tensor of which each rank makes its part alone is cut; via: the copies to be made of each operand first, in this
+    order; apart: what it joins stays sharded piece by piece.
+    """
+
+    cuts: list[Cut | None] | None = None
     push: list[Cut | None] = field(default_factory=list)
     source: Cut | None = None
-    via: list[list[Via]] = field(default_factory=list)  # the copies to be made of each operand first, in this order
-    apart: bool = False  # what it joins stays sharded piece by piece
+    via: list[list[Via]] = field(default_factory=list)
+    apart: bool = False
 
     @cached_property
     def idle(self) -> bool:
