@@ -336,6 +336,20 @@ FAULTS = [
         "dsp/run/test_lookup::test_two_that_read_the_same_are_decided_apart",
     ),
     Fault(
+        "a stage that no plan has is not noted",
+        "dsp/run/lookup.py",
+        'key[0] == "stage" or ',
+        "",
+        "dsp/run/test_lookup::test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time",
+    ),
+    Fault(
+        "what several forwards in flight read has the number of the last",
+        "dsp/run/forward.py",
+        "if not -1 <= t.number - self.first < NUMBERS:",
+        "if t.number - self.first < -1:",
+        "dsp/run/test_lookup::test_what_a_call_left_is_found_by_those_that_are_computed_again_later",
+    ),
+    Fault(
         "numbers that no rule reads make another node",
         "dsp/plan/script.py",
         "return kind.__name__, value if kind is bool else None",

@@ -51,7 +51,7 @@ class Lookup:
         alike = self.script.nodes.get(key)
         if alike is None:
             node = self.script.loosely.get(loose(key))
-            if node is None and any(True for _ in numbers_in(key[2])):
+            if node is None and (key[0] == "stage" or any(True for _ in numbers_in(key[2]))):
                 self.unknown = self.unknown or (key[0], -1, key[1])
             return None, node
         return alike, self.in_turn(alike)

@@ -160,9 +160,18 @@ class Doubling(nn.Module):
         return self.space(y)
 
 
-def doubling(mesh: DeviceMesh) -> list[list[str]]:
+class Beside(Doubling):
+    """A second stage in every other call, on the whole input: nothing that is sharded leads to it."""
+
+    stages = {"space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.space(x), self.time(x)) if self.twice else self.space(x)
+
+
+def doubling(mesh: DeviceMesh, build: type[Doubling]) -> list[list[str]]:
     torch.manual_seed(0)
-    single = Doubling().double()
+    single = build().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     x = torch.randn(1, 4, 6, toys.C, dtype=torch.float64, requires_grad=True)
     told = []
@@ -176,8 +185,9 @@ def doubling(mesh: DeviceMesh) -> list[list[str]]:
     return told
 
 
-def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(ranks) -> None:
-    told = ranks(doubling, 2)[0]
+@pytest.mark.parametrize(("build", "what"), [(Doubling, "mul()"), (Beside, "stage 'time'")])
+def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(ranks, build, what: str) -> None:
+    told = ranks(doubling, 2, build)[0]
     assert told[0] == told[2] == []
     [text] = told[1]
-    assert "it came to mul() on tensors on which the plan has none" in text
+    assert f"it came to {what} on tensors on which the plan has none" in text
