@@ -33,12 +33,15 @@ ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=No
 class Sharded(Tensor):
     """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike.
 
-    `number` is that of the tensor in the record of the forward that it is of, counted on from `Run.first`. `part` is
-    the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
+    `number` is that of the tensor in the record of the forward that it is of, counted on from `Run.first`.
+    `viewed_from`: of a view between stages, the tensor, and how it is taken (`dsp.run.views.View`); `copies`: in other
+    layouts (`Copies`). `part` is the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
     """
 
     at: At
     number: int = -1
+    viewed_from: Any = None
+    copies: Any = None
     part: type[Tensor] = Tensor
 
     @classmethod

@@ -124,7 +124,7 @@ def related(
         run.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(x)]
     if recipe.view is not None and first is not None:
         for t in (t for t, is_fresh in zip(made, fresh) if is_fresh):
-            t._dsp_view = first, recipe.view
+            t.viewed_from = first, recipe.view
     for t in made if outcome.rows and op.what.name in ALIASES else ():  # type: ignore[union-attr]  # would be a view
         as_copy(op, t, x)
     if op.views and first is not None and memory(parts[0].local) != memory(x):

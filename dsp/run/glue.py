@@ -266,7 +266,7 @@ class Glue(Between):
         first = args[0]
         if recipe.view is not None:
             for t in made:
-                t._dsp_view = first, recipe.view
+                t.viewed_from = first, recipe.view
         if torn:
             self.run.reshape_copied(first, made[0])
         if (copied := first.__dict__.get("_dsp_copy_of")) is not None:

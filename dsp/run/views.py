@@ -42,9 +42,9 @@ class ViewBase:
 
     def __init__(self, t: Sharded) -> None:
         self.tensor, self.cut, self.shape = t, t.at.cut, t.at.shape
-        found: Copies | None = t.__dict__.get("_dsp_copies")
+        found: Copies | None = t.copies
         if found is None or found.version != version(t):  # written in place: the copies are of the past
-            found = t._dsp_copies = Copies(version(t))  # type: ignore[attr-defined]
+            found = t.copies = Copies(version(t))
         self.copies = found
 
     @cached_property
@@ -73,7 +73,7 @@ class ViewBase:
 
 def view_base(t: Sharded) -> ViewBase:
     """The base of a view, or `t` itself, with its copies."""
-    while (view := t.__dict__.get("_dsp_view")) is not None:
+    while (view := t.viewed_from) is not None:
         t = view[0]
     return ViewBase(t)
 
@@ -86,7 +86,7 @@ def forget(t: Sharded) -> None:
 def views_of(t: Sharded) -> list[View]:
     """The operations that made `t` of its base, in order."""
     views = []
-    while (view := t.__dict__.get("_dsp_view")) is not None:
+    while (view := t.viewed_from) is not None:
         t, made = view
         views.append(made)
     return views[::-1]
