@@ -241,6 +241,10 @@ class Recompute:
         return False
 
 
+# what the collector of garbage calls on a tensor that goes, whatever runs then
+set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
+
+
 __all__ = [
     "COMPILERS_OWN",
     "GRAD_SWITCH",
@@ -293,6 +297,7 @@ __all__ = [
     "pytree",
     "saving_hooks",
     "schema_of",
+    "set_backward_hooks",
     "set_compiled_call",
     "storage_id",
     "uncompiled",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dsp.gradients import global_stride
 from dsp.layout import At, unwritable
-from dsp.private import OpOverload, backward_pass, is_view, pytree, storage_id
+from dsp.private import OpOverload, backward_pass, is_view, pytree, set_backward_hooks, storage_id
 from dsp.tensors import NO
 
 MIXED = "got mixed torch.Tensor and DTensor"  # says torch
@@ -254,6 +254,7 @@ _version retains_grad
     Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
     Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_hook,
     Tensor.retain_grad, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
-    Tensor.is_pinned, Tensor.is_shared, Tensor.is_conj, Tensor.is_neg, is_view, torch.is_floating_point,
+    set_backward_hooks, Tensor.is_pinned, Tensor.is_shared, Tensor.is_conj, Tensor.is_neg, is_view,
+    torch.is_floating_point,
     torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.is_signed, torch.result_type,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.private import set_backward_hooks
 from dsp.rules.written_out import KERNELS, KEYWORDS, WRITTEN_OUT
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
@@ -37,6 +38,7 @@ HOMONYMS = {
     torch.autograd.grad: "autograd_grad",
     Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
     Tensor.requires_grad_: "requires_grad",
+    set_backward_hooks: "register_hook",
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }
 

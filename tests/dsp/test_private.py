@@ -348,6 +348,12 @@ def tensors() -> None:
     assert private.base_of(view) is x
     assert private.base_of(x) is None
     assert (private.is_view(view), private.is_view(x)) == (True, False)
+    seen = []
+    kept = x.clone().requires_grad_()
+    kept.register_hook(seen.append)
+    private.set_backward_hooks(kept, None)
+    kept.sum().backward()
+    assert seen == []
     before = private.version_of(x)
     view.add_(1)
     assert private.version_of(x) == before + 1

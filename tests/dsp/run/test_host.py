@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.private import all_gather
+from dsp.private import all_gather, set_backward_hooks
 from dsp.run.agreement import small
+from dsp.sharded import Sharded
 from tests.support.toys import Along, C, Glued
 
 STAGES = Glued.stages
@@ -390,3 +391,30 @@ def test_an_error_between_stages_says_what_a_sharded_tensor_is(ranks) -> None:
         assert "dsp: at test_host.py:" in note
         assert "in Exact, t is sharded: a dsp.sharded.Sharded" in note
         assert "is named in stages" in note
+
+
+class Collecting(Model):
+    """The collector of garbage lets go of a sharded tensor in the middle of a forward, as it may at any operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        set_backward_hooks(y, None)
+        z = torch.cat([y, y], 1)  # each piece stays sharded on its own
+        if isinstance(z, Sharded):
+            assert z.at.cut.joined
+            Sharded.__torch_function__(set_backward_hooks, (Sharded,), (z, None))
+        return super().forward(y)
+
+
+def collecting(mesh: DeviceMesh) -> None:
+    single = Collecting()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x = inputs()
+    for _ in range(2):
+        torch.testing.assert_close(model(x), single(x))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_collector_may_come_at_any_operation(ranks, n: int) -> None:
+    """On one rank and not on the next: there is nothing to be done with others."""
+    ranks(collecting, n)
