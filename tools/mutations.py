@@ -336,6 +336,13 @@ FAULTS = [
         "dsp/run/test_lookup::test_two_that_read_the_same_are_decided_apart",
     ),
     Fault(
+        "what the collector of garbage does is an operation of the model",
+        "dsp/rules/functions.py",
+        '    set_backward_hooks: "register_hook",\n',
+        "",
+        "dsp/run/test_host::test_the_collector_may_come_at_any_operation",
+    ),
+    Fault(
         "a stage that no plan has is not noted",
         "dsp/run/lookup.py",
         'key[0] == "stage" or ',
