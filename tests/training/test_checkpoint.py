@@ -1,5 +1,7 @@
 """Checkpoints: exact, resharded, checked, refused."""
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -315,6 +318,20 @@ class Exploit:
         return os.system, ("echo owned > owned.txt",)
 
 
+class Reach:
+    """Whatever hangs on a class that a checkpoint may name."""
+
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+class Early(pickle.Pickler):
+    """Python 3.11 before 3.11.4, which pickles a member of an enumeration as its getattr."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
 def forge(path, payload):
     """Replace `.metadata` and make the manifest agree, as somebody who hands out a bad checkpoint would."""
     (path / ".metadata").write_bytes(pickle.dumps(payload))
@@ -334,6 +351,7 @@ def test_a_crafted_pickle_runs_nothing(run, monkeypatch):
     for payload, reason in [
         (Exploit(), "system"),
         ({"state_dict_metadata": Exploit()}, "system"),
+        ({"state_dict_metadata": Reach()}, "builtins.getattr"),
         ("text", "holds no checkpoint metadata"),
         (escaping, "secret"),
     ]:
@@ -343,6 +361,17 @@ def test_a_crafted_pickle_runs_nothing(run, monkeypatch):
         assert state["step"] == 1
         assert reason in said[0]
     assert not (directory / "owned.txt").exists()
+
+
+def test_metadata_of_an_early_python_are_read(run):
+    path = run[0] / "step-00000002" / ".metadata"
+    genuine = pickle.loads(path.read_bytes())
+    written = io.BytesIO()
+    Early(written).dump(genuine)
+    assert b"getattr" in written.getvalue()
+    path.write_bytes(written.getvalue())
+    files = {info.relative_path for info in genuine.storage_data.values()}
+    assert verify.read_metadata(path, files) == genuine
 
 
 def test_only_tensors_are_accepted(run):

@@ -6,6 +6,7 @@ DCP itself loads a shard with a flipped bit without a word, and unpickles what i
 import hashlib
 import pickle
 from collections.abc import Callable
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,19 @@ _ALLOWED = {
 }
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an enumeration: Python 3.11 before 3.11.4 pickles one as its getattr."""
+    if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs but for enumerations")
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Builds DCP's own data classes and nothing else, so that reading a file cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
