@@ -26,6 +26,7 @@ port=$((20000 + SLURM_JOB_ID % 10000))  # two jobs may share a node
 stopped=
 stop() { # the steps alone get the signal: this script has to outlive them
     stopped=1
+    interrupted=1
     scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap stop USR1 TERM
@@ -35,9 +36,9 @@ srun --kill-on-bad-exit=1 dsp-launch \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port" \
     train.py "$@" resume=true &
 step=$!
-wait "$step"
-status=$?
-while kill -0 "$step" 2>/dev/null; do # a signal ended `wait`, not the step
+interrupted=1
+while [ -n "$interrupted" ]; do # a signal ends `wait`, and not the step
+    interrupted=
     wait "$step"
     status=$?
 done
