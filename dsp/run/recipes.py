@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -60,10 +60,7 @@ class Recipe:
 
     def of(self, node: PlannedNode | None) -> Recipe:
         """The same for another node, of which the plan asks as little."""
-        return Recipe(
-            node, self.frame, self.wanted, self.via, self.outcome, self.push, self.view, self.draws, self.whole,
-            self.prepared, self.ready, self.ats,
-        )  # fmt: skip
+        return replace(self, node=node)
 
 
 class PreparedCall(NamedTuple):
