@@ -6,23 +6,23 @@
 One file for every architecture, read from top to bottom: config, mesh, data, model, dsp, fsdp, optimizer, loop.
 """
 
-import itertools
 import math
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dsp
@@ -36,7 +36,17 @@ from zoo.training.guard import Diverged, Guard, Kept
 from zoo.training.loader import Micro, batches, place
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, without_weights
-from zoo.training.optim import MovingAverage, average_cut, averaged, clip_gradients, optimizers
+from zoo.training.optim import (
+    MovingAverage,
+    average_cut,
+    averaged,
+    clip_gradients,
+    optimizers,
+    runs_ahead,
+    set_learning_rate,
+    skipping,
+)
+from zoo.training.outcome import Outcome
 from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
 from zoo.training.records import naming
@@ -68,8 +78,11 @@ class Run:
     guard: Guard
     saver: Saver
     profiler: Profiler
+    ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
+    waiting: list[Outcome] = field(default_factory=list)  # of steps whose numbers the host has not read yet
+    last: Outcome = None  # type: ignore[assignment]  # the last that it has
 
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
@@ -107,22 +120,24 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # that a method has cut over sp are none of its business
     weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
     policy = MixedPrecisionPolicy(compute_dtype(config), torch.float32, cast_forward_inputs=False)
+    kept_at = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.train.offload else OffloadPolicy()
+    share = partial(fully_shard, mesh=weights_over, offload_policy=kept_at, ignored_params=cut)
     for stage in stages:
-        fully_shard(stage, mesh=weights_over, mp_policy=replace(policy, cast_forward_inputs=True), ignored_params=cut)
-    fully_shard(model, mesh=weights_over, mp_policy=policy, ignored_params=cut)
+        share(stage, mp_policy=replace(policy, cast_forward_inputs=True))
+    share(model, mp_policy=policy)
     # it warns of outputs that are views, which only in-place operations on them would break: nothing here has any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    initialize(model, task, device)
+    initialize(model, task, device, torch.device("cpu") if config.train.offload else None)
 
     # optimizer: and, beside it, the weights that are judged
-    updates = optimizers(model, config.optim)
+    updates = optimizers(model, config.optim, fused=bool(config.train.ahead))
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
     guard = Guard(config.train)
     saver = Saver(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     return Run(
         config, device, stop, task, show, mesh, model, objective, predictor, updates, average, directory, {0: plan},
-        guard, saver, Profiler(config.profile, directory, device),
+        guard, saver, Profiler(config.profile, directory, device), runs_ahead(config.train.ahead, updates),
     )  # fmt: skip
 
 
@@ -201,8 +216,8 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     """One update of the weights. Returns what to log, and whether any rank was asked to stop."""
     options, accumulation = run.config.train, run.config.train.accumulation
     lr = learning_rate(run.config.optim, step, options.steps)
-    for param_group in itertools.chain(*(optimizer.param_groups for optimizer in run.optimizers)):
-        param_group["lr"] = lr
+    for optimizer in run.optimizers:
+        set_learning_rate(optimizer, lr)
     torch.manual_seed(hash_seed("dropout", options.seed, step, data_parallel(run)[0]))  # a resumed run draws the same
     run.objective.train()
     losses: dict[str, Any] = {}
@@ -214,19 +229,52 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
     average_cut(run.model, run.mesh)
     norm = clip_gradients(run.model, options.clip or math.inf)
-    *means, stopping = ranks.total(*(float(v) / dist.get_world_size() for v in losses.values()), run.stop.requested)
-    losses = dict(zip(losses, means))
-    loss = sum(means)
-    if run.guard.copies(step, loss):  # by the same numbers on every rank, as what follows
-        run.guard.kept = kept(run)
-    taken = run.guard.takes(step, loss, norm, run)
+    outcome = Outcome(step, lr, losses, norm, run.guard.limit, run.stop.requested)
+    run.waiting.append(outcome)
+    if run.ahead and not wanted_now(run, step):
+        update(run, outcome.taken)
+        last = judge(run, left=1)
+    else:
+        last = judge(run)
+        if run.guard.taken == step:
+            update(run)
     for optimizer in run.optimizers:
-        if taken:
-            optimizer.step()
         optimizer.zero_grad()
-    if run.average and taken:
-        run.average.update()
-    return {"loss": loss, **named(losses), "grad_norm": norm, "lr": lr, "skipped": run.guard.skipped}, bool(stopping)
+    if last.stopping:
+        last = judge(run)
+    values = {"loss": last.loss, **named(last.losses), "grad_norm": last.norm, "lr": last.lr}
+    return values | {"skipped": run.guard.skipped}, last.stopping
+
+
+def judge(run: Run, left: int = 0) -> Outcome:
+    """Judge the steps whose numbers the host has not read yet, but for the last `left`; return the last that was."""
+    try:
+        while len(run.waiting) > left:
+            run.last = outcome = run.waiting.pop(0)
+            if run.guard.copies(outcome.step, outcome.loss):  # by the same numbers on every rank, as what follows
+                run.guard.kept = kept(run)
+            run.guard.takes(outcome, run)
+    except Diverged:
+        with suppress(Diverged):
+            judge(run)  # a step that the device has taken by now counts
+        raise
+    return run.last
+
+
+def update(run: Run, taken: Tensor | None = None) -> None:
+    """Update the weights; `taken`: zero if the device is to skip this (0-d)."""
+    for optimizer in run.optimizers:
+        skipping(optimizer, taken)
+        optimizer.step()
+    if run.average:
+        run.average.update(taken)
+
+
+def wanted_now(run: Run, step: int) -> bool:
+    """Tell whether the numbers of a step are wanted before the next one begins."""
+    config, steps = run.config, run.config.train.steps
+    every = config.log.every, config.checkpoint.every, config.eval.every, config.sample.every, config.train.sound
+    return step in (run.start + 1, steps) or any(due(number, step, steps) for number in every)
 
 
 # ------------------------------------------------------------------------------------- validation, samples, checkpoints

@@ -5,11 +5,14 @@ import math
 import os
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.paths import ROOT
@@ -52,8 +55,8 @@ def test_the_guard_judges_alike_after_a_resume():
     whole, parts = Guard(options), Guard(options)
     for step, norm in enumerate(norms, 1):
         parts = Guard(options, parts.state())  # saved and taken up again at each step
-        why = whole.reason(step, 0.5 if norm == 100.0 else norm, norm)
-        assert parts.reason(step, 0.5 if norm == 100.0 else norm, norm) == why
+        why = whole.reason(step, 0.5 if norm == 100.0 else norm, norm, whole.limit)
+        assert parts.reason(step, 0.5 if norm == 100.0 else norm, norm, parts.limit) == why
         assert parts.state() == whole.state()
         assert bool(why) == (norm > 50 or norm != norm)
         if step == FEWEST + 1:
@@ -73,7 +76,7 @@ def poison(trainer, monkeypatch, *steps):
         return train_step(run, step, *args)
 
     monkeypatch.setattr(trainer, "train_step", watched)
-    monkeypatch.setattr(trainer, "clip_gradients", lambda *a: math.nan if at[0] in steps else real(*a))
+    monkeypatch.setattr(trainer, "clip_gradients", lambda *a: real(*a) * (math.nan if at[0] in steps else 1))
 
 
 def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, capsys):
@@ -92,6 +95,54 @@ def test_a_bad_step_is_skipped_and_the_run_goes_on(run, trainer, monkeypatch, ca
         half = run("name=half", *short, expect=trainer.STOPPED)
     run("name=half", *short, "resume=true")
     assert metrics(half, *KEYS, "skipped") == metrics(whole, *KEYS, "skipped")
+
+
+AHEAD = ["train.ahead=true", "train.ema=0.5", "sample.every=0", "eval.every=0", "checkpoint.every=0", "log.every=4"]
+
+
+def test_a_step_taken_before_its_numbers_are_read_is_the_same(run, trainer, monkeypatch, capsys):
+    """With a log line for each step the host reads every one at once; with one for four steps it does not."""
+    poison(trainer, monkeypatch, 3, 6)
+    options = ["train.steps=8", *AHEAD]
+    runs = [run(f"name=every-{every}", *options, f"log.every={every}") for every in (1, 4)]
+    assert capsys.readouterr().out.count("step 6 is skipped: loss ") == 2
+    logged = [metrics(directory, *KEYS, "skipped") for directory in runs]
+    assert list(logged[1]) == [1, 4, 8]
+    assert all(logged[0][step] == values for step, values in logged[1].items())
+    weights = [checkpoint_tensors(directory / "checkpoints" / "step-00000008") for directory in runs]
+    assert weights[0].keys() == weights[1].keys()
+    assert any(name.startswith("average.") for name in weights[0])
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=0, msg=name)
+
+
+def checkpoint_tensors(path):
+    tensors = {}
+    for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings(action="ignore"):  # that it is one process
+        dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+@pytest.mark.slow
+def test_a_signal_is_seen_a_step_later_and_resuming_is_bitwise(run, trainer, monkeypatch):
+    options = ["train.steps=8", "train.spike=50", *AHEAD]
+    whole = run("name=whole", *options)
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 6)
+        half = run("name=half", *options, expect=trainer.STOPPED)
+    assert [p.name for p in (half / "checkpoints").iterdir()] == ["step-00000007"]
+    assert metrics(run("name=half", *options, "resume=true"), *KEYS)[8] == metrics(whole, *KEYS)[8]
+
+
+@pytest.mark.slow
+def test_what_the_device_has_taken_by_the_time_a_run_diverges_counts(run, trainer, monkeypatch, capsys):
+    poison(trainer, monkeypatch, 6)
+    directory = run("train.steps=8", *AHEAD, "train.skip=0", "checkpoint.every=4", expect=2)
+    assert "step 6: loss" in (said := capsys.readouterr().err)
+    assert "weights before step 7 still gave a finite loss" not in said
+    assert f"known to be sound is {directory}/checkpoints/step-00000004" in said
 
 
 def test_too_many_bad_steps_end_the_run_and_leave_the_last_sound_weights(run, trainer, monkeypatch, capsys):
@@ -300,3 +351,34 @@ def test_a_run_with_another_optimizer_resumes_bitwise(run, trainer, monkeypatch)
     assert metrics(run("name=half", *options, "resume=true"), *KEYS) == metrics(whole, *KEYS)
     losses = [loss for (loss,) in metrics(whole, "loss").values()]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_weights_in_host_memory_are_trained_alike(run):
+    """On a CPU all of it is there already: the way is that of a GPU, but for what it is there for."""
+    options = ["sample.every=0", "train.ema=0.5"]
+    plain, kept = run("name=plain", *options), run("name=kept", *options, "train.offload=true", "train.steps=2")
+    kept = run("name=kept", *options, "train.offload=true", "resume=true")
+    assert metrics(kept, *KEYS, "val_loss") == metrics(plain, *KEYS, "val_loss")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torchao's own, as it is imported and compiles
+def test_moments_in_8_bits_resume_bitwise_and_are_stored_whole(run, trainer, monkeypatch):
+    """On a run that was not stopped the moments are those that the stopped one took from its checkpoint."""
+    pytest.importorskip("torchao")
+    options = ["optim.name=adamw8bit", "model.overrides.hidden=64", "sample.every=0", "eval.every=0"]
+    whole, plain = run("name=whole", *options), run("name=plain", *options, "optim.name=adamw")
+    with monkeypatch.context() as patch:
+        stop_at(trainer, patch, 2)
+        half = run("name=half", *options, expect=trainer.STOPPED)
+    stored = checkpoint_tensors(half / "checkpoints" / "step-00000002")
+    assert {t.dtype for t in stored.values()} == {torch.float32}
+    packed = [t for name, t in stored.items() if name.endswith("exp_avg") and t.numel() >= 4096]
+    assert packed
+    assert all(len(block.unique()) <= 256 for t in packed for block in t.flatten().split(256))
+    resumed = metrics(run("name=half", *options, "resume=true"), *KEYS)
+    assert resumed == metrics(whole, *KEYS)
+    losses = [metrics(directory, "loss")[4][0] for directory in (whole, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

@@ -317,6 +317,12 @@ def _check_values(config: Config) -> None:
     recomputed = config.train.checkpoint_activations
     if config.parallel.save_exchanges and recomputed != "stages":
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {recomputed}")
+    if config.train.ahead and config.optim.name != "adamw":
+        raise UserError("train.ahead=true needs optim.name=adamw, whose kernel skips a bad step without the host")
+    if config.train.offload and config.parallel.method != "dsp":
+        raise UserError(
+            f"train.offload needs parallel.method=dsp, not {config.parallel.method}, which cuts the weights"
+        )
     if (fps := getattr(config.data, "fps", None)) is not None and not fps > 0:
         raise UserError(f"data.fps={fps}: must be more than 0; null for the video's own")
     if (speed := getattr(config.data, "speed", None)) and not 0 <= speed[0] <= speed[1]:

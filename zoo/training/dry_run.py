@@ -85,7 +85,10 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     trained = sum(p.numel() for p in trainable(model))
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    weights = (16 * trained + compute_dtype(config).itemsize * frozen) * replicate // dist.get_world_size()
+    each = 10 if config.optim.name == "adamw8bit" else 16
+    weights = (each * trained + compute_dtype(config).itemsize * frozen) * replicate // dist.get_world_size()
+    if config.train.offload and device.type == "cuda":
+        weights = 0
     if (weights + plan.peak) * ranks > there:  # roughly; it takes time to say it exactly
         need = Memory(config, task, model).total(sp) * ranks
         if need > there:
@@ -120,20 +123,27 @@ class Memory:
         shards = (shard or self.config.parallel.dp_shard) * sp
         over = f"in fp32 over {number_of(shards, 'rank')}"
         activations = self.kept[way or train.checkpoint_activations].bytes
+        moments = trained * 8, f"two {over}"
+        if self.config.optim.name == "adamw8bit":  # and a scale in fp32 for each 256 numbers
+            moments = 2 * (trained + trained // 64), f"two in 8 bits over {number_of(shards, 'rank')}"
         rows = [
             ("parameters", trained * 4 // shards, f"{amount(trained)} {over}"),
             ("gradients", trained * 4 // shards, over),
-            ("AdamW moments", trained * 8 // shards, f"two {over}"),
-            ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
-            ("activations", -(-activations // sp), "kept for backward, this rank's share"),
+            ("AdamW moments", moments[0] // shards, moments[1]),
         ]
         if train.ema > 0:
-            rows.insert(3, ("averaged weights", trained * 4 // shards, over))
+            rows.append(("averaged weights", trained * 4 // shards, over))
         if frozen:
             kind = f"{amount(frozen)} in {train.precision} over {number_of(shards, 'rank')}"
             rows.insert(1, ("frozen parameters", frozen * self.width // shards, kind))
+        if train.offload:
+            rows = [(what, 0, f"{size(held)} in host memory, {note}") for what, held, note in rows]
         if train.accumulation > 1:
-            rows.insert(2, ("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
+            rows.append(("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
+        rows += [
+            ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
+            ("activations", -(-activations // sp), "kept for backward, this rank's share"),
+        ]
         return [*rows, ("total", sum(held for _, held, _ in rows), "")]
 
     def total(self, sp: int, way: str | None = None, shard: int | None = None) -> int:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zoo.training.checkpoint import Held
+from zoo.training.outcome import Outcome
 from zoo.training.ranks import say
 from zoo.training.sections import Train
 
@@ -41,13 +42,19 @@ class Guard:
         counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.sound, "taken": self.taken}
         return {"norms": list(self.norms), **counts}
 
+    @property
+    def limit(self) -> float:
+        """The gradient norm above which a step is a spike."""
+        return self.spike * self._usual() if self.spike and len(self.norms) >= FEWEST else math.inf
+
     def copies(self, step: int, loss: float) -> bool:
         """Tell whether the weights, which gave this loss in `step`, are to be kept."""
         return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
 
-    def takes(self, step: int, loss: float, norm: float, run: Any) -> bool:
+    def takes(self, outcome: Outcome, run: Any) -> bool:
         """Tell whether `run` takes a step. A skipped step is said and recorded; Diverged if there were too many."""
-        why = self.reason(step, loss, norm)
+        step = outcome.step
+        why = self.reason(step, outcome.loss, outcome.norm, outcome.limit)
         if why:
             self.check(step, why, last=step == run.config.train.steps)
             say(f"step {step} is skipped: {why}")
@@ -55,14 +62,14 @@ class Guard:
                 run.tracker.log(step, skipped_because=why)
         return not why
 
-    def reason(self, step: int, loss: float, norm: float) -> str:
+    def reason(self, step: int, loss: float, norm: float, limit: float) -> str:
         """Why a step is not to be taken; '' if it is."""
         if math.isfinite(loss):
             self.sound = step
         if not math.isfinite(loss + norm):
             why = f"loss {loss}, gradient norm {norm}"
-        elif 0 < self.spike < self._times(norm):
-            why = f"gradient norm {norm:.4g}, {self._times(norm):.1f} times the usual one"
+        elif norm > limit:
+            why = f"gradient norm {norm:.4g}, {norm / self._usual():.1f} times the usual one"
         else:
             self.norms.append(norm)
             self.in_row, self.taken = 0, step
@@ -71,8 +78,8 @@ class Guard:
         self.in_row += 1
         return why
 
-    def _times(self, norm: float) -> float:
-        return norm / max(median(self.norms), 1e-30) if len(self.norms) >= FEWEST else 0.0
+    def _usual(self) -> float:
+        return max(median(self.norms), 1e-30)
 
     def check(self, step: int, why: str, last: bool) -> None:
         """Diverged if too many steps in a row were skipped, or the last ones of the run."""

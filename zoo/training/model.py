@@ -112,9 +112,15 @@ def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
     return ways["stages"]
 
 
-def initialize(model: nn.Module, task: Task, device: torch.device) -> None:
-    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks."""
-    model.to_empty(device=device)
+def initialize(model: nn.Module, task: Task, device: torch.device, weights: torch.device | None = None) -> None:
+    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks.
+
+    weights: the device on which parameters are kept, if not on `device`, where buffers are.
+    """
+    model.to_empty(device=weights or device)
+    for module in model.modules() if weights else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     torch.manual_seed(task.config.train.seed)
     made: list[nn.Module] = []
     on_first_rank(lambda: made.append(initial.source(task)))

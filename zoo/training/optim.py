@@ -1,6 +1,6 @@
 """The update of the weights: optimizers, gradient norms, averaged weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zoo.training import UserError
 from zoo.training.sections import Optim
 
 
-def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, options: Optim, fused: bool = False) -> list[torch.optim.Optimizer]:
     """The optimizers of the weights; vectors (biases, scales) are not decayed.
+
+    fused: AdamW in one kernel a group, as it always is on CUDA. adamw8bit is AdamW with moments in 8 bits (Dettmers et
+    al., 2022), torchao's.
 
     muon makes the update of every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al.,
     2025), and leaves vectors and kernels of convolutions to AdamW. Both are torch's own; its Adafactor takes no sharded
@@ -33,11 +37,46 @@ def optimizers(model: nn.Module, options: Optim) -> list[torch.optim.Optimizer]:
     betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
     found: list[torch.optim.Optimizer] = []
     if groups:
-        fused = all(p.is_cuda for group in groups for p in group["params"])  # one kernel a group
-        found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay, fused=fused))
+        if options.name == "adamw8bit":
+            found.append(adamw_8bit()(groups, options.lr, betas, options.eps, decay))
+        else:
+            fused = fused or all(p.is_cuda for group in groups for p in group["params"])
+            found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay, fused=fused))
     if matrices:
         found.append(torch.optim.Muon(matrices, options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     return found
+
+
+def adamw_8bit() -> Any:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise UserError("optim.name=adamw8bit needs a package: pip install torchao") from None
+    return AdamW8bit
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of all groups; torchao's optimizers keep it in a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def runs_ahead(wanted: bool | None, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Tell whether a step may be taken before its numbers are on the host: the device skips a bad one by itself.
+
+    wanted: None is yes on CUDA. That needs AdamW's fused kernel, which takes the decision as a tensor.
+    """
+    able = all(isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in optimizers)
+    on_cuda = all(p.is_cuda for o in optimizers for group in o.param_groups for p in group["params"])
+    return able and (on_cuda if wanted is None else wanted)
+
+
+def skipping(optimizer: Any, taken: Tensor | None) -> None:
+    """Let the kernel of a fused AdamW skip its next step if `taken` is zero; None: it takes it."""
+    optimizer.found_inf = None if taken is None else 1 - taken
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -59,14 +98,14 @@ def average_cut(model: nn.Module, mesh: DeviceMesh) -> None:
                 grad /= over.size()
 
 
-def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm that it was."""
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm that it was, 0-d."""
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    norm = reduce(torch.hypot, (n.full_tensor() for n in norms))
+    norm: Tensor = reduce(torch.hypot, (n.full_tensor() for n in norms))
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return norm.item()
+    return norm
 
 
 def averaged(average: "MovingAverage | None") -> AbstractContextManager[None]:
@@ -93,9 +132,13 @@ class MovingAverage:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def update(self) -> None:
-        average = [_local(value) for value in self.values.values()]
-        torch._foreach_lerp_(average, [_local(p) for p in self._trained().values()], 1 - self.decay)
+    def update(self, taken: Tensor | None = None) -> None:
+        """Follow the weights after a step; `taken`: zero if the device has skipped it (0-d)."""
+        average, weights = list(map(local_part, self.values.values())), list(map(local_part, self._trained().values()))
+        if taken is None:
+            torch._foreach_lerp_(average, weights, 1 - self.decay)
+        else:
+            torch._foreach_lerp_(average, weights, [taken * (1 - self.decay)] * len(average))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -112,12 +155,12 @@ class MovingAverage:
             if hasattr(module, "reshard"):
                 module.reshard()  # FSDP keeps what it last gathered, which is about to be out of date
         for name, p in self._trained().items():
-            weight, average = _local(p), _local(self.values[name])
+            weight, average = local_part(p), local_part(self.values[name])
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

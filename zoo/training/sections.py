@@ -66,7 +66,9 @@ class Hardware:
 
 @dataclass
 class Optim:
-    name: str = option("adamw", "optimizer", choices=("adamw", "muon"))
+    name: str = option(
+        "adamw", "optimizer; adamw8bit: moments in 8 bits (torchao)", choices=("adamw", "adamw8bit", "muon")
+    )  # fmt: skip
     lr: float = option(1e-4, "peak learning rate", least=0)
     betas: list[float] = option([0.9, 0.99], "AdamW's decay of the two moments", length=2)
     eps: float = option(1e-8, "AdamW's epsilon", least=0)
@@ -104,6 +106,10 @@ class Train:
     spike: float = option(
         0.0, "a gradient norm this many times the median of the last 100 is a spike; 0: no check", least=0
     )
+    ahead: bool | None = option(
+        None, "take a step before its numbers are on the host; the device skips a bad one; null: with AdamW on CUDA"
+    )
+    offload: bool = option(False, "keep weights, gradients and moments in host memory, where the optimizer runs")
     sound: int = option(0, "steps between copies in host memory of weights with a finite loss; 0: none", least=0)
     workers: int = option(0, "processes a rank that make batches; 0: a thread makes them", least=0)
     prefetch: int = option(1, "batches that each of them makes ahead", least=1)
