@@ -144,6 +144,7 @@ def test_cluster(script, tmp_path: Path) -> None:
     assert namespaces() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("root_only")
 def test_hosts_leave_nothing_behind(script) -> None:
     hosts = script("hosts")
@@ -208,6 +209,7 @@ def steps_of(script, values: dict[str, float]) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, capsys) -> None:
     cost = script("cost_model")
     values = dict(zip(cost.PARAMETERS, (2e-10, 1e-9, 3e-4, 1.2, 1.1, 0.9, 1.3), strict=True))

@@ -62,7 +62,7 @@ def amiss(kind: str, y: Tensor) -> Tensor:
         ("refused", "refused", "", ""),
         ("raw error", "raw error", "", ""),
         ("dies", "raw error", "", ""),
-        ("hangs", "**hangs**", "", ""),
+        slow("hangs", "**hangs**", "", ""),
     ],
 )
 def test_of_a_fabricated_contender(script, monkeypatch, kind: str, entry: str, averaged: str, summed: str) -> None:

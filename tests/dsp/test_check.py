@@ -27,7 +27,7 @@ def passes(mesh: DeviceMesh, name: str) -> tuple[bool, str]:
     return bool(report), report.text()
 
 
-@pytest.mark.parametrize("name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Folded", "Loss"))
+@pytest.mark.parametrize("name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Loss"))
 def test_right_models_pass(ranks, name: str) -> None:
     for ok, text in ranks(passes, 2, name):
         assert ok, text

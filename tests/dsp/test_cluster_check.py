@@ -42,6 +42,7 @@ def found(path):
     return report, {state: [f for f in report["findings"] if f["state"] == state] for state in ("warning", "FAILED")}
 
 
+@pytest.mark.slow
 def test_one_host(whole_world, tmp_path):
     out = tmp_path / "check.json"
     assert whole_world(run_here, 2, ["--out", str(out)], ["a"] * 2) == [0] * 2

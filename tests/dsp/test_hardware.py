@@ -116,6 +116,7 @@ def sizing(height: int, memory: float, frames: int = 16, **options: object) -> d
     return dsp.choose(model, kwargs=kwargs, hardware=hardware, dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_smallest_that_fits() -> None:
     peaks = {n: plan.peak for n, plan in sizing(64, 80e9).plans.items()}
     assert sorted(peaks.values(), reverse=True) == list(peaks.values())

@@ -80,6 +80,7 @@ def checked(mesh: DeviceMesh) -> str:
     return dsp.check(Joint(), kwargs=inputs(2), mesh=mesh).text()
 
 
+@pytest.mark.slow
 def test_check_takes_lists_at_two_sizes(ranks) -> None:
     for text in ranks(checked, 2):
         assert "float64: ok" in text
@@ -94,6 +95,7 @@ def test_a_plan_names_the_items() -> None:
     assert set(one.inputs["x[0]"]) <= set("cthw")  # plain names where the sizes are one
 
 
+@pytest.mark.slow
 def test_discover_finds_one_pattern_for_all_items() -> None:
     torch.manual_seed(0)
     x = [torch.randn(4, 5, 7), torch.randn(4, 3, 6)]

@@ -19,6 +19,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", slow_but(ENDS, "a status"))
 def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None:
     """Two jobs at a time do not meet at one port."""

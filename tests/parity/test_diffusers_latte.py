@@ -53,6 +53,7 @@ def moved(mesh: DeviceMesh, ckpt: bool, gather: bool) -> tuple[dict, dict]:
     return comm.by_collective(), plan.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "ckpt"), [(2, True), slow(4, False), long(4, True)])
 def test_bytes_equal_the_hand_derived_formula(ranks, n: int, ckpt: bool) -> None:
     # M = B·T·S·D elements of 8 bytes; 3 layers of two blocks; patch 2; 8 channels come out

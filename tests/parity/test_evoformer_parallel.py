@@ -72,6 +72,7 @@ def real_plan(name: str, s: int, r: int, n: int, **overrides: Any) -> dsp.Plan:
     return dsp.plan(model, kwargs=given, size=n, dtype=torch.bfloat16, gather_output=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "s", "r"), [long(2, 512, 768), long(4, 128, 1024), (8, 512, 768)])
 def test_a_block_of_alphafold_2_sends_what_it_must(n: int, s: int, r: int) -> None:
     """Forward: less than FastFold's schedule, and on four or more ranks what switching triangle channels takes."""
@@ -87,6 +88,7 @@ def test_a_block_of_alphafold_2_sends_what_it_must(n: int, s: int, r: int) -> No
         assert block == channels
 
 
+@pytest.mark.slow
 def test_a_block_of_alphafold_3_gathers_small_things_only() -> None:
     r = 1024
     plan = real_plan("pairformer", 64, r, 8, depth=2, msa_depth=1)

@@ -28,6 +28,7 @@ OF_A_KIND = {  # others show the same
     "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba", "st_mamba-sst",
     "st_mamba-2-sst", "st_rwkv-sst", "latte-2-class", "latte-2-text", "latte-3-class", "latte-3-text", "latte-4-class",
     "stdit-v3", "axial-video-summed", "axial-image", "latte-text",
+    "st_rwkv", "st_mamba-2", "hunyuan-alone", "transformer2d-stdit",
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str
     assert done.stderr.strip().split("\n")[-1].endswith(said)
 
 
+@pytest.mark.slow
 def test_the_library_and_the_models_need_the_core_alone(tmp_path: Path) -> None:
     others = "omegaconf wandb PIL sklearn Bio av diffusers safetensors transformers yaml".split()
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({others}))")

@@ -40,6 +40,7 @@ class Demo(Runs):
         return super().arguments(*SHORT, *SHORT_TASK[self.data], *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

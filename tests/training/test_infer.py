@@ -15,6 +15,7 @@ from zoo.training import UserError
 from zoo.training.show.options import checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [["--label", 3, 7, "--frames", 7, "--steps", 3], slow(["--clips", 3, "--height", 8])]
 )
@@ -81,6 +82,7 @@ def test_the_first_rank_speaks_of_the_command_line_and_all_end_alike(run, monkey
         assert (out + err).startswith(said) if rank == 0 else out + err == ""
 
 
+@pytest.mark.slow
 def test_clips_of_pixels_go_on_from_a_frame_and_are_written_as_mp4(trainer, tmp_path, monkeypatch, capsys):
     """Digits on grey pixels: a colour picture is made grey, and the frame held is the one that comes out."""
     runs = Runs(trainer, tmp_path)

@@ -53,6 +53,7 @@ def arrays(path):
         return dict(stored)
 
 
+@pytest.mark.slow
 def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, whole_world, capsys):
     pair = [alignment(tmp_path / f"{name}.a3m", row, row[::-1]) for name, row in zip("AB", CHAINS)]
     options = [run, *pair, "--complex", "--recycles", 1, "--least", 0]
@@ -144,6 +145,7 @@ def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path,
             assert len(picture.convert("RGB").getcolors(1 << 20)) > 5
 
 
+@pytest.mark.slow
 def test_an_alignment_is_found_beside_its_structure_or_given(run, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     structure = shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / "in")
@@ -160,6 +162,7 @@ def test_an_alignment_is_found_beside_its_structure_or_given(run, tmp_path, caps
     assert "2 of 4 rows" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
     def error(*arguments):
         assert infer(run, *arguments, "--out", tmp_path / "out") == 2

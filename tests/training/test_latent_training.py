@@ -280,6 +280,7 @@ def test_a_shard_that_goes_in_the_middle_is_named(run):
         user_error(task.batch, objective, 0, 0, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_folder(run, capsys):
     options = ["data.path=null", "data.buckets=[2x4x4,8x16x16@24]", "parallel.sp=2", "dry_run=true"]
     run(*options)

@@ -60,6 +60,7 @@ def test_a_row(name):
     assert plan.bytes["recompute"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["4-128-720m-128-2-64-1", slow("4-128-3b-1024-32-4-1")])
 def test_a_dry_run_finds_the_papers_sp(name, capsys, monkeypatch):
     """The paper took the smallest sp that fits an H100; so does the estimate of memory."""

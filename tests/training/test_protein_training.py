@@ -47,6 +47,7 @@ def run(trainer, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     records = run()
     losses = [record["loss"] for record in records if "loss" in record]

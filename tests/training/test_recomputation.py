@@ -99,6 +99,7 @@ def dropping(mesh, name, way, apart=False):
     return loss.detach(), averaged(model, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n"), [long("evoformer", 2), ("axial_image", 2), slow("axial_image", 3)])
 def test_what_was_dropped_is_dropped_again(ranks, name, n):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""

@@ -99,6 +99,7 @@ def refused(capsys, *arguments):
 # -------------------------------------------------------------------------------------------------------- in training
 
 
+@pytest.mark.slow
 def test_a_run_shows_samples_under_real_clips(run, data):
     """Clips of the largest shape, decoded, with their captions."""
     with Image.open(run / "samples/step-00000002.gif") as gif:
@@ -256,6 +257,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     torch.testing.assert_close(made, noise + free + 3 * (one - free), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_clips_go_on_from_a_frame(run, models, tmp_path, capsys):
     """The frame given is held: its latent comes back, so the first frame is its reconstruction."""
     picture = to_pixels(pixels(1)[:, 0]).permute(1, 2, 0)

@@ -87,6 +87,7 @@ def test_what_a_run_leaves(run, capsys):
     assert saved == cfg.load([*run.arguments("train.accumulation=2")])
 
 
+@pytest.mark.slow
 def test_accumulation_recompute_and_bf16(run, reference):
     """Two batches of 2 are a batch of 4; recomputing changes no bit; bf16 is near."""
     whole = metrics(reference, "loss", "grad_norm", "lr")
@@ -115,6 +116,7 @@ def test_compile(run, monkeypatch):
         assert compiled[step] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_of_videos_with_iddpm(run, tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     for i in range(3):
@@ -168,6 +170,7 @@ def test_a_signal_then_resume_is_bitwise(run, trainer, monkeypatch, capsys):
     assert [len((d / "metrics.jsonl").read_text().splitlines()) for d in (half, whole)] == [7, 6]
 
 
+@pytest.mark.slow
 def test_a_signal_during_validation_is_seen_and_validation_made_up_for(run, trainer, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_at(trainer, patch, 1, where="evaluate")
@@ -290,6 +293,7 @@ def test_averaged_weights_of_other_runs(run, whole_world):
 # --------------------------------------------------------------------------------------------------------- many ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -499,6 +503,7 @@ def test_wandb_offline_holds_the_same(run):
     assert table["data"]
 
 
+@pytest.mark.slow
 def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     """A key that nothing reads would be a promise that nothing keeps."""
     save_gif(tmp_path / "videos" / "0.gif", torch.rand(1, 3, 7, 8, 8) * 2 - 1)

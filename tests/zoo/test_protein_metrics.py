@@ -245,6 +245,7 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
         beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "n", "fsdp"),
     [("pairformer", 2, False), slow("evoformer", 3, True), long("evoformer", 3, False), long("pairformer", 2, True)],

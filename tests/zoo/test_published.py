@@ -117,6 +117,7 @@ def on_ranks(mesh: DeviceMesh, folder: Path, one: Tensor, branches: bool) -> Non
         assert (clips.int() - one.int()).abs().max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "branches"),
     [slow("wan-i2v", 3, False), long("wan-2.2", 4, True), ("latte", 2, False), long("wan-ti2v", 3, False)],

@@ -188,6 +188,7 @@ def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
     return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "n"), [slow("evoformer", 4), ("evoformer-first", 2), long("pairformer", 4)])
 def test_fastfold(ranks, case: str, n: int) -> None:
     for phase in zip(*ranks(protein, n, case)):

@@ -61,6 +61,7 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweep, "solve", lambda self: pytest.fail("a sweep takes a minute, and finds no better plan"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_sweep")
 def test_a_loop_is_planned_in_time_that_grows_with_its_steps() -> None:
     torch.manual_seed(0)

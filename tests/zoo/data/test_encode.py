@@ -118,6 +118,7 @@ def test_a_video_autoencoder_with_values_a_channel(clips, encoders, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_clips(whole, encoders, quiet, tmp_path, ranks):
     ranks(run_here, 4, whole, tmp_path / "out", encoders, "--shard-mib", 0.001)
     same(tmp_path / "out", quiet)
