@@ -156,7 +156,6 @@ def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stag
     assert 0 < busiest <= discovered[0][1]["forward"]  # the plan sums the busiest rank of each switch
 
 
-@pytest.mark.slow
 def test_the_dicts() -> None:
     assert found("Grid") == {
         "": "x=b t s c -> b t s c",

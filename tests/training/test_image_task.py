@@ -69,7 +69,6 @@ def test_a_grid_of_images(tmp_path):
         save_png(tmp_path / "grid.png", images.expand(-1, 2, -1, -1))
 
 
-@pytest.mark.slow
 def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
     run = Runs(trainer, tmp_path, CONFIG, "image.yaml")("name=image", "wandb.mode=disabled")
     assert metrics(run, "loss")[1] == pytest.approx((math.log2(17),), rel=1e-3)  # all levels alike at first

@@ -15,7 +15,6 @@ from zoo.training import UserError
 from zoo.training.show.options import checked
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [["--label", 3, 7, "--frames", 7, "--steps", 3], slow(["--clips", 3, "--height", 8])]
 )

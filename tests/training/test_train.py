@@ -293,7 +293,6 @@ def test_averaged_weights_of_other_runs(run, whole_world):
 # --------------------------------------------------------------------------------------------------------- many ranks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
