@@ -29,7 +29,17 @@ from dsp.rules.flex import OWN
 from dsp.rules.sources import FILLED, SOURCES
 from dsp.signature import Bound
 from dsp.stages import Stage
-from dsp.tensors import ByTensor, constants_in, edge, leading_to, memory, overwritten, tensors_in, version
+from dsp.tensors import (
+    ByTensor,
+    constants_in,
+    edge,
+    leading_to,
+    map_tensors,
+    memory,
+    overwritten,
+    tensors_in,
+    version,
+)
 
 UNMEASURED = Measured()  # of a run
 
@@ -158,6 +168,15 @@ class Recorder:
             options=stage.options(bound, sizes, self.record.n),
         )  # fmt: skip
         self.pending = node, stage, bound, [version(b.tensor) for b in bound]
+
+    def apart(self, given: Sequence[Tensor], output: Any) -> Any:
+        """A stage's output, in which a whole tensor that the stage was given is another tensor.
+
+        So it is where the stage runs on a part. What reads the given one later reads it whole.
+        """
+        found = tensors_in(output)
+        whole = [any(t is g for g in given) and not self.follows(t) for t in found]
+        return map_tensors(output, [t.view_as(t) if w else t for t, w in zip(found, whole)]) if any(whole) else output
 
     def leave_stage(
         self, output: Any, measured: Measured = UNMEASURED, own: bool = False, again: bool = False, saves: bool = False

@@ -184,11 +184,12 @@ class Tracer(Between):
             self.saving.__exit__(None, None, None)
             self.asleep = False
 
-    def after_stage(self, output: Any) -> None:
+    def after_stage(self, output: Any) -> Any:
         self.depth -= 1
         if self.depth:
-            return
+            return None
         self.saving.__exit__(None, None, None)
+        output = self.recorder.apart(tensors_in(self.given), output)
         self.asleep = False
         region, stage = self.recorder.region(), self.recorder.pending[1]
         own = checkpointed(stage.module.__dict__.get("forward"))
@@ -207,6 +208,7 @@ class Tracer(Between):
             self.look_at_places()
         del self.given
         self.recorder.leave_stage(output, measured, own, again and graded, saves)
+        return output
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

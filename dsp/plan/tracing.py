@@ -152,7 +152,7 @@ class Rehearsal:
         """Install the hooks that tell the tracer of stages, of what communicates inside, and of modules between."""
         handles: list[Any] = []
 
-        def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None]) -> None:
+        def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], Any]) -> None:
             handles.append(module.register_forward_pre_hook(lambda m, a, k: before(a, k), with_kwargs=True))
             handles.append(module.register_forward_hook(lambda m, a, out: after(out)))
 

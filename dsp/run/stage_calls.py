@@ -229,6 +229,7 @@ class StageCalls:
             else:
                 made = map_tensors(output, self.results(run, inside, tensors_in(output)))
             if run.recorder is not None:
+                made = run.recorder.apart([x.tensor for x in inside.given], made)
                 run.observe("leave_stage", made)
             return made
         finally:

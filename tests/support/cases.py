@@ -48,6 +48,8 @@ PROTEINS: dict[str, tuple[str, dict[str, Any]]] = {  # beside one process in tes
     "evoformer": ("evoformer", {}),
     "evoformer-opm-first": ("evoformer", {"opm_first": True, "extra_depth": 0, "couplings": 2}),
     "pairformer": ("pairformer", {}),
+    "evoformer-structure": ("evoformer", {"structure": 2, "structure_heads": 2, "extra_depth": 0}),
+    "pairformer-structure": ("pairformer", {"structure": 2, "structure_heads": 2}),
 }
 
 

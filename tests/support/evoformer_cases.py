@@ -15,6 +15,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "evoformer": ("evoformer", {"chunk": 1000}),
     "opm first": ("evoformer", {"opm_first": True, "extra_depth": 0, "couplings": 2}),
     "pairformer": ("pairformer", {}),
+    "structure": ("pairformer", {"structure": 2, "structure_heads": 2}),
+    "evoformer, structure": ("evoformer", {"structure": 2, "structure_heads": 2, "extra_depth": 0, "chunk": 1000}),
 }
 
 

@@ -25,6 +25,17 @@ class Prediction(NamedTuple):
     single: Tensor  # (b r c_s): a vector a residue, for what may follow
 
 
+class Structure(NamedTuple):
+    """The output of a model of proteins with a structure module."""
+
+    msa_logits: Tensor
+    distogram_logits: Tensor
+    single: Tensor
+    rotation: Tensor  # (b l r 3 3): the frame of each residue after each of l iterations
+    translation: Tensor  # (b l r 3) Å
+    lddt_logits: Tensor  # (b r 50): how right each residue will be
+
+
 class MSAEmbed(nn.Module):
     """Tokens (b s r), deletions before each (b s r) and, if it is asked for, the target sequence (b r) -> (b s r c).
 

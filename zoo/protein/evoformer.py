@@ -30,6 +30,7 @@ from zoo.protein.embedding import (
     Prediction,
     Recycle,
     RecycleTarget,
+    Structure,
     check_masks,
     check_widths,
     protein_inputs,
@@ -51,6 +52,7 @@ from zoo.protein.layers import (
     prefixed,
 )
 from zoo.protein.openfold import openfold_names
+from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
 from zoo.reference import count, load
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -59,6 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "c_m": 24, "c_z": 16, "c_s": 20, "depth": 2, "msa_heads": 4, "msa_head_dim": 6, "pair_heads": 4,
         "pair_head_dim": 4, "triangle": 12, "outer": 4, "transition": 2, "extra_depth": 1, "c_e": 8,
         "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
+        "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -84,6 +87,9 @@ class Config:
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
     couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    structure: int = 0  # iterations of the structure module; 0: no structure is predicted
+    structure_heads: int = 12
+    structure_dropout: float = 0.1
     reach: int = 32  # residues along the chain that positions tell apart
     bins: int = 64  # of distance
     chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
@@ -142,6 +148,8 @@ BLOCK = {
 class Evoformer(nn.Module):
     """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
 
+    With config.structure -> ``Structure``.
+
     msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
     counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are True
     for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them. With
@@ -154,9 +162,11 @@ class Evoformer(nn.Module):
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
             "": "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
-            "extra_mask=b t r, couplings=b i j k -> b s r v, b i j d, b r c",
+            "extra_mask=b t r, couplings=b i j k -> b s r v, b i j d, b r c"
+            f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
             **EMBEDDING,
             **(PAIR_FEATURE if config.couplings else {}),
+            **(prefixed("structure", STRUCTURE) if config.structure else {}),
             "recycle_target": "b s r [c], row=s, previous=b r [c]",
             "single": "b r [c] -> b r [e]",
             **(prefixed("blocks.*", BLOCK) if config.depth else {}),
@@ -178,6 +188,11 @@ class Evoformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.single = Linear(config.c_m, config.c_s)
         self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
+        self.structure = None
+        if config.structure:
+            self.structure = StructureModule(
+                config.c_s, config.c_z, config.structure, config.structure_heads, config.structure_dropout, config.chunk
+            )
 
     def forward(
         self,
@@ -193,7 +208,7 @@ class Evoformer(nn.Module):
         mask: Tensor | None = None,
         couplings: Tensor | None = None,
         recycles: int = 0,
-    ) -> Prediction:
+    ) -> Prediction | Structure:
         built = f"extra_depth={self.config.extra_depth}"
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
@@ -218,13 +233,16 @@ class Evoformer(nn.Module):
                     m, z = block(m, z, msa_mask, pair_mask)
                 target = m[:, 0]
         msa_logits, distogram_logits = self.heads(m, z, couplings)
-        return Prediction(msa_logits, distogram_logits, self.single(target))
+        s = self.single(target)
+        if self.structure is None:
+            return Prediction(msa_logits, distogram_logits, s)
+        return Structure(msa_logits, distogram_logits, s, *self.structure(s, z, mask))
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too: AF2 supplement, 1.11.4."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | InvariantPointAttention):
                 module.reset_parameters()
 
     def example_inputs(

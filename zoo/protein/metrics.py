@@ -17,6 +17,7 @@ __all__ = [
     "distance_lddt",
     "masked_accuracy",
     "range_of_pairs",
+    "rmsd",
 ]
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
@@ -64,6 +65,19 @@ def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | 
     right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).double().mean(0)
     scores = ((right * pairs).sum(1) / counts)[counts > 0]
     return scores.mean().item() if len(scores) else None
+
+
+def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
+    """Root mean square distance of atoms [r, 3] from those at `position`, when they lie on them best (Kabsch).
+
+    Of the atoms that were seen [r]; None for fewer than three.
+    """
+    if int(seen.sum()) < 3:
+        return None
+    x, y = (p[seen].double() - p[seen].double().mean(0) for p in (predicted, position))
+    u, s, v = torch.linalg.svd(x.T @ y)
+    s[-1] *= torch.linalg.det(u @ v).sign()  # no mirror image
+    return ((x.square().sum() + y.square().sum() - 2 * s.sum()).clamp(min=0) / len(x)).sqrt().item()
 
 
 def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:

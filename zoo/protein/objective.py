@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from zoo.protein.distogram import BINS, CONTACT, edges
 from zoo.protein.embedding import CLASSES
+from zoo.protein.structure import STRUCTURE_LOSSES, ConfidenceEntropy, FrameAlignedPointError
 
 __all__ = ["Frequencies", "ProteinObjective"]
 
 _REACH = 32
-MSA_WEIGHT, PAIR_WEIGHT = 2.0, 0.3  # AlphaFold 2, supplement, 1.9, equation 7
+MSA_WEIGHT, PAIR_WEIGHT, LDDT_WEIGHT = 2.0, 0.3, 0.01  # AlphaFold 2, supplement, 1.9, equation 7
 
 
 class CrossEntropy(nn.Module):
@@ -64,6 +65,9 @@ class ProteinObjective(nn.Module):
         self.model = model
         self.letters, self.distances = CrossEntropy(MSA_WEIGHT), CrossEntropy(PAIR_WEIGHT)
         self.contacts = ContactEntropy(contacts) if contacts else None
+        self.folds = bool(getattr(model, "structure", None))
+        if self.folds:
+            self.fape, self.confidence = FrameAlignedPointError(), ConfidenceEntropy(LDDT_WEIGHT)
 
     @property
     def stages(self) -> dict[str, str]:
@@ -87,6 +91,7 @@ class ProteinObjective(nn.Module):
                 ("distances", "contacts") if self.contacts else ("distances",),
                 "b i j [v], target=b i j, weight=b i j -> b i j, b i j",
             ),
+            **(STRUCTURE_LOSSES if self.folds else {}),
         }
 
     def forward(
@@ -96,24 +101,38 @@ class ProteinObjective(nn.Module):
         bins: Tensor,
         pair_weight: Tensor,
         contact_weight: Tensor | None = None,
+        true_rotation: Tensor | None = None,
+        true_translation: Tensor | None = None,
+        seen: Tensor | None = None,
+        frame_weight: Tensor | None = None,
         **inputs: Any,
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
 
-        With a weight of contacts also {"contacts": [b i j]}.
+        With a weight of contacts also {"contacts": [b i j]}; of a model with a structure module also {"fape": [b i],
+        "lddt": [b i]}.
 
         `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
         `pair_weight` for the pairs of which both residues were seen, else 0; `contact_weight` for those of them
         that are far apart along the chain. `inputs` are the model's own, `recycles`
         among them: earlier passes have no gradient and no loss.
+
+        `true_rotation` (b r 3 3) and `true_translation` (b r 3) Å are the frames of the residues, `seen` (b r) says
+        which were seen, and `frame_weight` (b r) how much each counts.
         """
-        letters, distances, *_ = self.model(**inputs)
+        made = self.model(**inputs)
+        letters, distances, *_ = made
         terms = {
             "msa": self.letters(letters, msa_target, msa_weight),
             "distogram": self.distances(distances, bins, pair_weight),
         }
         if self.contacts is not None:
             terms["contacts"] = self.contacts(distances, bins, contact_weight)
+        if self.folds:
+            true, rotation, points = true_translation, made.rotation, made.translation
+            terms["fape"] = self.fape(rotation, points, points, true_rotation, true, true, seen, frame_weight)
+            last = points[:, -1].detach()
+            terms["lddt"] = self.confidence(made.lddt_logits, last, last, true, true, seen, frame_weight)
         return terms
 
 

@@ -30,6 +30,7 @@ from zoo.protein.embedding import (
     PairMask,
     Prediction,
     Recycle,
+    Structure,
     check_masks,
     check_widths,
     protein_inputs,
@@ -50,6 +51,7 @@ from zoo.protein.layers import (
     prefixed,
 )
 from zoo.protein.openfold import openfold_names
+from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
 from zoo.reference import count, load
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -57,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {
         "c_m": 12, "c_z": 16, "c_s": 20, "msa_depth": 2, "depth": 2, "msa_heads": 4, "msa_head_dim": 6,
         "pair_heads": 4, "pair_head_dim": 4, "single_heads": 2, "single_head_dim": 6, "triangle": 12, "outer": 4,
-        "transition": 2, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
+        "transition": 2, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0, "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -81,6 +83,9 @@ class Config:
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
     couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    structure: int = 0  # iterations of the structure module; 0: no structure is predicted
+    structure_heads: int = 12
+    structure_dropout: float = 0.1
     reach: int = 32  # residues along the chain that positions tell apart
     bins: int = 64  # of distance
     chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
@@ -156,6 +161,8 @@ PAIRFORMER_BLOCK = {
 class Pairformer(nn.Module):
     """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
 
+    With config.structure -> ``Structure``.
+
     msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
     in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or neither.
     With config.couplings: couplings (b i j k), features of pairs.
@@ -166,9 +173,11 @@ class Pairformer(nn.Module):
         self.config = config
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
-            "": "msa=b s r, deletions=b s r, msa_mask=b s r, couplings=b i j k -> b s r v, b i j d, b r c",
+            "": "msa=b s r, deletions=b s r, msa_mask=b s r, couplings=b i j k -> b s r v, b i j d, b r c"
+            f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
             **EMBEDDING,
             **(PAIR_FEATURE if config.couplings else {}),
+            **(prefixed("structure", STRUCTURE) if config.structure else {}),
             "single_embed": "b r -> b r [c]",
             "recycle_single": "b r [c], previous=b r [c]",
             **prefixed("msa_blocks.*", MSA_BLOCK),
@@ -186,6 +195,11 @@ class Pairformer(nn.Module):
         self.msa_blocks = nn.ModuleList(MSABlock(config) for _ in range(config.msa_depth))
         self.blocks = nn.ModuleList(PairformerBlock(config) for _ in range(config.depth))
         self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
+        self.structure = None
+        if config.structure:
+            self.structure = StructureModule(
+                config.c_s, config.c_z, config.structure, config.structure_heads, config.structure_dropout, config.chunk
+            )
 
     def forward(
         self,
@@ -198,7 +212,7 @@ class Pairformer(nn.Module):
         mask: Tensor | None = None,
         couplings: Tensor | None = None,
         recycles: int = 0,
-    ) -> Prediction:
+    ) -> Prediction | Structure:
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
         check_masks(msa_mask, mask)
         residues = torch.stack([sequence, residue_index, asym_id], -1)
@@ -217,13 +231,15 @@ class Pairformer(nn.Module):
                     s, z = block(s, z, mask, pair_mask)
         assert s is not None
         msa_logits, distogram_logits = self.heads(m, z, couplings)
-        return Prediction(msa_logits, distogram_logits, s)
+        if self.structure is None:
+            return Prediction(msa_logits, distogram_logits, s)
+        return Structure(msa_logits, distogram_logits, s, *self.structure(s, z, mask))
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too, as its layer says."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | InvariantPointAttention):
                 module.reset_parameters()
 
     def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zoo.protein.distogram import contact_probability, expected_distance
+from zoo.protein.structure import ExpectedLddt
 
-__all__ = ["Contacts", "Predictor"]
+__all__ = ["Contacts", "Fold", "Predictor"]
 
 
 class Contacts(NamedTuple):
@@ -17,6 +18,18 @@ class Contacts(NamedTuple):
     probability: Tensor  # (b i j) that a pair is in contact
     distance: Tensor  # (b i j) Å, the mean
     distogram: Tensor | None  # (b i j v) float16, the probability of every bin, if it was asked for
+
+
+class Fold(NamedTuple):
+    """The same of a model with a structure module, and where the residues are."""
+
+    letters: Tensor
+    probability: Tensor
+    distance: Tensor
+    rotation: Tensor  # (b r 3 3) the frame of each residue
+    translation: Tensor  # (b r 3) Å, where its Cα is
+    plddt: Tensor  # (b r) the lDDT to be expected, 0 to 100
+    distogram: Tensor | None
 
 
 class Likeliest(nn.Module):
@@ -37,7 +50,9 @@ class Probabilities(nn.Module):
 
 
 class Predictor(nn.Module):
-    """`model(**inputs)`, read: Contacts. No rank ever holds all logits of all pairs, r² x 64 of them.
+    """`model(**inputs)`, read: Contacts, or of a model with a structure module Fold.
+
+    No rank ever holds all logits of all pairs, r² x 64 of them.
 
     With `distogram` every rank receives the probabilities of all bins: 128 r² bytes.
     """
@@ -46,6 +61,9 @@ class Predictor(nn.Module):
         super().__init__()
         self.model = model
         self.letters, self.distances, self.distogram = Likeliest(), Distances(), Probabilities()
+        self.folds = bool(getattr(model, "structure", None))
+        if self.folds:
+            self.plddt = ExpectedLddt()
 
     @property
     def stages(self) -> dict[str, str]:
@@ -53,14 +71,19 @@ class Predictor(nn.Module):
         stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
         inputs, _ = stages.pop("").split("->")
         return {
-            "": f"{inputs.strip()} -> b s r, b i j, b i j, b i j v",
+            "": f"{inputs.strip()} -> b s r, b i j, b i j, {'b r x y, b r x, b r, ' if self.folds else ''}b i j v",
             **{f"model.{name}": stage for name, stage in stages.items()},
             "letters": "b s r [v] -> b s r",
             "distances": "b i j [v] -> b i j, b i j",
             "distogram": "b i j [v] -> b i j [v]",
+            **({"plddt": "b r [v] -> b r"} if self.folds else {}),
         }
 
-    def forward(self, distogram: bool = False, **inputs: Any) -> Contacts:
-        letters, bins, *_ = self.model(**inputs)
+    def forward(self, distogram: bool = False, **inputs: Any) -> Contacts | Fold:
+        made = self.model(**inputs)
+        letters, bins, *_ = made
         probability, distance = self.distances(bins)
-        return Contacts(self.letters(letters), probability, distance, self.distogram(bins) if distogram else None)
+        found, shown = (self.letters(letters), probability, distance), self.distogram(bins) if distogram else None
+        if not self.folds:
+            return Contacts(*found, shown)
+        return Fold(*found, made.rotation[:, -1], made.translation[:, -1], self.plddt(made.lddt_logits), shown)

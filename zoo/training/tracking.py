@@ -112,7 +112,7 @@ class Tracker:
 
 def higher(key: str) -> bool:
     """Tell whether more of a measure is better: of losses and distances less is, of all others more."""
-    return "loss" not in key and "distance" not in key
+    return not any(word in key for word in ("loss", "distance", "rmsd"))
 
 
 def plan_rows(plan: Any) -> list[dict[str, Any]]:
@@ -141,7 +141,8 @@ def label(key: str) -> str:
     name = re.sub(
         r"_p_at_l(\d*)$", lambda found: " P@L" + (f"/{found[1]}" if found[1] else ""), key.removeprefix("val_")
     )
-    return name.replace("lddt_ca", "lDDT-Cα").replace("lddt_cb", "lDDT-Cβ").replace("_", " ")
+    name = name.replace("lddt_ca", "lDDT-Cα").replace("lddt_cb", "lDDT-Cβ").replace("rmsd", "RMSD")
+    return re.sub("(?<!loss_)lddt", "lDDT", name).replace("_", " ")
 
 
 # ----------------------------------------------------------------------------------------------------------- log lines

@@ -104,6 +104,39 @@ def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(ranks,
     assert ranks(remembered, n)[0] == []
 
 
+class Weighed(nn.Module):
+    """A stage that returns a whole weight as it was given, and is read again whole by another stage and outside."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "term": "b [t] s [c], weight=b s -> b s, b s"}
+
+    class Term(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return x.square().sum((1, 3)), weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.term = toys.Along(2), self.Term()
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        found = [self.term(self.space(x * k), weight) for k in (1.0, 0.5)]
+        return sum((error * w).sum() for error, w in found) + weight.sum()
+
+
+def weighed(mesh: DeviceMesh) -> list[str]:
+    torch.manual_seed(0)
+    single = Weighed().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    inputs = torch.randn(2, 4, 7, toys.C, dtype=torch.float64), torch.rand(2, 7, dtype=torch.float64)
+    with Heard() as heard:
+        beside(single, model, mesh, inputs, rounds=3)
+    return heard.texts
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(ranks, n: int) -> None:
+    assert ranks(weighed, n)[0] == []
+
+
 class Moody(nn.Module):
     """A forward that does this in one call and that in the next: what, an attribute says."""
 

@@ -15,7 +15,7 @@ from zoo.data.sampling import hash_seed
 __all__ = ["EmbeddedProteins", "sources"]
 
 STEP = 0.01  # Å
-STORED = [ATOMS.index("CA"), ATOMS.index("CB")]
+STORED = [ATOMS.index(name) for name in ("N", "CA", "C", "CB")]
 _HELD_OUT = 0.2  # share of the structures kept for validation
 
 

@@ -158,6 +158,13 @@ class Example:
             "contact_weight": weight * torch.where(far, 1.0, 0.001),
         }
 
+    def frames(self) -> dict[str, Tensor]:
+        """The atoms of a backbone frame, N, CA and C: `backbone` [r, 3, 3] Å; `seen` [r]: all three were."""
+        missing, of = self.residues - len(self.protein), [self.protein.atoms(name) for name in ("N", "CA", "C")]
+        atoms = torch.stack([torch.from_numpy(position) for position, _ in of], 1)
+        seen = torch.stack([torch.from_numpy(resolved) for _, resolved in of]).all(0).float()
+        return {"backbone": F.pad(atoms, (0, 0, 0, 0, 0, missing)), "seen": F.pad(seen, (0, missing))}
+
     def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:
         """Rows i of what the alignment says of pairs: `couplings` [i, j, k], zero for padding.
 

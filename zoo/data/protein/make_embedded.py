@@ -5,7 +5,7 @@
     python -m zoo.data.protein.make_embedded FOLDER
 
 Entries of the wwPDB are in the public domain (CC0 1.0), whoever passes them on: https://www.wwpdb.org/about/usage-policies.
-What is kept of each are facts alone: its sequence and the coordinates of two atoms a residue.
+What is kept of each are facts alone: its sequence and the coordinates of four atoms a residue.
 """
 
 import sys
@@ -15,7 +15,7 @@ import numpy as np
 from Bio.Align import PairwiseAligner, substitution_matrices
 
 from zoo.data.protein.embedded import STEP, STORED
-from zoo.data.protein.record import Protein, encode
+from zoo.data.protein.record import ATOMS, Protein, encode
 from zoo.data.protein.structure import read_structure
 
 SOURCES = {
@@ -24,6 +24,7 @@ SOURCES = {
     "MDAnalysisTests 2.11.0": "mdanalysistests-2.11.0/MDAnalysisTests/data/dssp/?????.pdb.gz",
 }
 SHORTEST, LONGEST = 40, 420  # residues seen, of all chains together
+CENTRE = [ATOMS.index("CA"), ATOMS.index("CB")]  # the atoms whose mean is the origin
 ALIKE = 0.3  # identical residues, as a share of the shorter chain
 
 
@@ -71,8 +72,8 @@ def save(chosen: list[tuple[Protein, str]], path: Path) -> None:
     proteins = [protein for protein, _ in chosen]
     positions = []
     for protein in proteins:
-        resolved = protein.resolved[:, STORED]
-        centred = protein.positions[:, STORED] - protein.positions[:, STORED][resolved].mean(0)
+        resolved, middle = protein.resolved[:, STORED], protein.positions[:, CENTRE][protein.resolved[:, CENTRE]]
+        centred = protein.positions[:, STORED] - middle.mean(0)
         steps = np.round(np.where(resolved[..., None], centred, 0) / STEP)
         assert abs(steps).max() < 2**15, protein.name
         positions.append(steps.astype(np.int16))

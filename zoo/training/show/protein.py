@@ -14,6 +14,7 @@ from torch import Tensor
 from zoo.data.protein.example import Example, draw
 from zoo.data.protein.given import find
 from zoo.data.protein.record import Protein
+from zoo.data.protein.write import write_structure
 from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information
 from zoo.protein.distogram import CONTACT, contact_probability, distances, edges, expected_distance
 from zoo.protein.metrics import (
@@ -22,9 +23,11 @@ from zoo.protein.metrics import (
     distance_lddt,
     masked_accuracy,
     range_of_pairs,
+    rmsd,
 )
 from zoo.protein.objective import Frequencies
 from zoo.protein.picture import ContactMap, save_contact_maps, write_contacts
+from zoo.protein.structure import backbone
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank, say
 from zoo.training.task import Floor
@@ -45,17 +48,25 @@ class Predicted:
     distance: Tensor  # [r, r] Å
     accuracy: float | None = None  # of hidden letters, but for those of the first row: the sequence tells them
     distogram: Tensor | None = None  # [r, r, 64] float16, the probability of every bin
+    atoms: Tensor | None = None  # [r, 5, 3] Å, of a model that predicts a structure
+    plddt: Tensor | None = None  # [r] the lDDT to be expected, 0 to 100
 
     def measure(self) -> dict[str, float]:
         """Nothing if the structure is not known.
 
         The distances are those of the contact atoms. lDDT-Cβ compares them with what they are of, lDDT-Cα with those
-        of Cα atoms, as the field reports it: perfect by the first is 0.68 by the second.
+        of Cα atoms, as the field reports it: perfect by the first is 0.68 by the second. Of a structure both are of Cα.
         """
         known = truth(self.protein)
         found: dict[str, float | None] = {**contact_precision(self.contact, *known)}
-        for name, (position, seen) in (("Cβ", known[:2]), ("Cα", map(torch.from_numpy, self.protein.atoms("CA")))):
-            found[f"lDDT-{name}"] = distance_lddt(self.distance, position, seen)
+        ca, there = map(torch.from_numpy, self.protein.atoms("CA"))
+        found["lDDT-Cβ"] = distance_lddt(self.distance, *known[:2])
+        found["lDDT-Cα"] = distance_lddt(self.distance, ca, there)
+        if self.atoms is not None and self.plddt is not None:
+            made = self.atoms[:, 1]
+            found["structure lDDT"] = distance_lddt(distances(made, made), ca, there)
+            found["structure RMSD"] = rmsd(made, ca, there)
+            found["pLDDT"] = self.plddt.mean().item()
         found["masked accuracy"] = self.accuracy
         return {name: value for name, value in found.items() if value is not None}
 
@@ -96,7 +107,11 @@ class Show(task.Show):
             accuracy = masked_accuracy(letters[1:], target[1:], chosen[1:])
         probability, distance = (x[0, :r, :r].cpu() for x in (found.probability, found.distance))
         bins = None if found.distogram is None else found.distogram[0, :r, :r].cpu()
-        return Predicted(example.protein, probability, distance, accuracy, bins)
+        predicted = Predicted(example.protein, probability, distance, accuracy, bins)
+        if self.task.folds:
+            rotation, translation, plddt = (x[0, :r].cpu() for x in (found.rotation, found.translation, found.plddt))
+            predicted.atoms, predicted.plddt = backbone(rotation, translation, bonded(example.protein)), plddt
+        return predicted
 
     def write(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
         measured = [predicted.measure() for predicted in samples]
@@ -146,6 +161,13 @@ class Show(task.Show):
         if not by_couplings:
             say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         return floors
+
+
+def bonded(protein: Protein) -> Tensor:
+    """The residues [r] that are followed by the next one along their chain."""
+    place, chain = torch.from_numpy(protein.residue_index), torch.from_numpy(protein.asym_id)
+    following = (place[1:] == place[:-1] + 1) & (chain[1:] == chain[:-1])
+    return torch.cat([following, following.new_zeros(1)])
 
 
 def truth(protein: Protein) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -250,7 +272,7 @@ def words(measured: Mapping[str, float]) -> str:
 
 
 def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
-    """NAME.csv, NAME.npz and NAME.png; and what was measured."""
+    """NAME.csv, NAME.npz and NAME.png, of a structure NAME.cif, too; and what was measured."""
     protein, measured = predicted.protein, predicted.measure()
     name.parent.mkdir(parents=True, exist_ok=True)
     table, arrays, picture = (name.parent / f"{name.name}.{suffix}" for suffix in ("csv", "npz", "png"))
@@ -265,4 +287,8 @@ def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], d
     with arrays.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **values)
     save_contact_maps(picture, [predicted.map(measured)])
-    return [table, arrays, picture], measured
+    if predicted.atoms is None or predicted.plddt is None:
+        return [table, arrays, picture], measured
+    structure = name.parent / f"{name.name}.cif"
+    write_structure(structure, protein, predicted.atoms.numpy(), predicted.plddt.numpy())
+    return [table, arrays, picture, structure], measured

@@ -25,6 +25,7 @@ from zoo.protein.coevolution import coupling_feature
 from zoo.protein.distogram import BINS
 from zoo.protein.objective import ProteinObjective
 from zoo.protein.prediction import Predictor
+from zoo.protein.structure import frames_of
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
@@ -141,6 +142,7 @@ class Task(task.Task):
         self.tokens = data.rows * data.residues
         self._couplings: dict[Hashable, np.ndarray] = {}
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
+        self.folds = False  # whether the model predicts a structure, once it is made
         self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings told of each pair
 
     def open(self) -> None:
@@ -153,6 +155,7 @@ class Task(task.Task):
     def model(self) -> nn.Module:
         model = self.create()
         self.inputs = list(inspect.signature(model.forward).parameters)
+        self.folds = bool(getattr(model.config, "structure", 0))
         if "msa" not in self.inputs:
             raise UserError(
                 f"model {self.config.model.name} is not a model of proteins: its inputs are {', '.join(self.inputs)}"
@@ -188,6 +191,9 @@ class Task(task.Task):
         }  # fmt: skip
         if self.features:
             inputs["couplings"] = torch.zeros(b, r, r, self.features)
+        if self.folds:
+            inputs |= {"true_rotation": torch.zeros(b, r, 3, 3), "true_translation": torch.zeros(b, r, 3)}
+            inputs |= {"seen": torch.ones(b, r), "frame_weight": torch.ones(b, r)}
         extra = {"extra_msa": whole(b, t, r), "extra_deletions": torch.zeros(b, t, r), "extra_mask": seen(b, t, r)}
         return inputs | (extra if t else {})
 
@@ -266,6 +272,8 @@ class Task(task.Task):
         if self.features:
             inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
         inputs |= {**stacked(Example.single), "recycles": recycles}
+        if self.folds:
+            inputs |= stacked(structure_inputs)
         return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
 
     def predictor(self, model: nn.Module) -> nn.Module:
@@ -276,6 +284,14 @@ class Task(task.Task):
         words = f"{rows} + {extra} rows" if extra else f"{rows} row{'s' if rows > 1 else ''}"
         passes = f", {recycles} recycled pass{'es' if recycles > 1 else ''} (a step draws 0 to {recycles})"
         return f"{words} of {self.shape['residues']} residues{passes if recycles else ''}"
+
+
+def structure_inputs(example: Example) -> dict[str, Tensor]:
+    """The frames of an example's residues, as the objective takes them; each counts as much as the others, or 1e-6."""
+    atoms, seen = example.frames().values()
+    rotation, translation = frames_of(*atoms.unbind(-2))
+    weight = torch.where(seen.sum() > 0, seen / seen.sum().clamp(min=1), 1e-6)
+    return {"true_rotation": rotation, "true_translation": translation, "seen": seen, "frame_weight": weight}
 
 
 def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:

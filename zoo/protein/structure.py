@@ -1,0 +1,345 @@
+"""The structure module of AlphaFold 2: a backbone frame for each residue, from single residues and pairs.
+
+A frame is a rotation (b r 3 3) and a translation (b r 3) in Å: where Cα is, and how N and C lie around it. All residues
+start at the origin. Each of a few iterations, with the same weights, lets residues attend to one another by what they
+are and by where their points are in space (invariant point attention), and moves every frame within itself, so that the
+prediction turns with its frames and never depends on the axes of space. Side chains are not predicted.
+
+Jumper et al. 2021, supplement, algorithms 20 to 23, 28 and 29.
+
+Letters: b batch, l iterations, r residues, i j residues of a pair, c d channels, h heads, p points, x y axes of space.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from zoo.protein.distogram import distances
+from zoo.protein.layers import CHUNK, MASKED, Linear, join, recomputed
+from zoo.reference import count, load
+
+__all__ = ["IDEAL", "StructureModule", "backbone", "frames_of", "from_reference", "lddt_of_residues"]
+
+UNIT = 10.0  # Å: translations are counted in these inside the module
+LDDT_BINS = 50
+# Å in the frame of a residue, which is that of CA: those of alanine (AF2 supplement, 1.8.5)
+IDEAL = {"N": (-0.525, 1.363, 0.0), "CA": (0.0, 0.0, 0.0), "C": (1.526, 0.0, 0.0), "CB": (-0.529, -0.774, -1.205)}
+CO, OXYGEN = 1.231, (2.153, -1.062, 0.0)  # Å: the length of C=O, and where O is at the end of a chain
+
+
+class InvariantPointAttention(nn.Module):
+    """Attention of residues s (b i c) to all of them, ``context`` (b j c), by pairs (b i j d) and by points in space.
+
+    Every head projects a few points of each residue, in its own frame; a residue attends to those whose points are near
+    (algorithm 22). Returns s and its update. At most ``chunk`` logits exist at once.
+    """
+
+    def __init__(self, c_s: int, c_z: int, heads: int, head_dim: int, points: int, value_points: int, chunk: int):
+        super().__init__()
+        self.heads, self.points, self.value_points, self.chunk = heads, points, value_points, chunk
+        width = heads * head_dim
+        self.q = Linear(c_s, width)
+        self.kv = Linear(c_s, 2 * width)
+        self.q_points = Linear(c_s, 3 * heads * points)
+        self.kv_points = Linear(c_s, 3 * heads * (points + value_points))
+        self.bias = Linear(c_z, heads)
+        self.near = nn.Parameter(torch.empty(heads))
+        self.out = Linear(heads * (head_dim + 4 * value_points + c_z), c_s, start="zero")
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.near, math.log(math.e - 1))  # softplus of it is one
+
+    def forward(
+        self, s: Tensor, context: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, rotations: Tensor,
+        translations: Tensor, mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        k, v = rearrange(self.kv(context), "b j (h p e) -> p b h j e", p=2, h=self.heads)
+        near = rearrange(self.kv_points(context), "b j (x h p) -> b j (h p) x", x=3, h=self.heads)
+        near = rearrange(placed(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
+        k_points, v_points = near.split([self.points, self.value_points], 3)
+        rows = max(1, self.chunk // (len(s) * self.heads * context.shape[1]))
+        parts = zip(*(x.split(rows, 1) for x in (s, pair, rotation, translation)))
+        return join([recomputed(self.rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
+
+    def rows(
+        self, s: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, k: Tensor, v: Tensor, k_points: Tensor,
+        v_points: Tensor, mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The same for some of the residues s; keys and values (b h j ...) are those of all."""
+        q = rearrange(self.q(s), "b i (h e) -> b h i e", h=self.heads)
+        points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
+        points = rearrange(placed(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
+        others = k_points.flatten(3)
+        apart = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
+        weight = F.softplus(self.near.to(apart.dtype)) * (2 / (9 * self.points)) ** 0.5
+        logits = (q @ k.mT) * q.shape[-1] ** -0.5 + rearrange(self.bias(pair), "b i j h -> b h i j")
+        logits = (logits.to(apart.dtype) - 0.5 * weight[:, None, None] * apart) * 3**-0.5
+        if mask is not None:
+            logits = logits + MASKED * (1 - mask.to(logits.dtype))[:, None, None]
+        a = logits.softmax(-1)
+        seen = rearrange(a @ v_points.flatten(3), "b h i (p x) -> b i (h p) x", x=3)
+        seen = torch.einsum("biyx,bipy->bipx", rotation, seen - translation[:, :, None])
+        lengths = (seen.square().sum(-1) + 1e-8).sqrt()
+        a = a.to(v.dtype)
+        of_pairs = torch.einsum("bhij,bijd->bihd", a, pair)
+        found = [rearrange(a @ v, "b h i e -> b i (h e)"), rearrange(seen, "b i p x -> b i (x p)"), lengths]
+        return s + self.out(torch.cat([x.to(s.dtype) for x in (*found, of_pairs.flatten(2))], -1))
+
+
+def placed(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
+    """Points (b r p x) in the frames of their residues -> where they are in space."""
+    return torch.einsum("bryx,brpx->brpy", rotation, points.to(rotation.dtype)) + translation[:, :, None]
+
+
+class Move(nn.Module):
+    """What follows attention: a transition of s (b r c), and a step of the frame within itself (algorithms 20, 23)."""
+
+    def __init__(self, c_s: int, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(c_s)
+        self.up, self.middle = Linear(c_s, c_s, start="he"), Linear(c_s, c_s, start="he")
+        self.down = Linear(c_s, c_s, start="zero")
+        self.after = nn.LayerNorm(c_s)
+        self.step = Linear(c_s, 6, start="zero")
+
+    def forward(self, s: Tensor, rotation: Tensor, translation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = self.norm(self.dropout(s))
+        s = s + self.down(self.middle(self.up(s).relu()).relu())
+        s = self.after(self.dropout(s))
+        turn, shift = self.step(s).to(rotation.dtype).split(3, -1)
+        moved = translation + (rotation @ shift[..., None])[..., 0]
+        return s, rotation @ rotation_of(turn), moved
+
+
+def rotation_of(turn: Tensor) -> Tensor:
+    """The rotation (... 3 3) of the quaternion (1, turn), turn (... 3), which is not of length one."""
+    one = torch.ones_like(turn[..., :1])
+    a, b, c, d = F.normalize(torch.cat([one, turn], -1), dim=-1).unbind(-1)
+    rows = [
+        a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c),
+        2 * (b * c + a * d), a * a - b * b + c * c - d * d, 2 * (c * d - a * b),
+        2 * (b * d - a * c), 2 * (c * d + a * b), a * a - b * b - c * c + d * d,
+    ]  # fmt: skip
+    return torch.stack(rows, -1).unflatten(-1, (3, 3))
+
+
+class Begin(nn.Module):
+    """Norm and projection of s (b r c); all frames at the origin."""
+
+    def __init__(self, c_s: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(c_s)
+        self.project = Linear(c_s, c_s)
+
+    def forward(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(s.dtype, torch.float32)
+        origin = torch.zeros(*s.shape[:2], 3, dtype=wide, device=s.device)
+        rotation = torch.eye(3, dtype=wide, device=s.device).expand(*s.shape[:2], 3, 3)
+        return self.project(self.norm(s)), rotation.contiguous(), origin
+
+
+class Confidence(nn.Module):
+    """Logits (b r 50) of the lDDT that each residue will have (algorithm 29)."""
+
+    def __init__(self, c_s: int, hidden: int = 128):
+        super().__init__()
+        self.norm = nn.LayerNorm(c_s)
+        self.up, self.middle = Linear(c_s, hidden, start="he"), Linear(hidden, hidden, start="he")
+        self.out = Linear(hidden, LDDT_BINS, start="zero")
+
+    def forward(self, s: Tensor) -> Tensor:
+        return self.out(self.middle(self.up(self.norm(s)).relu()).relu())
+
+
+class StructureModule(nn.Module):
+    """``forward(s, z, mask)`` -> rotation (b l r 3 3), translation (b l r 3) in Å, and logits of lDDT (b r 50)
+
+    s (b r c): single residues; z (b i j d): pairs; mask (b r): True for what is there.
+    """
+
+    def __init__(
+        self, c_s: int, c_z: int, iterations: int, heads: int = 12, dropout: float = 0.1, chunk: int = CHUNK,
+        head_dim: int = 16, points: int = 4, value_points: int = 8,
+    ):  # fmt: skip
+        super().__init__()
+        self.iterations = iterations
+        self.begin, self.pair_norm = Begin(c_s), nn.LayerNorm(c_z)
+        self.attend = InvariantPointAttention(c_s, c_z, heads, head_dim, points, value_points, chunk)
+        self.move = Move(c_s, dropout)
+        self.confidence = Confidence(c_s)
+
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        z = self.pair_norm(z)
+        s, rotation, translation = self.begin(s)
+        frames = []
+        for _ in range(self.iterations):
+            rotation = rotation.detach()  # a gradient reaches earlier turns by what they moved alone
+            s = self.attend(s, s, z, rotation, translation, rotation, translation, mask)
+            s, rotation, translation = self.move(s, rotation, translation)
+            frames.append((rotation, translation))
+        rotations, translations = zip(*frames)
+        return torch.stack(rotations, 1), UNIT * torch.stack(translations, 1), self.confidence(s)
+
+
+STRUCTURE = {
+    "begin": "b r [c] -> b r [c], b r [x y], b r [x]",
+    "pair_norm": "b i j [c]",
+    "attend": "b i [c], context=b [j c], pair=b i [j d], rotation=b i [x y], translation=b i [x], "
+    "rotations=b [j x y], translations=b [j x], mask=b [j] -> b i [c]",
+    "move": "b i [c], rotation=b i [x y], translation=b i [x] -> b i [c], b i [x y], b i [x]",
+    "confidence": "b r [c] -> b r [v]",
+}
+
+
+# ------------------------------------------------------------------------------------------------------ frames, atoms
+
+
+def frames_of(n: Tensor, ca: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The frame of residues whose atoms N, CA and C lie there (... 3): algorithm 21. For none such, any rotation."""
+    first = F.normalize(c - ca, dim=-1)
+    second = n - ca
+    second = F.normalize(second - (first * second).sum(-1, keepdim=True) * first, dim=-1)
+    return torch.stack([first, second, torch.linalg.cross(first, second)], -1), ca
+
+
+def backbone(rotation: Tensor, translation: Tensor, bonded: Tensor) -> Tensor:
+    """Where N, CA, C, O and CB are (r 5 3), for frames (r 3 3) and (r 3), in Å.
+
+    bonded (r) says whether a residue is followed by the next one along its chain: O lies opposite of CA and of the next
+    N, in their plane.
+    """
+    ideal = torch.tensor([IDEAL["N"], IDEAL["CA"], IDEAL["C"], OXYGEN, IDEAL["CB"]]).to(rotation)
+    atoms = torch.einsum("ryx,ax->ray", rotation, ideal) + translation[:, None]
+    if len(atoms) > 1:
+        n, ca, c = atoms[1:, 0], atoms[:-1, 1], atoms[:-1, 2]
+        away = F.normalize(F.normalize(c - ca, dim=-1) + F.normalize(c - n, dim=-1), dim=-1)
+        atoms[:-1, 3] = torch.where(bonded[:-1, None], c + CO * away, atoms[:-1, 3])
+    return atoms
+
+
+def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
+    """The lDDT (b i), 0 to 1, of points (b i 3) among all (b j 3): Mariani et al. 2013, one atom a residue.
+
+    seen (b j): the points that count; of a residue without neighbours it is 0.
+    """
+    apart = distances(true, all_true)
+    counts = ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
+    off = (distances(points, all_points) - apart).abs()
+    right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).to(apart.dtype).mean(0)
+    return (right * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+class FrameAlignedPointError(nn.Module):
+    """How far points (b l j 3) are off as each frame (b l i) sees them, in units of 10 Å: algorithm 28.
+
+    The error (b i) is the mean over the points that count, ``seen`` (b j): half of it that of the last iteration, half
+    the mean over all of them (AF2 supplement, equation 7). Errors are cut at 10 Å to nine tenths, which is what
+    AlphaFold does in nine samples of ten. The weight (b i) goes through unchanged.
+    """
+
+    def forward(
+        self, rotation: Tensor, translation: Tensor, points: Tensor, true_rotation: Tensor, true_translation: Tensor,
+        true_points: Tensor, seen: Tensor, weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        count = seen.sum(-1)[:, None].clamp(min=1)
+        aim = local(true_rotation, true_translation, true_points)
+        errors = []
+        for r, t, p in zip(rotation.unbind(1), translation.unbind(1), points.unbind(1)):
+            off = ((local(r, t, p) - aim).square().sum(-1) + 1e-4).sqrt()
+            off = 0.9 * off.clamp(max=10) + 0.1 * off
+            errors.append((off * seen[:, None]).sum(-1) / (UNIT * count))
+        return 0.5 * errors[-1] + 0.5 * torch.stack(errors).mean(0), weight
+
+
+def local(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
+    """Points (b j 3) as frames (b i 3 3), (b i 3) see them: (b i j 3)."""
+    return torch.einsum("biyx,bijy->bijx", rotation, points[:, None] - translation[:, :, None])
+
+
+class ConfidenceEntropy(nn.Module):
+    """scale × cross entropy (b i) of the lDDT that each residue has, from logits (b i 50); weight (b i) unchanged."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(
+        self, logits: Tensor, points: Tensor, all_points: Tensor, true: Tensor, all_true: Tensor, seen: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with torch.no_grad():
+            found = lddt_of_residues(points, all_points, true, all_true, seen)
+            target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        return self.scale * loss.view(target.shape), weight
+
+
+class ExpectedLddt(nn.Module):
+    """Logits (b r 50) -> the lDDT (b r), 0 to 100, that they stand for: pLDDT."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        middles = (torch.arange(LDDT_BINS, device=logits.device) + 0.5) * (100 / LDDT_BINS)
+        return logits.float().softmax(-1) @ middles
+
+
+STRUCTURE_LOSSES = {
+    "fape": "b [l] i [x y], translation=b [l] i [x], points=b [l j x], true_rotation=b i [x y], "
+    "true_translation=b i [x], true_points=b [j x], seen=b [j], weight=b i -> b i, b i",
+    "confidence": "b i [v], points=b i [x], all_points=b [j x], true=b i [x], all_true=b [j x], seen=b [j], weight=b i "
+    "-> b i, b i",
+}
+
+
+# ------------------------------------------------------------------------------------------------ published weights
+
+
+OPENFOLD = {
+    "begin.norm": "layer_norm_s", "begin.project": "linear_in", "pair_norm": "layer_norm_z", "attend.q": "ipa.linear_q",
+    "attend.kv": "ipa.linear_kv", "attend.q_points": "ipa.linear_q_points", "attend.kv_points": "ipa.linear_kv_points",
+    "attend.bias": "ipa.linear_b", "attend.out": "ipa.linear_out", "move.norm": "layer_norm_ipa",
+    "move.up": "transition.layers.0.linear_1", "move.middle": "transition.layers.0.linear_2",
+    "move.down": "transition.layers.0.linear_3", "move.after": "transition.layer_norm", "move.step": "bb_update.linear",
+}  # fmt: skip
+
+
+def openfold_structure_names(name: str) -> list[str]:
+    """The name that OpenFold and ESMFold give to a parameter of the module; of its confidence none."""
+    if name == "attend.near":
+        return ["ipa.head_weights"]
+    layer, _, kind = name.rpartition(".")
+    return [f"{OPENFOLD[layer]}.{kind}"]
+
+
+def from_reference(state: Mapping[str, Tensor], iterations: int = 8, **options: Any) -> StructureModule:
+    """The module with the weights of OpenFold's or ESMFold's ``structure_module``; its confidence starts fresh.
+
+    Sizes are read off the shapes. What they hold of side chains (``angle_resnet``) is left out. Raises
+    ValueError for weights of another module.
+    """
+    state = {name: value for name, value in state.items() if not name.startswith("angle_resnet.")}
+    try:
+        heads, c_z = state["ipa.linear_b.weight"].shape
+        width, c_s = state["ipa.linear_q.weight"].shape
+        points = len(state["ipa.linear_q_points.weight"]) // (3 * heads)
+        value_points = len(state["ipa.linear_kv_points.weight"]) // (3 * heads) - points
+    except KeyError as missing:
+        raise ValueError(f"these weights are of another model; missing: {missing}") from None
+    if (layers := count(state, "transition.layers.{}.")) != 1:
+        raise ValueError(f"these weights have {layers} transitions an iteration, and AlphaFold 2 has one")
+    sizes = {"head_dim": width // heads, "points": points, "value_points": value_points}
+    model = StructureModule(c_s, c_z, iterations, heads, **sizes, **options)
+    parts = nn.ModuleDict({name: module for name, module in model.named_children() if name != "confidence"})
+    load(parts, state, openfold_structure_names)
+    return model
