@@ -12,6 +12,7 @@ from tests.support.inference import infer, infer_here
 from tests.support.paths import STRUCTURES
 from tests.support.runs import Runs
 from zoo.data.protein.record import LETTERS
+from zoo.data.protein.structure import read_structure
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.coevolution import coupling_feature, direct_couplings
 
@@ -233,3 +234,22 @@ def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(tra
     leant, own = (arrays(tmp_path / f"{name}.npz")["contact"].astype(float) for name in ("one-5", "one"))
     odds = np.log(leant / (1 - leant)) - np.log(own / (1 - own))
     np.testing.assert_allclose(odds, 0.5 * coupling_feature(torch.from_numpy(msa)).numpy(), atol=1e-3)
+
+
+FOLDS = "model.overrides={bins: 64, depth: 1, structure: 2, structure_heads: 2}"
+
+
+def test_a_structure_is_written_with_its_confidence(trainer, tmp_path, whole_world, capsys):
+    """On three ranks as on one; and of a known structure it is said how near the prediction is."""
+    run = Runs(trainer, tmp_path, TINY)("name=folds", FOLDS)
+    assert "loss_fape" in (run / "metrics.jsonl").read_text()
+    options = [run, STRUCTURES / "1A8O.cif.gz", "--rows", 1]
+    assert infer(*options, "--out", tmp_path / "one") == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("structure lDDT 0.", "structure RMSD ", "pLDDT "))
+    found, true = read_structure(tmp_path / "one/1A8O.cif"), read_structure(STRUCTURES / "1A8O.cif.gz")
+    assert (found.sequence, found.chains) == (true.sequence, true.chains)
+    assert found.resolved[:, :4].all()
+    whole_world(infer_here, 3, (*options, "--out", tmp_path / "three"))
+    other = read_structure(tmp_path / "three/1A8O.cif")
+    np.testing.assert_allclose(other.positions, found.positions, atol=2e-3)

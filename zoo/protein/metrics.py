@@ -18,6 +18,7 @@ __all__ = [
     "masked_accuracy",
     "range_of_pairs",
     "rmsd",
+    "superposed",
 ]
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
@@ -67,17 +68,25 @@ def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | 
     return scores.mean().item() if len(scores) else None
 
 
-def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
-    """Root mean square distance of atoms [r, 3] from those at `position`, when they lie on them best (Kabsch).
+def superposed(predicted: Tensor, position: Tensor, seen: Tensor) -> Tensor:
+    """Atoms [r, 3], turned and moved so that those that were seen [r] lie on `position` [r, 3] best (Kabsch 1976)."""
+    middles = [p[seen].mean(0) for p in (predicted, position)]
+    x, y = predicted - middles[0], position - middles[1]
+    u, s, v = torch.linalg.svd(x[seen].T @ y[seen])
+    mirror = torch.ones_like(s)
+    mirror[-1] = torch.linalg.det(u @ v).sign()  # no mirror image
+    return x @ (u * mirror) @ v + middles[1]
 
-    Of the atoms that were seen [r]; None for fewer than three.
+
+def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
+    """Root mean square distance of the atoms [r, 3] that were seen [r] from `position`, where they lie on it best.
+
+    None for fewer than three.
     """
     if int(seen.sum()) < 3:
         return None
-    x, y = (p[seen].double() - p[seen].double().mean(0) for p in (predicted, position))
-    u, s, v = torch.linalg.svd(x.T @ y)
-    s[-1] *= torch.linalg.det(u @ v).sign()  # no mirror image
-    return ((x.square().sum() + y.square().sum() - 2 * s.sum()).clamp(min=0) / len(x)).sqrt().item()
+    off = superposed(predicted.double(), position.double(), seen) - position
+    return off[seen].square().sum(-1).mean().sqrt().item()
 
 
 def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:

@@ -99,7 +99,7 @@ def placed(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
 
 
 class Move(nn.Module):
-    """What follows attention: a transition of s (b r c), and a step of the frame within itself (algorithms 20, 23)."""
+    """The transition of s (b r c) after attention, and a step of each frame within itself (algorithms 20, 23)."""
 
     def __init__(self, c_s: int, dropout: float):
         super().__init__()
