@@ -57,7 +57,7 @@ class DigitImages:
         return image.round().long()[None], labels[self.samples[index]]
 
 
-def _reflect(position: float, room: float) -> float:
+def reflect(position: float, room: float) -> float:
     """Where a point that bounces between 0 and `room` is, if it would be at `position` without walls."""
     if room <= 0:
         return 0.0
@@ -124,8 +124,8 @@ class MovingDigits:
         velocity_y, velocity_x = speed * math.sin(2 * math.pi * angle), speed * math.cos(2 * math.pi * angle)
         room_y, room_x = height - self.digit, width - self.digit
         chosen = frame_range(frames, self.frames)
-        rows = _resample([_reflect(start_y * room_y + velocity_y * f, room_y) for f in chosen], height, self.digit)
-        columns = _resample([_reflect(start_x * room_x + velocity_x * f, room_x) for f in chosen], width, self.digit)
+        rows = _resample([reflect(start_y * room_y + velocity_y * f, room_y) for f in chosen], height, self.digit)
+        columns = _resample([reflect(start_x * room_x + velocity_x * f, room_x) for f in chosen], width, self.digit)
         # numpy multiplies one frame after another, so the bits of a frame do not depend on how many are drawn
         x = rows @ image @ columns.transpose(0, 2, 1)
         return {"x": torch.from_numpy((x[None] * 2 - 1).clip(-1, 1)), "label": label}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
+from zoo.data.shapes import MovingShapes
 from zoo.training import UserError, complete, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
@@ -45,6 +46,27 @@ class Digits:
         size, speed = (self.height, self.width), (self.speed[0], self.speed[1])
         drawn: dict[str, Any] = {"frames": self.frames, "size": size, "digit": self.digit, "speed": speed}
         return MovingDigits("train", seed=seed, **drawn), MovingDigits("validation", seed=0, **drawn)
+
+
+@dataclass
+class Shapes:
+    channels: ClassVar[int] = 3
+    classes: ClassVar[int | None] = MovingShapes.num_classes
+    caption_channels: ClassVar[int] = 0
+    fps: ClassVar[float] = 8
+    name: str = option("shapes", "moving shapes in colour, drawn by formula; a class for each shape and colour")
+    clips: int = option(4096, "clips in an epoch", least=1)
+    frames: int = option(8, "frames a clip", least=1)
+    height: int = option(64, "rows of pixels", least=1)
+    width: int = option(64, "columns of pixels", least=1)
+    radius: list[float] = option([10.0, 15.0], "smallest and largest shape, in pixels", length=2)
+    speed: list[float] = option([1.0, 4.0], "slowest and fastest motion, in pixels a frame", length=2)
+
+    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
+        ranges = {"radius": (self.radius[0], self.radius[1]), "speed": (self.speed[0], self.speed[1])}
+        drawn: dict[str, Any] = {"frames": self.frames, "size": (self.height, self.width), **ranges}
+        train = MovingShapes("train", count=self.clips, seed=seed, **drawn)
+        return train, MovingShapes("validation", count=min(512, self.clips), **drawn)
 
 
 @dataclass
@@ -83,7 +105,7 @@ class Data(task.Data, Protocol):
         """A method (seed) that returns the data set to train on and the one to validate with."""
 
 
-DATA: dict[str, type] = {"digits": Digits, "video_folder": VideoFolder}
+DATA: dict[str, type] = {"digits": Digits, "shapes": Shapes, "video_folder": VideoFolder}
 
 
 @dataclass
