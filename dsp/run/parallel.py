@@ -49,7 +49,7 @@ from dsp.run.kept import Path, lying, paths_to
 from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.outputs import bring_out, hand_out
-from dsp.run.pipelines import parts_of
+from dsp.run.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.run.stage_calls import StageCalls, unpicklable
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE
@@ -81,7 +81,9 @@ def parallelize(
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
     model: a module; or a pipeline of diffusers, of which each part is parallelized whose class is known, transformers,
-    U-Nets and the methods of autoencoders. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages:
+    U-Nets and the methods of autoencoders. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one; of a
+    pipeline also one of two axes, the first of which shares out the batch of each call, such as guidance's two
+    predictions. stages:
     submodule pattern to stage string, by default ``model.stages``, or what `dsp.known` has for its class; the key
     ``""`` names the model's own inputs and outputs. The parallel model takes what the
     bare one takes: whole tensors, the same on every rank, or DTensors sharded over `mesh`; it returns whole tensors, or
@@ -95,11 +97,15 @@ def parallelize(
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
+    batches, mesh = axes_of(model, mesh)
     axis = Axis.of(mesh)
     if (parts := parts_of(model, stages, axis.rank)) is not None:
-        for part in parts if axis.size > 1 else ():
-            parallelize(part.module, mesh, part.stages, gather_output, compile)
-            part.place()
+        for part in parts:
+            if axis.size > 1:
+                parallelize(part.module, mesh, part.stages, gather_output, compile)
+                part.place()
+            if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
+                SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")

@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.known import classes, methods_for, stages_for
-from dsp.notation import NotationError
+from dsp.layout import Axis
+from dsp.notation import NotationError, parse
 from dsp.private import pytree
+from dsp.signature import Signature
 
 log = logging.getLogger("dsp")
 
@@ -62,6 +66,70 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
             "with dsp.discover, and parallelize each by itself"
         )
     return found
+
+
+def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
+    """The axis that shares out the batch of each call, and the sequence-parallel one: of a pipeline's mesh of two.
+
+    Raises ValueError for axes without names.
+    """
+    two = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    if isinstance(model, nn.Module) or not isinstance(getattr(model, "components", None), dict) or not two:
+        return None, mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError('the mesh of a pipeline has two axes: name them, as in mesh_dim_names=("guidance", "sp")')
+    first, last = mesh.mesh_dim_names
+    return mesh[first], mesh[last]
+
+
+class SharedBatch:
+    """The forward of a model of which each rank of an axis takes a part of the batch: guidance's two predictions.
+
+    Every tensor with as many rows as the batch has is cut, and those that the line declares with the batch first. For
+    inference: the results are gathered without a gradient.
+    """
+
+    def __init__(self, model: nn.Module, stages: Mapping[str, str], axis: Axis) -> None:
+        self.model, self.axis, self.forward = model, axis, model.forward
+        self.signature = Signature(model, parse(stages[""], root=True), "the model")
+
+    def attach(self) -> None:
+        self.model.forward = self
+
+    def part(self, args: Any, kwargs: Any, rank: int) -> tuple[Any, Any]:
+        """The arguments of one rank. Raises ValueError for a batch that the ranks cannot share evenly."""
+        n = self.axis.size
+        call, bound = self.signature.bind(args, kwargs)
+        declared = {id(b.tensor) for b in bound if b.pattern is not None}
+        rows = next(len(b.tensor) for b in bound if b.pattern is not None)
+        if rows % n:
+            raise ValueError(
+                f"{type(self.model).__name__} is called with a batch of {rows}, which {n} groups cannot share. "
+                "The pipeline makes a call of each prediction of guidance: give dsp.parallelize a mesh of one axis"
+            )
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.ndim == 0:
+                return x
+            share = len(x) == rows or (id(x) in declared and len(x) % rows == 0)
+            return x.chunk(n)[rank] if share else x
+
+        args, kwargs = pytree.tree_map(own, (call.args, call.kwargs))
+        return args, kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(self.model).__name__} shares its batch over {self.axis.size} groups of ranks, which has no "
+                "gradient: call the pipeline under torch.no_grad(), or give dsp.parallelize a mesh of one axis"
+            )
+        args, kwargs = self.part(args, kwargs, self.axis.rank)
+        return pytree.tree_map(self.whole, self.forward(*args, **kwargs))
+
+    def whole(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
+        return torch.ops.dsp.gather(x.contiguous(), 0, len(x) * self.axis.size, self.axis.group)
 
 
 def methods(owner: nn.Module) -> list[Component]:

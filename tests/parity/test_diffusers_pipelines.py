@@ -9,22 +9,26 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 import dsp
 from dsp.known import stages_for, table
 from dsp.notation import NotationError
-from dsp.run.pipelines import parts_of
+from dsp.run.pipelines import SharedBatch, parts_of
+from dsp.tensors import tensors_in
 from tests.support.paths import ROOT
 from tests.support.runs import launched
-from tests.support.slow import long, slow
+from tests.support.slow import long, slow, slow_but
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -126,6 +130,66 @@ def test_what_is_known_is_what_the_table_shows() -> None:
     assert {k: v["line"] for k, v in found["models"].items()} | found["autoencoders"] == shown
     for kind, entry in found["models"].items():
         assert [*inspect.signature(getattr(diffusers, kind).forward).parameters][1:] == entry["takes"]
+
+
+def doubled(rows: set[int], same: bool, x: Any) -> Any:
+    """Two samples of what has one, the second the `same`; `rows`: lengths of dims that are samples and more."""
+    if isinstance(x, Tensor) and x.ndim and len(x) in rows:
+        other = torch.randn(x.shape).to(x.dtype) if x.is_floating_point() and not same else x
+        return torch.cat([x, other])
+    return x
+
+
+def known_models() -> list[str]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import diffusers_models
+
+    return [name for name in diffusers_models.CASES | diffusers_models.MORE if name in table()["models"]]
+
+
+@pytest.mark.parametrize("name", slow_but(known_models(), "LTXVideoTransformer3DModel", "UNetMotionModel"))
+def test_halves_of_a_batch_are_the_batch(name: str) -> None:
+    """Of each known class: every argument is cut that has to be, and no other."""
+    import diffusers_models
+
+    case = (diffusers_models.CASES | diffusers_models.MORE)[name]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model, rows = case.build().eval(), {1, 12} if "(b t)" in case.line else {1}
+        given = {k: pytree.tree_map(partial(doubled, rows, k.endswith("_ids")), v) for k, v in case.inputs().items()}
+        share = SharedBatch(model, {"": case.line}, SimpleNamespace(size=2))  # type: ignore[arg-type]
+        expect = tensors_in(model(**given, return_dict=False))
+        own = [share.part((), given, rank) for rank in (0, 1)]
+        halves = [tensors_in(share.forward(*args, **kwargs)) for args, kwargs in own]
+    for whole, *parts in zip(expect, *halves):
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def by_halves(_: DeviceMesh, sizes: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("guidance", "sp"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        single, pipe = made("ltx"), made("ltx")
+        expect = sampled(single, "ltx")
+        dsp.parallelize(pipe, mesh)
+        torch.testing.assert_close(sampled(pipe, "ltx"), expect, rtol=1e-5, atol=1e-5)
+        with pytest.raises(RuntimeError, match="has no gradient: call the pipeline under"):
+            pipe.transformer(hidden_states=torch.zeros(2, 4, 4))
+        other = dsp.parallelize(made("wan"), mesh)
+        with pytest.raises(ValueError, match="called with a batch of 1, which 2 groups cannot share"):
+            sampled(other, "wan")
+    with pytest.raises(ValueError, match="has two axes: name them"):
+        dsp.parallelize(made("wan"), init_device_mesh("cpu", sizes))
+    with pytest.raises(ValueError, match="mesh must be 1-D"):
+        dsp.parallelize(wan_transformer(), mesh)
+
+
+@pytest.mark.parametrize("sizes", [slow((2, 1)), slow((2, 2)), long((2, 3))])
+def test_guidance_by_halves_of_the_ranks_gives_the_video_of_one_process(
+    whole_world: Any, sizes: tuple[int, int]
+) -> None:
+    whole_world(by_halves, sizes[0] * sizes[1], sizes)
 
 
 class NoKnownPart:
