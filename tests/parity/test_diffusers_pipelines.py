@@ -149,7 +149,7 @@ def known_models() -> list[str]:
 
 @pytest.mark.parametrize("name", slow_but(known_models(), "LTXVideoTransformer3DModel", "UNetMotionModel"))
 def test_halves_of_a_batch_are_the_batch(name: str) -> None:
-    """Of each known class: every argument is cut that has to be, and no other."""
+    """Every argument of a known class is cut that has to be, and no other."""
     import diffusers_models
 
     case = (diffusers_models.CASES | diffusers_models.MORE)[name]
