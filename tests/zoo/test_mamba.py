@@ -10,7 +10,7 @@ from torch import nn
 import zoo
 from tests.support.oracles import agree, copy_weights, randomise
 from tests.support.scan_oracles import all_in_float64
-from zoo.video.mamba import Mamba1, Mamba2, mixer_from_reference, reference_names
+from zoo.video.mamba import Mamba1, Mamba1Direction, Mamba2, mixer_from_reference, reference_names
 from zoo.video.scan_model import Block, Norm
 
 with warnings.catch_warnings():
@@ -54,6 +54,37 @@ def test_mamba1_is_transformers(dtype, tolerance):
 def test_mamba2_is_transformers(groups, dtype, tolerance):
     oracle = Mamba2Mixer(Mamba2Config(**MAMBA2, n_groups=groups), 0)
     compare(Mamba2(32, 6, head_dim=8, groups=groups), oracle, names, dtype, tolerance)
+
+
+def selective_scan_ref(u, delta, A, B, C, D):
+    """The definition that mamba_ssm gives for its kernel: u and delta (b d n), A (d k), B and C (b k n), D (d)."""
+    state, out = torch.zeros(*u.shape[:2], A.shape[1], dtype=u.dtype), []
+    for i in range(u.shape[2]):
+        step = delta[:, :, i, None]
+        state = (step * A).exp() * state + step * B[:, None, :, i] * u[:, :, i, None]
+        out.append((state * C[:, None, :, i]).sum(-1) + D * u[:, :, i])
+    return torch.stack(out, 2)
+
+
+def test_the_kernel_of_mamba_is_given_what_it_takes(monkeypatch):
+    """On CUDA; here its definition stands in for it."""
+    torch.manual_seed(0)
+    direction, x = Mamba1Direction(96, 2, 5, 3), torch.randn(2, 9, 96)
+    randomise(direction)
+    seen = []
+
+    def kernel(*args):
+        seen.append([tuple(arg.shape) for arg in args])
+        return selective_scan_ref(*args)
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr("zoo.video.mamba.mamba_kernel", lambda: kernel)
+    expect = direction(x)
+    found = direction(x.as_subclass(OnCuda))
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expect, rtol=1e-5, atol=1e-5)
+    assert seen == [[(2, 96, 9), (2, 96, 9), (96, 5), (2, 5, 9), (2, 5, 9), (96,)]]
 
 
 class Both(nn.Module):

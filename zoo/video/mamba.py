@@ -17,8 +17,9 @@ Letters: b batch, n positions, c channels, d inner channels, h heads, e channels
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,6 +95,9 @@ class Mamba1Direction(nn.Module):
         x = self.conv1d(x)
         dt, B, C = self.x_proj(x).split(self.sizes, -1)
         dt, A = F.softplus(full(self.dt_proj(dt))), -full(self.A_log).exp()
+        kernel = mamba_kernel() if x.is_cuda and x.dtype != torch.float64 else None
+        if kernel is not None:
+            return by_kernel(kernel, x, dt, A, B, C, self.D)
         y = scan(C[:, :, None], B[:, :, None], (dt * x).to(x.dtype)[..., None], dt[..., None] * A)
         return y[..., 0] + self.D * x
 
@@ -104,6 +108,25 @@ class Mamba1Direction(nn.Module):
         init_time_step(self.dt_proj.bias)
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log().expand_as(self.A_log))
         nn.init.ones_(self.D)
+
+
+@cache
+def mamba_kernel() -> Callable[..., Tensor] | None:
+    """The kernel of Mamba-1 for CUDA, of the package mamba_ssm, where that is installed."""
+    try:
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+    except ImportError:
+        return None
+    found: Callable[..., Tensor] = selective_scan_fn
+    return found
+
+
+def by_kernel(
+    kernel: Callable[..., Tensor], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+) -> Tensor:
+    """The same by ``selective_scan_fn``, whose sequences are (b d n) and (b k n); A and D are float32 there."""
+    u, step, keys, queries = (part.to(x.dtype).mT.contiguous() for part in (x, dt, B, C))
+    return kernel(u, step, A.float(), keys, queries, D.float()).mT
 
 
 class Mamba1(nn.Module):

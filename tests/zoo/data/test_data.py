@@ -1,6 +1,7 @@
 """Data: pure functions of (seed, epoch, index), frame ranges that equal slices, and files that cannot be trusted."""
 
 import logging
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
+from zoo.data.shapes import COLOURS, GROUND, SHAPES, MovingShapes
 from zoo.data.video_folder import VideoError, VideoFolder
 from zoo.pictures import save_gif
 
@@ -106,6 +108,36 @@ def test_digits_keep_the_promises_of_a_data_set():
     for other in (data.clip(1, 3), MovingDigits(frames=7, size=(15, 18), digit=10.0, seed=1).clip(1, 2)):
         assert not torch.equal(other["x"], data.clip(1, 2)["x"])  # the same digit on another path
         assert other["label"] == data.clip(1, 2)["label"]
+
+
+def test_shapes_keep_the_promises_of_a_data_set():
+    data = MovingShapes(frames=6, size=(20, 26), radius=(4.0, 6.0))
+    clip = data.clip(5, 2)
+    assert clip["x"].shape == (3, 6, 20, 26)
+    assert clip["label"] == 5
+    assert torch.equal(data.clip(5, 2, range(2, 4))["x"], clip["x"][:, 2:4])
+    assert data.clip(5, 2, range(0))["x"].shape == (3, 0, 20, 26)
+    others = [MovingShapes(split, frames=6, size=(20, 26), radius=(4.0, 6.0), seed=seed) for split, seed in MORE]
+    for other in (data.clip(5, 3), data.clip(21, 2), *(kind.clip(5, 2) for kind in others)):
+        assert not torch.equal(other["x"], clip["x"])
+    with pytest.raises(ValueError, match="shapes that fit"):
+        MovingShapes(size=(20, 26))
+
+
+MORE = [("validation", 0), ("train", 1)]
+
+
+def test_shapes_are_as_large_as_they_are_said_to_be():
+    """The area of each, by its corners; and the colour of its class inside."""
+    for label in range(16):
+        shape, colour = [*SHAPES][label // 4], [*COLOURS.values()][label % 4]
+        frame = MovingShapes(frames=1, size=(64, 64), radius=(20.0, 20.0)).clip(label, 0)["x"][:, 0] / 2 + 0.5
+        ground, paint = (torch.tensor(c)[:, None, None] for c in (GROUND, colour))
+        area = ((frame - ground) / (paint - ground)).mean(0).sum().item()
+        corners = {"square": 4, "triangle": 3}.get(shape, 0)
+        expect = {"disc": math.pi * 16**2, "star": 5 * 20 * 9 * math.sin(math.pi / 5)}.get(shape, 0)
+        expect = expect or corners / 2 * 20**2 * math.sin(2 * math.pi / corners)
+        assert area == pytest.approx(expect, rel=0.03), shape
 
 
 def test_digits_show_the_images_of_scikit_learn():
