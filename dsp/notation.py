@@ -232,8 +232,8 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
             # a free dim may be missing from an output only if no tensor could be sharded along it
             if lost:
                 raise NotationError(
-                    f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}; the stage "
-                    f"reduces over it: write [{lost[0]}], or add it to the output"
+                    f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}. If the stage "
+                    f"reduces over a dim, write {' '.join(f'[{n}]' for n in lost)}; if not, add it to the output"
                 )
     _check_sums(stage)
     return stage
@@ -245,8 +245,8 @@ def _check_sums(stage: StagePattern) -> None:
             raise NotationError(f"{stage.text!r}: the root pattern names dims alone; +{name} is for a stage")
         if not stage.explicit_output or any(name in p.names for p in stage.outputs):
             raise NotationError(
-                f"{stage.text!r}: {name!r} is summed over, so the output lacks it: write the output after '->', "
-                f"without {name}"
+                f"{stage.text!r}: {name!r} is summed over, so the output must not have it: write the output after "
+                f"'->', without {name}"
             )
         if len(stage.outputs) > 1:
             raise NotationError(f"{stage.text!r}: a stage that sums over a dim, +{name}, has one output")
@@ -271,10 +271,10 @@ def solve_sizes(
         if len(waiting) == len(folds):
             _, axis, size = waiting[0]
             raise Ambiguous(
-                f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart; name the model's own input dims "
-                'with a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that its tensors do '
-                f'not tell: as an int argument or attribute of the model, "num_frames={axis[-1]}", or as a number, '
-                f'"{axis[-1]}=4". What stays together may also have one name',
+                f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
+                'inputs in a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that its tensors '
+                f'do not have: as an int argument or attribute of the model, "num_frames={axis[-1]}", or as a number, '
+                f'"{axis[-1]}=4". If the dims are never needed by themselves, the axis may also have one name',
                 [n for n in axis if sizes.get(n, root.get(n)) is None],
                 size,
             )
@@ -321,9 +321,10 @@ def _opened(
         return True  # broadcasts against the tensors that gave these sizes
     fits = bool(product) and size % product == 0 if unknown else size == product
     if not fits:
+        stated = " x ".join(f"{n}={v}" for n, v in known.items() if v is not None)
         raise NotationError(
             f"{where}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
-            + " x ".join(n if v is None else f"{n}={v}" for n, v in known.items())
+            + (f"a multiple of {stated}" if unknown else f"{stated} = {product}")
         )
     sizes.update({n: size // product if v is None else v for n, v in known.items()})
     return True

@@ -107,7 +107,7 @@ class Check:
                 report.uncovered.append(f"{mode.name}: the model itself raises {mode.fails}")
                 continue
             if mode.random:
-                report.uncovered.append(f"numbers {mode.name}: the model draws random ones, so that it was only run")
+                report.uncovered.append(f"numbers {mode.name}: not compared, as the model draws random ones")
             report.modes.append(mode.name)
             for size, args, kwargs in inputs:
                 for n in range(report.calls):
@@ -119,7 +119,7 @@ class Check:
         if not report.gradients:
             report.uncovered.append("gradients: nothing that the model returns has one")
         elif zeros := {name for name in report.still or () if not name.startswith("input ")}:
-            report.uncovered.append(f"what is multiplied by zero: {some(sorted(zeros))} had no gradient but zeros")
+            report.uncovered.append(f"parameters with no gradient but zeros: {some(sorted(zeros))}")
         if report.output is not None and not self.moved:
             report.uncovered.append("what the outputs are made of: all of them were zeros")
 
@@ -140,8 +140,8 @@ class Check:
                 changed = [name for name in sizes if own[name] != sizes[name]]
                 report.sizes = [" ".join(f"{name}={s[name]}" for name in changed) for s in (sizes, own)]
                 return [(f"{report.sizes[0]}, ", args, kwargs), (f"{report.sizes[1]}, ", *cut)]
-            why = "the model takes no other"
-        report.uncovered.append(f"another size of the inputs: {why}")
+            why = "the model took no smaller one"
+        report.uncovered.append(f"a second size of the inputs: {why}")
         return [("", args, kwargs)]
 
     def compare_call(self, single: nn.Module, parallel: nn.Module, mode: Mode, args: Any, kwargs: Any) -> list[str]:

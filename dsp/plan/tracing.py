@@ -36,8 +36,8 @@ from dsp.tensors import remade, tensors_in
 from dsp.world import World
 
 KEPT = (
-    "met a tensor without data: something that outlives a call, and that no attribute, closure, global name or "
-    "functools cache of the model's own code leads to, kept it when the forward was planned on fake tensors. Call the "
+    "met a tensor without data. The forward was planned on fake tensors, and one of them was kept where dsp cannot "
+    "restore it: no attribute, closure, global name or functools cache of the model's own code leads there. Call the "
     "bare model once before dsp plans it, so that it keeps real ones"
 )
 

@@ -49,7 +49,7 @@ def windowed(
     row there. `crop` tells how many of its results come before `start`, if `first` is the first row read.
     """
     if cut.outer != 1:
-        raise f.refuse("it reads over the borders of a fold")
+        raise f.refuse("its window crosses from one entry of a fold, such as (b t), into the next, and t is sharded")
     dim, size = cut.dim, x.shape[cut.dim]
     spans, before, after = spanned(f, size, out, reads)
     start, length = chunk(out, f.n, f.rank)
@@ -127,7 +127,9 @@ def conv(f: Frame) -> Outcome:
     padding, out = f.get(4, "padding", 0), None
     if padding == "same":
         if any(r % 2 for i, r in enumerate(reach) if i != at):
-            raise f.refuse("it pads one row more on one side")
+            raise f.refuse(
+                "padding='same' is one more on one side of another dim; pad explicitly, or take an odd kernel"
+            )
         padding = [r // 2 for r in reach]
         out = x.shape[cut.dim]
     else:
@@ -189,7 +191,7 @@ def pool(f: Frame) -> Outcome:
         if d > 1:
             rest["divisor_override"] = f.get(6, "divisor_override")
         if padding[at] and not rest["count_include_pad"]:
-            raise f.refuse("at the ends of the sharded dim it divides by fewer")
+            raise f.refuse("count_include_pad=False divides by fewer elements at the ends of the sharded dim")
     if f.get(5 if highest else 4, "ceil_mode", False):
         raise f.refuse("its last window may hang over the end of the sharded dim")
     lead, padding[at] = padding[at], 0
@@ -259,8 +261,10 @@ def pad(f: Frame) -> Outcome:
     if mode not in ("constant", "replicate"):
         raise f.refuse(f"its padding is made of the {mode} rows of the sharded dim")
     out, end = x.shape[cut.dim] + before + after, x.shape[cut.dim]
-    if out < 1 or (mode == "replicate" and min(before, after) < 0):
-        raise f.refuse("its result is empty")
+    if out < 1:
+        raise f.refuse("its result has no rows along the sharded dim")
+    if mode == "replicate" and min(before, after) < 0:
+        raise f.refuse("it replicates one end of the sharded dim and cuts off the other")
 
     def reads(a: int, b: int) -> tuple[int, int]:
         if mode == "replicate":  # of a stretch that lies beyond an end, the row there
@@ -312,6 +316,6 @@ def grid_sample(f: Frame) -> Outcome:
     cuts = [(o.cut.dim + (o is grid and o.cut.dim > 0), o) for o in (x, grid) if o.cut]  # as dims of the result
     places = {(dim, o.cut.outer, o.shape[o.cut.dim]) for dim, o in cuts if o.cut}
     if len(places) > 1 or any(dim > 1 if o is x else dim == grid.ndim for dim, o in cuts):
-        raise f.refuse("it takes from anywhere in the sharded dim")
+        raise f.refuse("it may read any position of the sharded dim, or its operands are sharded along different ones")
     ((dim, outer, size),) = places
     return Outcome(Cut(dim, outer), size, {i: Cut(0, outer) for i, o in enumerate(f.operands()) if not (o.cut or dim)})

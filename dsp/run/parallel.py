@@ -65,8 +65,9 @@ COMPILE = (
     "torch.compile(block.forward)"
 )
 DIFFER = (
-    "the ranks of one sequence-parallel group made different plans for the same inputs: their models do not do the "
-    "same, by a flag, an environment variable or a random number that is not torch's, perhaps. Make them do the same"
+    "the ranks of one sequence-parallel group made different plans for the same inputs. Probably their models branch "
+    "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
+    "rank run the same code"
 )
 PLANS = 64  # input signatures whose plan is kept
 
@@ -248,8 +249,8 @@ class Runtime:
         if not inside:
             way = f"name it in stages, if a dim of its tensors is free there ({path!r})"
         raise RuntimeError(
-            f"{path!r} was compiled by its compile(), and the operations in it are between stages, where each is "
-            f"followed: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
+            f"{path!r} was compiled by its compile(), but it runs operations between stages, which dsp has to see one "
+            f"by one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
         )
 
     def followed(self, run: Run, entry: CallEntry, args: Any, kwargs: Any, graph: int | None) -> Any:

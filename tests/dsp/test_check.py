@@ -292,10 +292,9 @@ def test_what_is_not_covered_is_said(ranks) -> None:
     expect = [
         "stages that did not run: idle",
         "slices along 'b', which has size 1: space, time",
-        """another size of the inputs: the stages name no dims of the model's own inputs, as {"": "x=b t s c"} would""",
-        "numbers in training: the model draws random ones, so that it was only run",
-        "what is multiplied by zero: space.norm.bias, space.norm.weight, space.out.bias and 2 more had no gradient but "
-        "zeros",
+        'a second size of the inputs: the stages name no dims of the model\'s own inputs, as {"": "x=b t s c"} would',
+        "numbers in training: not compared, as the model draws random ones",
+        "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
     ]
     assert ranks(uncovered, 2) == [expect, expect]
     assert ranks(uncovered, 1)[0][-1] == "a parallel run: there is one rank"
@@ -319,8 +318,7 @@ def test_a_model_that_was_not_trained_is_compared_with_weights_that_are_drawn(ra
         [],
         "gradients: 2 tensors beside 6 of zeros",
         [
-            "what is multiplied by zero: space.norm.bias, space.norm.weight, space.out.bias and 2 more had no gradient "
-            "but zeros",
+            "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
             "what the outputs are made of: all of them were zeros",
         ],
     ]

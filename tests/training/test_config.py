@@ -149,7 +149,7 @@ def test_a_file_builds_on_another_and_that_on_a_third(tmp_path):
     assert (found.train.steps, found.train.batch, found.train.seed, found.eval.every) == (3, 4, 3, 7)
     assert found.name == "three"
     (tmp_path / "one.yaml").write_text("base: more/three.yaml")
-    with pytest.raises(UserError, match=r"base: .*three.yaml -> .*two.yaml -> .*one.yaml -> .*three.yaml: a file that"):
+    with pytest.raises(UserError, match=r"base: .*three.yaml -> .*two.yaml -> .*one.yaml -> .*three.yaml: these files"):
         cfg.load([str(tmp_path / "more/three.yaml")])
     (tmp_path / "one.yaml").write_text("train: {stepz: 1}")
     with pytest.raises(UserError, match=r"one.yaml: unknown key 'train.stepz'"):
@@ -204,7 +204,7 @@ def test_words_that_only_resemble_secrets_pass(load):
         ((1, 2, None), 6, (1, 2, 3)),
         ((2, 2, 2), 8, (2, 2, 2)),
         ((1, 2, 4), 6, r"dp_replicate=1 x dp_shard=2 x sp=4 = 8 != world 6"),
-        ((1, 4, None), 6, r"dp_replicate=1 x dp_shard=4 = 4 does not divide world 6"),
+        ((1, 4, None), 6, r"dp_replicate=1 x dp_shard=4 = 4 does not divide the 6 ranks"),
     ],
 )
 def test_mesh_sizes(parallel, world, expected):

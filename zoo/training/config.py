@@ -195,7 +195,7 @@ def _chain(path: str) -> dict[str, DictConfig]:
     while True:
         layer = _read(path)
         if path in found:
-            raise UserError(f"base: {' -> '.join([*found, path])}: a file that builds on itself")
+            raise UserError(f"base: {' -> '.join([*found, path])}: these files build on each other")
         found[path] = layer
         if "base" not in layer:
             return dict(reversed(found.items()))
@@ -305,7 +305,7 @@ def _check_values(config: Config) -> None:
         if value is None:
             continue
         if value not in metadata.get("choices", (value,)):
-            raise UserError(f"{key}={value}{_suggest(str(value), metadata['choices'])}")
+            raise UserError(f"{key}={value}: no such choice{_suggest(str(value), metadata['choices'])}")
         if "least" in metadata and not value >= metadata["least"]:
             raise UserError(f"{key}={value}: must be at least {metadata['least']}")
         if "most" in metadata and not value <= metadata["most"]:
@@ -318,11 +318,9 @@ def _check_values(config: Config) -> None:
     if config.parallel.save_exchanges and recomputed != "stages":
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {recomputed}")
     if config.train.ahead and config.optim.name != "adamw":
-        raise UserError("train.ahead=true needs optim.name=adamw, whose kernel skips a bad step without the host")
+        raise UserError("train.ahead=true needs optim.name=adamw: its kernel alone can skip a bad step on the device")
     if config.train.offload and config.parallel.method != "dsp":
-        raise UserError(
-            f"train.offload needs parallel.method=dsp, not {config.parallel.method}, which cuts the weights"
-        )
+        raise UserError(f"train.offload=true works with parallel.method=dsp alone, not {config.parallel.method}")
     if (fps := getattr(config.data, "fps", None)) is not None and not fps > 0:
         raise UserError(f"data.fps={fps}: must be more than 0; null for the video's own")
     if (speed := getattr(config.data, "speed", None)) and not 0 <= speed[0] <= speed[1]:
@@ -430,7 +428,7 @@ def mesh_shape(parallel: Parallel, world: int) -> tuple[int, int, int]:
     dp = parallel.dp_replicate * parallel.dp_shard
     each = f"dp_replicate={parallel.dp_replicate} x dp_shard={parallel.dp_shard}"
     if parallel.sp is None and world % dp:
-        raise UserError(f"parallel: {each} = {dp} does not divide world {world}, so no sp fits")
+        raise UserError(f"parallel: {each} = {dp} does not divide the {world} ranks; change one or the other")
     sp = parallel.sp or world // dp
     if dp * sp != world:
         raise UserError(
