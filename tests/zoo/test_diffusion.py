@@ -482,3 +482,27 @@ def test_linear_denoiser_uses_classes():
     assert linear_denoiser_loss(train, validation, levels).item() > expected * 1.05
     with pytest.raises(ValueError, match="'full'"):
         fit_linear_denoiser(train, covariance="full")
+
+
+class Velocity(nn.Module):
+    """A velocity; and with `clean` the clip that it leads to, for noise levels of the timestep."""
+
+    def __init__(self, clean):
+        super().__init__()
+        self.clean = clean
+
+    def forward(self, x, timestep):
+        velocity = (3 * x).sin()
+        return x + (timestep / 1000)[:, None, None, None, None] * velocity if self.clean else velocity
+
+
+def test_a_predicted_clip_is_a_velocity_too():
+    torch.manual_seed(0)
+    x, noise = torch.randn(2, 3, 2, 4, 4).double(), torch.randn(2, 3, 2, 4, 4).double()
+    u = torch.tensor([0.06, 0.9]).double()
+    losses = [RectifiedFlow(Velocity(clean), clean=clean)(x, noise, u)[0] for clean in (False, True)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    samples = [euler(Velocity(clean), noise, 12, shift=2.0, predicts_clean=clean) for clean in (False, True)]
+    torch.testing.assert_close(samples[1], samples[0], rtol=1e-4, atol=1e-4)
+    found = euler(lambda x, timestep: torch.full_like(x, 0.25), noise, 5, predicts_clean=True)
+    assert_close(found, torch.full_like(noise, 0.25))

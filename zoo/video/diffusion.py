@@ -144,6 +144,9 @@ class RectifiedFlow(_Objective):
 
     Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024), or `uniform`; then shifted,
     see `shift_at`. A model that returns 2c channels (learned range) is trained on its first c, as in Open-Sora 1.2.
+
+    With `clean` the model predicts x itself, and its velocity follows from that: noise need not pass through a model
+    whose patches have as many pixels as it has channels (Li & He 2025, arXiv 2511.13720).
     """
 
     def __init__(
@@ -155,9 +158,10 @@ class RectifiedFlow(_Objective):
         uniform: bool = False,
         shift: float = 1.0,
         shift_cells: int | None = None,
+        clean: bool = False,
     ):
         super().__init__(model)
-        self.loc, self.scale, self.uniform = loc, scale, uniform
+        self.loc, self.scale, self.uniform, self.clean = loc, scale, uniform, clean
         self.shift, self.shift_cells = shift, shift_cells
 
     def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
@@ -183,10 +187,14 @@ class RectifiedFlow(_Objective):
         u = _per_sample(timestep)
         if x_mask is not None:
             u, conditioning["x_mask"] = u * _per_frame(x_mask), x_mask
-        output = self.model((1 - u) * x + u * noise, timestep * 1000, **conditioning)
-        velocity = flow_sign(self.model) * output.narrow(1, 0, x.shape[1]).float()
+        seen = (1 - u) * x + u * noise
+        output = self.model(seen, timestep * 1000, **conditioning).narrow(1, 0, x.shape[1]).float()
+        velocity = (output - seen) / u.clamp(min=LEAST) if self.clean else flow_sign(self.model) * output
         loss = (x - noise - velocity) ** 2
         return loss, _per_element(loss, weight, x_mask)
+
+
+LEAST = 0.05  # the noise level below which a predicted clip's velocity is taken as there
 
 
 def flow_sign(model: Any) -> int:
@@ -391,6 +399,7 @@ def euler(
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
     shift: float = 1.0,
+    predicts_clean: bool = False,
     clean: Tensor | None = None,
     x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
@@ -398,7 +407,8 @@ def euler(
 ) -> Tensor:
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
-    `model(x, timestep, **cond)` predicts x - noise, or the opposite if its `flow_sign` is -1. `guidance` other than 1
+    `model(x, timestep, **cond)` predicts x - noise, the opposite if its `flow_sign` is -1, or with `predicts_clean` the
+    clip itself, as it was trained. `guidance` other than 1
     calls it a second time with the values of `uncond` put over those of `cond`. The levels of the steps are even, then
     `shifted`, as those of training were.
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
@@ -415,7 +425,9 @@ def euler(
     x = hold(noise, clean)
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
-        x = hold(x + flow_sign(model) * (levels[i] - levels[i + 1]) * predict(x, timestep), clean)
+        output = predict(x, timestep)
+        velocity = (output - x) / max(levels[i], LEAST) if predicts_clean else flow_sign(model) * output
+        x = hold(x + (levels[i] - levels[i + 1]) * velocity, clean)
         if on_step is not None:
             on_step(i + 1, steps)
     return x

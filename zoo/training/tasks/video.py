@@ -126,6 +126,11 @@ class Objective:
         "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: all",
         least=1,
     )
+    target: str = option(
+        "velocity",
+        "rectified_flow: the model's output, a velocity or the clean clip; the latter for large patches of pixels",
+        choices=("velocity", "clean"),
+    )
     prediction: str = option("noise", "iddpm: the model's target", choices=("noise", "velocity"))
     min_snr: float | None = option(None, "iddpm: min-SNR weight of errors (published: 5); null: no weights", least=0)
     label_dropout: float = option(
@@ -241,7 +246,10 @@ class Task(task.Task):
     def refuse_unused(self) -> None:
         """Raises UserError for an option of the objective that the other one has."""
         options, known = self.config.objective, Objective()
-        of = {"rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells"), "iddpm": ("prediction", "min_snr")}
+        of = {
+            "rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells", "target"),
+            "iddpm": ("prediction", "min_snr"),
+        }
         for name, keys in of.items():
             other = [key for key in keys if getattr(options, key) != getattr(known, key)]
             if other and name != options.name:
@@ -261,14 +269,17 @@ class Task(task.Task):
         if options.name == "iddpm":
             return IDDPM(model, velocity=options.prediction == "velocity", min_snr=options.min_snr)
         how = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
-        return RectifiedFlow(model, **how, shift=options.shift, shift_cells=options.shift_cells)
+        return RectifiedFlow(
+            model, **how, shift=options.shift, shift_cells=options.shift_cells, clean=options.target == "clean"
+        )
 
     def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
         """The sampler of clips of this size, at the levels of training: `euler` or `ddim`."""
         options = self.config.objective
         if options.name == "iddpm":
             return partial(ddim, velocity=options.prediction == "velocity")
-        return partial(euler, shift=shift_at(options.shift, options.shift_cells, prod(clip)))
+        shift = shift_at(options.shift, options.shift_cells, prod(clip))
+        return partial(euler, shift=shift, predicts_clean=options.target == "clean")
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
