@@ -505,4 +505,4 @@ def test_a_predicted_clip_is_a_velocity_too():
     samples = [euler(Velocity(clean), noise, 12, shift=2.0, predicts_clean=clean) for clean in (False, True)]
     torch.testing.assert_close(samples[1], samples[0], rtol=1e-4, atol=1e-4)
     found = euler(lambda x, timestep: torch.full_like(x, 0.25), noise, 5, predicts_clean=True)
-    assert_close(found, torch.full_like(noise, 0.25))
+    torch.testing.assert_close(found, torch.full_like(noise, 0.25))
