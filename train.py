@@ -130,7 +130,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     initialize(model, task, device, torch.device("cpu") if config.train.offload else None)
 
     # optimizer: and, beside it, the weights that are judged
-    updates = optimizers(model, config.optim, fused=bool(config.train.ahead))
+    updates = optimizers(model, config.optim, fused=bool(config.train.ahead) or config.train.offload)
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
     guard = Guard(config.train)
@@ -229,12 +229,14 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
     average_cut(run.model, run.mesh)
     norm = clip_gradients(run.model, options.clip or math.inf)
-    outcome = Outcome(step, lr, losses, norm, run.guard.limit, run.stop.requested)
-    run.waiting.append(outcome)
+    outcome = Outcome(step, lr, losses, norm, run.guard.limit(step, run.ahead), run.stop.requested)
     if run.ahead and not wanted_now(run, step):
         update(run, outcome.taken)
+        run.waiting.append(outcome)
         last = judge(run, left=1)
     else:
+        judge(run)  # those before it, which have been taken: this one has not
+        run.waiting.append(outcome)
         last = judge(run)
         if run.guard.taken == step:
             update(run)

@@ -224,7 +224,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor | No
 
 def cuda_kernel(v: Tensor, log_decay: Tensor, bonus: Tensor | None) -> Callable[..., Tensor] | None:
     """The fla-core kernel for such inputs, if there is one: a function of q, k, v and log_decay, of h heads each."""
-    if not v.is_cuda or v.dtype == torch.float64 or (kernels := fla_kernels()) is None:
+    if not has_data_on_cuda(v) or v.dtype == torch.float64 or (kernels := fla_kernels()) is None:
         return None
     simple_gla, gla, rwkv6 = kernels
     if log_decay.ndim == 4 and v.shape[-1] == 1:
@@ -241,6 +241,11 @@ def cuda_kernel(v: Tensor, log_decay: Tensor, bonus: Tensor | None) -> Callable[
         return rwkv6(q, k, v, log_decay, bonus, scale=1.0)[0]
 
     return run
+
+
+def has_data_on_cuda(x: Tensor) -> bool:
+    """Tell whether a kernel may read x: not what a plan is made of, which is a subclass and has no data."""
+    return x.is_cuda and type(x) is Tensor
 
 
 @cache

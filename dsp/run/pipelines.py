@@ -85,12 +85,15 @@ def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
 class SharedBatch:
     """The forward of a model of which each rank of an axis takes a part of the batch: guidance's two predictions.
 
-    Every tensor with as many rows as the batch has is cut, and those that the line declares with the batch first. For
+    Every argument with as many rows as the batch has is cut, and those that the line declares with the batch first. For
     inference: the results are gathered without a gradient.
     """
 
     def __init__(self, model: nn.Module, stages: Mapping[str, str], axis: Axis) -> None:
+        if isinstance(model.forward, SharedBatch):
+            raise ValueError(f"this {type(model).__name__} is already parallelized; build it anew")
         self.model, self.axis, self.forward = model, axis, model.forward
+        self.__self__ = getattr(model.forward, "__self__", None)  # the runtime, as of a method
         self.signature = Signature(model, parse(stages[""], root=True), "the model")
 
     def attach(self) -> None:
@@ -109,13 +112,14 @@ class SharedBatch:
             )
 
         def own(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.ndim == 0:
+            if isinstance(x, dict):
+                return {key: own(value) for key, value in x.items()}
+            if not isinstance(x, Tensor) or x.ndim == 0:  # tables of positions come in tuples, and have no batch
                 return x
             share = len(x) == rows or (id(x) in declared and len(x) % rows == 0)
             return x.chunk(n)[rank] if share else x
 
-        args, kwargs = pytree.tree_map(own, (call.args, call.kwargs))
-        return args, kwargs
+        return tuple(map(own, call.args)), own(call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

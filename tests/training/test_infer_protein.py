@@ -247,9 +247,9 @@ def test_a_structure_is_written_with_its_confidence(trainer, tmp_path, whole_wor
     assert infer(*options, "--out", tmp_path / "one") == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("structure lDDT 0.", "structure RMSD ", "pLDDT "))
-    found, true = read_structure(tmp_path / "one/1A8O.cif"), read_structure(STRUCTURES / "1A8O.cif.gz")
+    found, true = read_structure(tmp_path / "one/1A8O-predicted.cif"), read_structure(STRUCTURES / "1A8O.cif.gz")
     assert (found.sequence, found.chains) == (true.sequence, true.chains)
     assert found.resolved[:, :4].all()
     whole_world(infer_here, 3, (*options, "--out", tmp_path / "three"))
-    other = read_structure(tmp_path / "three/1A8O.cif")
+    other = read_structure(tmp_path / "three/1A8O-predicted.cif")
     np.testing.assert_allclose(other.positions, found.positions, atol=2e-3)

@@ -55,8 +55,8 @@ def test_the_guard_judges_alike_after_a_resume():
     whole, parts = Guard(options), Guard(options)
     for step, norm in enumerate(norms, 1):
         parts = Guard(options, parts.state())  # saved and taken up again at each step
-        why = whole.reason(step, 0.5 if norm == 100.0 else norm, norm, whole.limit)
-        assert parts.reason(step, 0.5 if norm == 100.0 else norm, norm, parts.limit) == why
+        why = whole.reason(step, 0.5 if norm == 100.0 else norm, norm, whole.limit(step))
+        assert parts.reason(step, 0.5 if norm == 100.0 else norm, norm, parts.limit(step)) == why
         assert parts.state() == whole.state()
         assert bool(why) == (norm > 50 or norm != norm)
         if step == FEWEST + 1:
@@ -382,3 +382,31 @@ def test_moments_in_8_bits_resume_bitwise_and_are_stored_whole(run, trainer, mon
     losses = [metrics(directory, "loss")[4][0] for directory in (whole, plain)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [{"norm": 3}, {"spike": 12}])
+def test_what_the_host_reads_when_changes_nothing(run, trainer, monkeypatch, capsys, bad):
+    """A step that is bad beside one that is logged, with log lines for every step and for every fourth."""
+    real, train_step, at = trainer.clip_gradients, trainer.train_step, []
+
+    def watched(run, step, *args):
+        at[:] = [step]
+        return train_step(run, step, *args)
+
+    def clipped(*args):
+        norm = real(*args)
+        return norm * (math.nan if at[0] == bad.get("norm") else 1000 if at[0] == bad.get("spike") else 1)
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    monkeypatch.setattr(trainer, "clip_gradients", clipped)
+    if "norm" in bad:  # it ends the run at a step that is logged: what the step before it left is kept
+        for ahead in ("false", "true"):
+            directory = run(f"name=ahead-{ahead}", *AHEAD, "train.skip=0", f"train.ahead={ahead}", expect=2)
+            assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step-00000002"]
+        return
+    options = ["train.steps=14", "train.spike=10", *AHEAD]
+    runs = [run(f"name=every-{every}", *options, f"log.every={every}") for every in (1, 4, 100)]
+    assert capsys.readouterr().out.count("step 12 is skipped: gradient norm") == 3
+    weights = [checkpoint_tensors(directory / "checkpoints" / "step-00000014") for directory in runs]
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])

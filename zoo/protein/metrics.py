@@ -81,9 +81,9 @@ def superposed(predicted: Tensor, position: Tensor, seen: Tensor) -> Tensor:
 def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
     """Root mean square distance of the atoms [r, 3] that were seen [r] from `position`, where they lie on it best.
 
-    None for fewer than three.
+    None for fewer than three, and where some are no numbers.
     """
-    if int(seen.sum()) < 3:
+    if int(seen.sum()) < 3 or not predicted[seen].isfinite().all():
         return None
     off = superposed(predicted.double(), position.double(), seen) - position
     return off[seen].square().sum(-1).mean().sqrt().item()

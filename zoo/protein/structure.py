@@ -230,11 +230,16 @@ def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true:
 
     seen (b j): the points that count; of a residue without neighbours it is 0.
     """
-    apart = distances(true, all_true)
-    counts = ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
-    off = (distances(points, all_points) - apart).abs()
-    right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).to(apart.dtype).mean(0)
+    counts = neighbours(true, all_true, seen)
+    off = (distances(points, all_points) - distances(true, all_true)).abs()
+    right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).to(counts.dtype).mean(0)
     return (right * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+def neighbours(true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
+    """The pairs (b i j) of other points that were seen and are closer than 15 Å: 1, else 0."""
+    apart = distances(true, all_true)
+    return ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
@@ -281,9 +286,10 @@ class ConfidenceEntropy(nn.Module):
         with torch.no_grad():
             found = lddt_of_residues(points, all_points, true, all_true, seen)
             target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
+            told = neighbours(true, all_true, seen).any(-1)  # without any there is nothing to be right about
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-        return self.scale * loss.view(target.shape), weight
+        return self.scale * loss.view(target.shape) * told, weight
 
 
 class ExpectedLddt(nn.Module):

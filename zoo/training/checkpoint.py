@@ -85,9 +85,10 @@ def rounded(moment: Tensor) -> Tensor:
     local.copy_(wide)
     if not isinstance(moment, DTensor):
         return wide
-    return DTensor.from_local(
+    whole = DTensor.from_local(
         wide, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
     )
+    return whole.to(wide.device)  # it goes to the device of its mesh, where offloaded moments must not stay
 
 
 def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:

@@ -319,6 +319,8 @@ def _check_values(config: Config) -> None:
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {recomputed}")
     if config.train.ahead and config.optim.name != "adamw":
         raise UserError("train.ahead=true needs optim.name=adamw: its kernel alone can skip a bad step on the device")
+    if config.train.ahead and config.train.offload:
+        raise UserError("train.ahead=true needs an optimizer on the device: set train.offload=false")
     if config.train.offload and config.parallel.method != "dsp":
         raise UserError(f"train.offload=true works with parallel.method=dsp alone, not {config.parallel.method}")
     if (fps := getattr(config.data, "fps", None)) is not None and not fps > 0:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,12 +26,16 @@ class Kept(NamedTuple):
     extra: Mapping[str, Any]
 
 
+def _usual(norms: Iterable[float]) -> float:
+    return max(median(norms), 1e-30)
+
+
 class Guard:
     """Judges a step by its loss and gradient norm, which every rank has alike; a resumed run goes on judging so."""
 
     def __init__(self, options: Train, state: Mapping[str, Any] | None = None):
         self.allowed, self.spike, self.every, state = options.skip, options.spike, options.sound, state or {}
-        self.norms: deque[float] = deque(state.get("norms", ()), maxlen=USUAL)
+        self.norms: deque[float] = deque(state.get("norms", ()), maxlen=USUAL + 1)
         self.skipped, self.in_row = int(state.get("skipped", 0)), int(state.get("in_row", 0))
         self.sound = int(state.get("sound", 0))  # the last step whose loss was finite: its weights are known to work
         self.taken = int(state.get("taken", 0))  # the last step that changed the weights
@@ -42,10 +46,13 @@ class Guard:
         counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.sound, "taken": self.taken}
         return {"norms": list(self.norms), **counts}
 
-    @property
-    def limit(self) -> float:
-        """The gradient norm above which a step is a spike."""
-        return self.spike * self._usual() if self.spike and len(self.norms) >= FEWEST else math.inf
+    def limit(self, step: int, late: bool = False) -> float:
+        """The gradient norm above which a step is a spike; `late`: by those up to the last step but one.
+
+        A run that takes steps before their numbers are on the host does not always know the norm of the step before.
+        """
+        norms = list(self.norms)[: -1 if late and self.taken == step - 1 else None][-USUAL:]
+        return self.spike * _usual(norms) if self.spike and len(norms) >= FEWEST else math.inf
 
     def copies(self, step: int, loss: float) -> bool:
         """Tell whether the weights, which gave this loss in `step`, are to be kept."""
@@ -69,7 +76,7 @@ class Guard:
         if not math.isfinite(loss + norm):
             why = f"loss {loss}, gradient norm {norm}"
         elif norm > limit:
-            why = f"gradient norm {norm:.4g}, {norm / self._usual():.1f} times the usual one"
+            why = f"gradient norm {norm:.4g}, {norm / _usual(self.norms):.1f} times the usual one"
         else:
             self.norms.append(norm)
             self.in_row, self.taken = 0, step
@@ -77,9 +84,6 @@ class Guard:
         self.skipped += 1
         self.in_row += 1
         return why
-
-    def _usual(self) -> float:
-        return max(median(self.norms), 1e-30)
 
     def check(self, step: int, why: str, last: bool) -> None:
         """Diverged if too many steps in a row were skipped, or the last ones of the run."""

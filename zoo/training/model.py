@@ -118,9 +118,6 @@ def initialize(model: nn.Module, task: Task, device: torch.device, weights: torc
     weights: the device on which parameters are kept, if not on `device`, where buffers are.
     """
     model.to_empty(device=weights or device)
-    for module in model.modules() if weights else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
     torch.manual_seed(task.config.train.seed)
     made: list[nn.Module] = []
     on_first_rank(lambda: made.append(initial.source(task)))
@@ -131,6 +128,9 @@ def initialize(model: nn.Module, task: Task, device: torch.device, weights: torc
     for name, order in dsp.embedded.rank_order(model).items() if source else ():
         state[name] = state[name][order]
     set_model_state_dict(model, state, options=everywhere)
+    for module in model.modules() if weights else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     for name, buffer in model.named_buffers():  # those that a state dict leaves out too
         if source:
             buffer.copy_(source.get_buffer(name))

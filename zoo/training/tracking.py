@@ -142,7 +142,7 @@ def label(key: str) -> str:
         r"_p_at_l(\d*)$", lambda found: " P@L" + (f"/{found[1]}" if found[1] else ""), key.removeprefix("val_")
     )
     name = name.replace("lddt_ca", "lDDT-Cα").replace("lddt_cb", "lDDT-Cβ").replace("rmsd", "RMSD")
-    return re.sub("(?<!loss_)lddt", "lDDT", name).replace("_", " ")
+    return re.sub("(?<!loss_)lddt", "LDDT" if name == "plddt" else "lDDT", name).replace("_", " ")
 
 
 # ----------------------------------------------------------------------------------------------------------- log lines

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.reference import count, load
-from zoo.scan import full, scan
+from zoo.scan import full, has_data_on_cuda, scan
 from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -94,10 +94,11 @@ class Mamba1Direction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv1d(x)
         dt, B, C = self.x_proj(x).split(self.sizes, -1)
-        dt, A = F.softplus(full(self.dt_proj(dt))), -full(self.A_log).exp()
-        kernel = mamba_kernel() if x.is_cuda and x.dtype != torch.float64 else None
+        step, A = self.dt_proj(dt), -full(self.A_log).exp()
+        kernel = mamba_kernel() if has_data_on_cuda(x) and x.dtype != torch.float64 else None
         if kernel is not None:
-            return by_kernel(kernel, x, dt, A, B, C, self.D)
+            return by_kernel(kernel, x, step, A, B, C, self.D)
+        dt = F.softplus(full(step))
         y = scan(C[:, :, None], B[:, :, None], (dt * x).to(x.dtype)[..., None], dt[..., None] * A)
         return y[..., 0] + self.D * x
 
@@ -122,11 +123,14 @@ def mamba_kernel() -> Callable[..., Tensor] | None:
 
 
 def by_kernel(
-    kernel: Callable[..., Tensor], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
+    kernel: Callable[..., Tensor], x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """The same by ``selective_scan_fn``, whose sequences are (b d n) and (b k n); A and D are float32 there."""
-    u, step, keys, queries = (part.to(x.dtype).mT.contiguous() for part in (x, dt, B, C))
-    return kernel(u, step, A.float(), keys, queries, D.float()).mT
+    """The same by ``selective_scan_fn``, whose sequences are (b d n) and (b k n); A and D are float32 there.
+
+    step: that of time before its softplus, which the kernel takes in float32.
+    """
+    u, delta, keys, queries = (part.to(x.dtype).mT.contiguous() for part in (x, step, B, C))
+    return kernel(u, delta, A.float(), keys, queries, D.float(), delta_softplus=True).mT
 
 
 class Mamba1(nn.Module):

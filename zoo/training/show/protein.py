@@ -272,7 +272,7 @@ def words(measured: Mapping[str, float]) -> str:
 
 
 def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
-    """NAME.csv, NAME.npz and NAME.png, of a structure NAME.cif, too; and what was measured."""
+    """NAME.csv, NAME.npz and NAME.png, of a structure NAME-predicted.cif, too; and what was measured."""
     protein, measured = predicted.protein, predicted.measure()
     name.parent.mkdir(parents=True, exist_ok=True)
     table, arrays, picture = (name.parent / f"{name.name}.{suffix}" for suffix in ("csv", "npz", "png"))
@@ -289,6 +289,6 @@ def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], d
     save_contact_maps(picture, [predicted.map(measured)])
     if predicted.atoms is None or predicted.plddt is None:
         return [table, arrays, picture], measured
-    structure = name.parent / f"{name.name}.cif"
+    structure = name.parent / f"{name.name}-predicted.cif"  # NAME.cif may be what was given
     write_structure(structure, protein, predicted.atoms.numpy(), predicted.plddt.numpy())
     return [table, arrays, picture, structure], measured
