@@ -7,7 +7,7 @@
 
 Each part (benchmarks/gpu_parts/) has a process and a time limit of its own. What fails or hangs is in the report with
 its error, and the others go on; the report is written after each part. Packages that are missing are named first.
-Then `python benchmarks/rival_tables.py --write` puts the main numbers into docs/benchmarks.md.
+Then `python benchmarks/methods/rival_tables.py --write` puts the main numbers into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 BASICS = ("torch", "numpy", "einops")  # without which nothing runs
 PIP = {"sklearn": "scikit-learn", "PIL": "pillow", "flash_attn": "flash-attn", "fla": "flash-linear-attention"}
 MORE = {"flash_attn": "More kernels of attention", "fla": "Kernels of scans"}  # used where they are
@@ -56,8 +55,8 @@ def versions() -> dict[str, str]:
 def look(dry: bool, peak: float | None) -> Any:
     """The GPU that is there; looked for in a process of its own, for one that has asked CUDA cannot fork any more."""
     import torch
-    from gpu_parts import Machine
 
+    from benchmarks.gpu_parts import Machine
     from dsp.hardware import ACCELERATORS
 
     if dry or not torch.cuda.is_available():
@@ -69,7 +68,7 @@ def look(dry: bool, peak: float | None) -> Any:
 
 
 def every_part() -> list[Any]:
-    from gpu_parts import alone, calibrate, correct, group, host, speed
+    from benchmarks.gpu_parts import alone, calibrate, correct, group, host, speed
 
     # what everything else stands on first; times last, when nothing else runs
     return [*correct.PARTS, *group.PARTS, *alone.PARTS, *speed.PARTS, *calibrate.PARTS, *host.PARTS]
@@ -93,8 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     if lacking := absent(BASICS):
         print(f"nothing here runs without {', '.join(lacking)}: {installing(lacking)}")
         return 2
-    from gpu_parts import page, runner, speed
-    from rivals import ROOT, circumstances
+    from benchmarks.gpu_parts import page, runner, speed
+    from benchmarks.methods.rivals import ROOT, circumstances
 
     parts = every_part()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -4,8 +4,8 @@ A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / b
 latency, what it takes however little it carries. Compute is counted FLOPs over the FLOP/s that a rank achieves, and,
 where the rate of its memory is given, the bytes that operations touch over that. What sequence parallelism sends waits
 for what it computes; the collectives of the weights may run beside computing. This is arithmetic for decisions (how
-many ranks, which method, are they worth it); benchmarks/cost_model.py holds it to measurements. Data loading and the
-optimizer are not in it.
+many ranks, which method, are they worth it); benchmarks/methods/cost_model.py holds it to measurements. Data loading
+and the optimizer are not in it.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A script of benchmarks/ as a module, by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
+    """A script of benchmarks/ as a module, by its room and name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture(scope="session")

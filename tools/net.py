@@ -22,7 +22,7 @@ from torch import nn
 import dsp
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 Made = tuple[nn.Module, dict[str, Any], Any]  # a model, its inputs and its stages (None: its own)
 
@@ -39,8 +39,8 @@ def zoo_models() -> Iterator[tuple[str, Callable[[], Made]]]:
 
 
 def diffusers_models() -> Iterator[tuple[str, Callable[[], Made]]]:
-    import diffusers_models as cases
-    import other_fields
+    from benchmarks.models import diffusers_models as cases
+    from benchmarks.models import other_fields
 
     for name, case in (cases.CASES | other_fields.CASES).items():
         yield f"diffusers/{name}", lambda case=case: (*cases.made(case), {"": case.line})  # type: ignore[misc]

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 
 import dsp
 import zoo
+from benchmarks.gpu_parts import Cases, Machine, Part, Row, mesh_of
+from benchmarks.gpu_parts.group import functions
+from benchmarks.gpu_parts.runner import PYTHONPATH, ROOT
 from dsp.layout import Axis
 from dsp.pending import PendingSwitch
 from dsp.run.agreement import Agreement
-from gpu_parts import Cases, Machine, Part, Row, mesh_of
-from gpu_parts.group import functions
-from gpu_parts.runner import PYTHONPATH, ROOT
 
 
 def alone(machine: Machine) -> DeviceMesh:

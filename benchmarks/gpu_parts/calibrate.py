@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rivals import Shape
 
 import dsp
 import dsp.embedded
-from gpu_parts import Cases, Machine, Part, Row
-from gpu_parts.speed import FULL, TINY, model_of
+from benchmarks.gpu_parts import Cases, Machine, Part, Row
+from benchmarks.gpu_parts.speed import FULL, TINY, model_of
+from benchmarks.methods.rivals import Shape
 
 ASSUMED = 0.5, 0.8  # of accelerator(): the share of products, and of memory
 FULL_SHAPES = [

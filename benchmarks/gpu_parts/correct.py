@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 import zoo.attention
+from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended
+from benchmarks.gpu_parts.runner import PYTHONPATH, ROOT
 from dsp.layout import Axis
 from dsp.randomness import forked
 from dsp.tensors import tensors_in
-from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended
-from gpu_parts.runner import PYTHONPATH, ROOT
 from zoo.training.model import repeated_stages
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import dsp.embedded
 import zoo
-from gpu_parts import Cases, Machine, Part, Row, error, mesh_of
-from gpu_parts.runner import told
+from benchmarks.gpu_parts import Cases, Machine, Part, Row, error, mesh_of
+from benchmarks.gpu_parts.runner import told
 
 UNSURE = "ring"  # gloo may not send a CUDA tensor from rank to rank
 PATIENCE = timedelta(seconds=40)

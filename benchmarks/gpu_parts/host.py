@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
+from benchmarks.gpu_parts import Cases, Machine, Part, Row, pretended
+from benchmarks.gpu_parts.speed import profiled
 from dsp.tensors import tensors_in
-from gpu_parts import Cases, Machine, Part, Row, pretended
-from gpu_parts.speed import profiled
 
 RANKS = 8
 Built = tuple[nn.Module, dict[str, Tensor], dict[str, str] | None]  # with its stages, where it has none of its own
@@ -35,7 +35,8 @@ def zoo_latte(machine: Machine) -> Built:
 def latte(machine: Machine) -> Built:
     """Its published size: 16 frames of 512 x 512 pixels."""
     from diffusers import LatteTransformer3DModel
-    from glue import STAGES
+
+    from benchmarks.micro.glue import STAGES
 
     heads, layers, side, text = machine.of((16, 28, 64, 4096), (2, 1, 8, 16))
     model = LatteTransformer3DModel(

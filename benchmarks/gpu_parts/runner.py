@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts import Machine, Part
+from benchmarks.gpu_parts import Machine, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 TOGETHER = min(8, os.cpu_count() or 1)  # parts that do not measure time

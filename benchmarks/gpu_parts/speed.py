@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rivals import Shape
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -17,10 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import dsp
 import zoo
 import zoo.attention
+from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
+from benchmarks.gpu_parts.runner import told
+from benchmarks.methods.rivals import Shape
 from dsp.exchange import SwitchPlan
 from dsp.planner import chunk_sizes
-from gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
-from gpu_parts.runner import told
 from zoo.training.model import repeated_stages
 
 KINDS = {

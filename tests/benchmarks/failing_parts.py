@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-from gpu_parts import Machine, Part, runner  # noqa: E402
+from benchmarks.gpu_parts import Machine, Part, runner  # noqa: E402
 
 RIGHT = {"one": lambda: {"ok": True, "error of it": 1e-9}}
 

@@ -25,7 +25,7 @@ SCRIPTS = ROOT / "benchmarks"
 
 @pytest.fixture
 def root_only(script) -> None:
-    if reason := script("hosts").why_not():
+    if reason := script("methods.hosts").why_not():
         pytest.skip(reason)
 
 
@@ -46,7 +46,7 @@ def run(name: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("n", [slow(2), 4, slow(8)])
 def test_formulas_are_what_the_plans_send(script, n: int) -> None:
-    rivals = script("rivals")
+    rivals = script("methods.rivals")
     for method in rivals.METHODS:
         plans = []
         for depth in (1, 2):
@@ -65,7 +65,7 @@ def test_formulas_are_what_the_plans_send(script, n: int) -> None:
 
 
 def test_the_largest_that_fits(script) -> None:
-    most = script("memory").most
+    most = script("memory.by_method").most
     for limit in (0, 1, 2, 5, 16):
         assert most(lambda k, limit=limit: k <= limit, 1024) == limit
     for limit in (100, 777):  # to a sixteenth, from below
@@ -81,15 +81,15 @@ def test_the_largest_that_fits(script) -> None:
 def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
     """Over the loopback, which others use too: at least those bytes, and not twice as many."""
     out = str(tmp_path / "wire")
-    said = script("wire").main(
+    said = script("methods.wire").main(
         ["--loopback", "--ranks", "2", "--frames", "8", "--side", "8", "--methods", "dsp", "ulysses", "--out", out]
     )
     assert said == 0
     found = json.loads((tmp_path / "wire.json").read_text())
     assert len(found["rows"]) == 2
-    m = script("rivals").Shape(**found["shape"]).activation
+    m = script("methods.rivals").Shape(**found["shape"]).activation
     for row in found["rows"]:
-        units = script("rivals").formula(row["method"], 2)
+        units = script("methods.rivals").formula(row["method"], 2)
         assert row["count_comm"]["again"] == pytest.approx(sum(units.values()) * m)
         if "saved" in row["count_comm"]:
             assert row["count_comm"]["saved"] == pytest.approx((units["forward"] + units["backward"]) * m)
@@ -104,7 +104,8 @@ def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
 def test_memory(script, tmp_path: Path) -> None:
     options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "4"]
     options += ["--long", "32", "256", "--low-rank", "4", "--long-budget", "8"]
-    assert script("memory").main([*options, "--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]) == 0
+    options += ["--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]
+    assert script("memory.by_method").main(options) == 0
     found = json.loads((tmp_path / "m.json").read_text())
     one, two = found["rows"]
     assert 0 < two["peak"] < one["peak"]
@@ -118,7 +119,7 @@ def test_memory(script, tmp_path: Path) -> None:
 
 def test_cluster_needs_root(script, monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert script("cluster").main(["--out", str(tmp_path / "c")]) == 0
+    assert script("methods.cluster").main(["--out", str(tmp_path / "c")]) == 0
     assert "skipped: hosts cannot be emulated here: network namespaces need root" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -129,7 +130,7 @@ def test_cluster(script, tmp_path: Path) -> None:
     before = namespaces()
     shape = ["--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
     options = ["--ranks", "2", "--rates", "100", "0", "--rounds", "1", "--probe", "100000"]
-    script("cluster").main([*shape, *options, "--methods", "dsp", "megatron_sp", "--out", str(tmp_path / "c")])
+    script("methods.cluster").main([*shape, *options, "--methods", "dsp", "megatron_sp", "--out", str(tmp_path / "c")])
     found = json.loads((tmp_path / "c.json").read_text())
     slow, free = found["sweep"]["rates"]
     for one in (slow, free):
@@ -147,7 +148,7 @@ def test_cluster(script, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("root_only")
 def test_hosts_leave_nothing_behind(script) -> None:
-    hosts = script("hosts")
+    hosts = script("methods.hosts")
     with pytest.raises(ZeroDivisionError), hosts.Hosts(2) as made:
         made.rate(10)
         made.rate(None)
@@ -155,9 +156,10 @@ def test_hosts_leave_nothing_behind(script) -> None:
         raise ZeroDivisionError
     assert not {made.switch, *made.names} & namespaces()
     code = (
-        "import hosts, time\nwith hosts.stoppable(), hosts.Hosts(1) as h: print(h.switch, flush=True); time.sleep(60)"
+        "import time\nfrom benchmarks.methods import hosts\n"
+        "with hosts.stoppable(), hosts.Hosts(1) as h: print(h.switch, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     name = process.stdout.readline().strip()
     assert name in namespaces()
@@ -172,10 +174,10 @@ def test_hosts_leave_nothing_behind(script) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
-    hosts = script("hosts")
+    hosts = script("methods.hosts")
     began = time.monotonic()
     with pytest.raises(SystemExit, match="rank 0 of 1 failed at measure"):
-        with hosts.Ranks(str(SCRIPTS / "wire.py"), 1) as ranks:
+        with hosts.Ranks(str(SCRIPTS / "methods/wire.py"), 1) as ranks:
             ranks.ask("measure", method="no such", shape={}, recompute="no", times=1)
     assert "method='no such'" in capfd.readouterr().err
     assert time.monotonic() - began < 120
@@ -185,8 +187,8 @@ def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> No
 
 
 def steps_of(script, values: dict[str, float]) -> Any:
-    """The file that benchmarks/cluster.py would write where the cost model is true, with these parameters."""
-    cost, rivals = script("cost_model"), script("rivals")
+    """The file that benchmarks/methods/cluster.py would write where the cost model is true, with these parameters."""
+    cost, rivals = script("methods.cost_model"), script("methods.rivals")
     shape = rivals.Shape(hidden=32, heads=4, depth=1, frames=8, side=4)
     row = {"seconds": {"median": 1.0, "least": 1.0, "most": 1.0}}
     rates = [
@@ -211,7 +213,7 @@ def steps_of(script, values: dict[str, float]) -> Any:
 
 @pytest.mark.slow
 def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, capsys) -> None:
-    cost = script("cost_model")
+    cost = script("methods.cost_model")
     values = dict(zip(cost.PARAMETERS, (2e-10, 1e-9, 3e-4, 1.2, 1.1, 0.9, 1.3), strict=True))
     found = steps_of(script, values)
     fitted = cost.calibration(cost.Measured.read(found))
@@ -237,17 +239,17 @@ def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, ca
 
 
 def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
-    cost, zoo = script("cost_model"), script("rivals").zoo
+    cost, zoo = script("methods.cost_model"), script("methods.rivals").zoo
     plans = {}
     for depth in (1, 2, 5):
         with torch.device("meta"):
             model = zoo.create("transformer2d", hidden=32, heads=4, depth=depth)
             inputs = model.example_inputs(1, frames=8, height=8, width=8)  # even: the busiest rank is any
-        for method in script("rivals").METHODS:
+        for method in script("methods.rivals").METHODS:
             plans[method, depth] = dsp.embedded.plan(
                 model, kwargs=inputs, size=4, method=method, recompute=True, gather_output=False
             )
-    for method in script("rivals").METHODS:
+    for method in script("methods.rivals").METHODS:
         made, true = cost.deeper(plans[method, 1], plans[method, 2], 5), plans[method, 5]
         assert made.sends == true.sends
         for name in ("flops_alone", "touched_alone", "cut_weights"):
@@ -259,7 +261,7 @@ def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
 
 
 def test_the_ribbon_is_drawn_by_its_script(script) -> None:
-    ribbon = script("ribbon")
+    ribbon = script("methods.ribbon")
     assert (ROOT / "docs/images/ribbon.svg").read_text() == ribbon.picture()
     seen = {m: [ribbon.layouts(m, r) for r in ribbon.plan(m).stages[1:5]] for m in ("dsp", "ulysses", "megatron_lm")}
     assert seen["dsp"] == [["t"], ["s"], ["t"], ["s"]]
@@ -268,8 +270,8 @@ def test_the_ribbon_is_drawn_by_its_script(script) -> None:
 
 
 def test_the_page_is_what_was_measured(script) -> None:
-    """``python benchmarks/rival_tables.py --write`` after every measurement."""
-    tables = script("rival_tables")
+    """``python benchmarks/methods/rival_tables.py --write`` after every measurement."""
+    tables = script("methods.rival_tables")
     page = tables.PAGE.read_text()
     assert tables.fill(page, tables.TABLES) == page
     assert set(re.findall("<!-- table: (.*) -->", page)) == set(tables.TABLES)

@@ -24,13 +24,13 @@ from tests.support.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # by Python from 3.12 on
 
-SCRIPTS = ROOT / "benchmarks"
+SCRIPT = ROOT / "benchmarks/methods/conformance.py"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("conformance")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.methods.conformance")
 
 
 def amiss(kind: str, y: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def amiss(kind: str, y: Tensor) -> Tensor:
 )
 def test_of_a_fabricated_contender(script, monkeypatch, kind: str, entry: str, averaged: str, summed: str) -> None:
     """It runs the whole model on every rank."""
-    contenders = importlib.import_module("contenders")
+    contenders = importlib.import_module("benchmarks.methods.contenders")
 
     def run(model: Any, mesh: Any, it: Any, stages: Any) -> Any:
         return contenders.Run(lambda inputs: amiss(kind, contenders.call(model, inputs)))
@@ -218,7 +218,7 @@ def test_what_is_not_installed_is_said(script, tmp_path: Path) -> None:
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.modules['deepspeed'] = None\n")
     run = subprocess.run(
-        [sys.executable, str(SCRIPTS / "conformance.py"), "DeepSpeed"],
+        [sys.executable, str(SCRIPT), "DeepSpeed"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(dsp.__file__).parents[1])])},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ SHAPE = {"frames": 5, "size": (12, 12), "digit": 9.0, "speed": (0.3, 1.0)}
 
 @pytest.fixture
 def benchmark(script):
-    return script("digit_recognition")
+    return script("models.digit_recognition")
 
 
 def test_real_digits_are_recognised_and_noise_is_not(benchmark):

@@ -127,7 +127,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
     assert "- MFU of 50%: missed by all\n" in page
     assert "| all | 4 | 65,536 | 47% | 64.0 GiB | 20% | 1% |" in page
     assert "| rates | 500 | 3,000 | 5% | 12% | 50% |" in page
-    tables = script("rival_tables")
+    tables = script("methods.rival_tables")
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = "\n".join(tables.gpu_table())

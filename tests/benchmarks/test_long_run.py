@@ -1,4 +1,4 @@
-"""The long run of benchmarks/long_run.py, in little, and its configuration."""
+"""The long run of benchmarks/models/long_run.py, in little, and its configuration."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from zoo.training import config as cfg
 
 @pytest.fixture
 def benchmark(script):
-    return script("long_run")
+    return script("models.long_run")
 
 
 @pytest.mark.long

@@ -241,7 +241,7 @@ def test_the_tree_is_the_tree() -> None:
 
 
 def test_the_picture_of_the_switch_is_drawn_by_its_script(script) -> None:
-    assert (ROOT / "docs/images/switch.svg").read_text() == script("plot_switch").picture()
+    assert (ROOT / "docs/images/switch.svg").read_text() == script("micro.plot_switch").picture()
 
 
 def test_the_sample_is_small_and_moves() -> None:
@@ -255,8 +255,8 @@ def test_the_sample_is_small_and_moves() -> None:
 
 @pytest.mark.slow
 def test_the_tables_of_the_zoo_are_those_of_its_script(script) -> None:
-    """All stages, and of the planned tables what takes seconds; benchmarks/zoo_tables.py --write makes them anew."""
-    script = script("zoo_tables")
+    """All stages, and of the planned tables what takes seconds; zoo_tables.py --write makes them anew."""
+    script = script("models.zoo_tables")
     page = (ROOT / "docs/zoo.md").read_text().splitlines()
     quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
     for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):

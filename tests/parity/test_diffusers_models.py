@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.distributed.tensor import Shard
 
 import dsp
 from tests.support.diffusers_models import DEEP, GIVEN
-from tests.support.paths import ROOT
 from tests.support.slow import long, slow_but
 
 pytest.importorskip("diffusers")
@@ -35,8 +33,7 @@ IN_CI = [name for name in MODELS if name not in ("AutoencoderKLWan, decoder", "A
 
 
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import diffusers_models
+    from benchmarks.models import diffusers_models
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
@@ -44,8 +41,7 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
 
 
 def test_the_page_has_every_row() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import diffusers_models
+    from benchmarks.models import diffusers_models
 
     rows = diffusers_models.rows()
     assert list(rows) == [(name, n) for name in diffusers_models.CASES for n in (2, 3, 4)]
@@ -71,8 +67,7 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
 @pytest.mark.long
 def test_others_that_are_known(ranks: Any) -> None:
     """Classes beyond the table, one after the other in one pool: a row each in no page."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import diffusers_models
+    from benchmarks.models import diffusers_models
 
     for name in diffusers_models.MORE:
         found = ranks(held, 2, name)[0]

@@ -113,9 +113,8 @@ def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole:
 
 
 def test_what_is_known_is_what_the_table_shows() -> None:
-    """The package's line of each class is the one that benchmarks/diffusers_models.py holds to one process."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import diffusers_models
+    """The package's line of each class is the one that benchmarks/models/diffusers_models.py holds to one process."""
+    from benchmarks.models import diffusers_models
 
     shown: dict[str, Any] = {}
     for name, case in (diffusers_models.CASES | diffusers_models.MORE).items():
@@ -141,8 +140,7 @@ def doubled(rows: set[int], same: bool, x: Any) -> Any:
 
 
 def known_models() -> list[str]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import diffusers_models
+    from benchmarks.models import diffusers_models
 
     return [name for name in diffusers_models.CASES | diffusers_models.MORE if name in table()["models"]]
 
@@ -150,7 +148,7 @@ def known_models() -> list[str]:
 @pytest.mark.parametrize("name", slow_but(known_models(), "LTXVideoTransformer3DModel", "UNetMotionModel"))
 def test_halves_of_a_batch_are_the_batch(name: str) -> None:
     """Every argument of a known class is cut that has to be, and no other."""
-    import diffusers_models
+    from benchmarks.models import diffusers_models
 
     case = (diffusers_models.CASES | diffusers_models.MORE)[name]
     with warnings.catch_warnings(), torch.no_grad():

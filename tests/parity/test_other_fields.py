@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.support.paths import ROOT
 from tests.support.slow import slow
 
 # of what package, how exact (FNO's modes are complex64, whatever the model's type), and a rank's share of the largest
@@ -23,8 +21,7 @@ MODELS = {
 
 
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import other_fields
+    from benchmarks.models import other_fields
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

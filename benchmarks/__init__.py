@@ -1,0 +1,1 @@
+"""Measurements, in rooms by what they measure; README.md lists them."""

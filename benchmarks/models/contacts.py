@@ -1,0 +1,107 @@
+"""Contacts of proteins whose structure is known: mutual information, direct couplings, and models told of couplings.
+
+    python benchmarks/models/contacts.py FOLDER runs/seed0 runs/seed1 ... [--draw NAME] [--out docs/images/contacts.png]
+
+FOLDER holds structures and alignments. Prints long-range precision (P@L, P@L/2, P@L/5) of every protein, the mean over
+proteins, and over runs with the standard deviation of their means. Of one protein the four maps are drawn, the model
+being that of the first run.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import zoo
+from zoo.data.protein.folder import ProteinFolder
+from zoo.data.protein.record import Protein
+from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information, relative
+from zoo.protein.metrics import contact_precision
+from zoo.protein.picture import ContactMap
+from zoo.training.show.protein import ROWS, truth
+
+PARTS = ("L", "L/2", "L/5")
+
+
+def untrained(protein: Protein) -> dict[str, Tensor]:
+    """Scores [r, r] that take no training."""
+    msa = torch.from_numpy(protein.msa)
+    return {
+        "mutual information": mutual_information(msa),
+        "of rows with few gaps": mutual_information(filled_rows(msa)),
+        "direct couplings of these": direct_couplings(msa).score,
+    }
+
+
+def long_range(protein: Protein, score: Tensor) -> Tensor:
+    found = contact_precision(score, *truth(protein))
+    return torch.tensor([found[f"long P@{part}"] for part in PARTS])
+
+
+def words(precision: Tensor) -> str:
+    return ", ".join(f"{value:.3f}" for value in precision.tolist())
+
+
+def tabulate(found: dict[str, dict[str, Tensor]]) -> None:
+    """Precisions of every protein by every way; the models are the last."""
+    first = next(iter(found.values()))
+    means = {way: torch.stack([precisions[way] for precisions in found.values()]).mean(0) for way in first}
+    for way, mean in means.items():
+        print(f"{way:<26}", *(f"{name} {words(found[name][way])} " for name in found), "mean", words(mean))
+    models = [way for way in first if way.startswith("model")]
+    for name, precisions in found.items():
+        print(f"{name}, mean of the runs: {words(torch.stack([precisions[way] for way in models]).mean(0))}")
+    of_runs = torch.stack([means[way] for way in models])
+    spread = words(of_runs.std(0)) if len(models) > 1 else "of one run"
+    print(f"mean of all: {words(of_runs.mean(0))}; standard deviation of the runs' means: {spread}")
+
+
+def draw(protein: Protein, scores: dict[str, Tensor], out: Path) -> None:
+    """The maps of all scores, two in a row, at half their size."""
+    maps = []
+    for name, score in scores.items():
+        strength = (score / score.max().clamp(min=1e-30)).clamp(min=0)
+        title = f"{protein.name}, {name}: long P@L {long_range(protein, score)[0]:.2f}"
+        maps.append(ContactMap(title, strength, *truth(protein)).draw())
+    width, height = maps[0].size
+    whole = Image.new("RGB", (2 * width, -(-len(maps) // 2) * height), (255, 255, 255))
+    for i, image in enumerate(maps):
+        whole.paste(image, (i % 2 * width, i // 2 * height))
+    half = whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS)
+    half.quantize(256, Image.Quantize.MAXCOVERAGE).save(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--draw", help="the protein of the picture; the first, if not said")
+    parser.add_argument("--out", type=Path, default=Path("contacts.png"))
+    options = parser.parse_args()
+
+    folder = ProteinFolder(options.folder)
+    proteins = {name: folder.protein(i) for i, name in enumerate(folder.names)}
+    scores = {name: untrained(protein) for name, protein in proteins.items()}
+    for path in options.runs:
+        run, asked = zoo.load(path), argparse.ArgumentParser()
+        run.infer.arguments(asked)
+        defaults = asked.parse_args([str(options.folder)])
+        for name, protein in proteins.items():
+            told = replace(protein, couplings=relative(scores[name]["direct couplings of these"]).numpy())
+            predicted = run.infer.predict(run.model, told, min(ROWS, len(protein.msa)), defaults, run.device)
+            scores[name][f"model, {path.name}"] = predicted.contact
+        run.close()
+
+    tabulate({name: {way: long_range(proteins[name], s) for way, s in of.items()} for name, of in scores.items()})
+    drawn = options.draw or next(iter(proteins))
+    draw(proteins[drawn], {way.split(",")[0]: scores[drawn][way] for way in list(scores[drawn])[:4]}, options.out)
+
+
+if __name__ == "__main__":
+    main()
