@@ -354,7 +354,8 @@ def test_template_embedder_agrees_with_openfold() -> None:
     both = (frame[..., None] * frame[..., None, :] * chains)[..., None]
     batch = {
         "asym_id": asym_id, "template_restype": nn.functional.one_hot(given["template_sequence"], 23),
-        "template_pseudo_beta_mask": beta, "template_backbone_frame_mask": frame, "template_unit_vector": towards * both,
+        "template_pseudo_beta_mask": beta, "template_backbone_frame_mask": frame,
+        "template_unit_vector": towards * both,
         "template_distogram": distogram * (beta[..., None] * beta[..., None, :] * chains)[..., None],
     }  # fmt: skip
     wanted = z + oracle(batch, z, pair_mask)

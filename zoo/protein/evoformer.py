@@ -62,8 +62,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {
         "c_m": 24, "c_z": 16, "c_s": 20, "depth": 2, "msa_heads": 4, "msa_head_dim": 6, "pair_heads": 4,
         "pair_head_dim": 4, "triangle": 12, "outer": 4, "transition": 2, "extra_depth": 1, "c_e": 8,
-        "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "template_channels": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
-        "structure_dropout": 0.0,
+        "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "template_channels": 8, "msa_dropout": 0.0,
+        "pair_dropout": 0.0, "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -232,7 +232,9 @@ class Evoformer(nn.Module):
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
-        templates = check_given(self.config.templates, template_sequence, template_backbone, template_beta, template_seen)
+        templates = check_given(
+            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        )
         check_masks(msa_mask, mask)
 
         residues = torch.stack([sequence, residue_index, asym_id], -1)

@@ -60,7 +60,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {
         "c_m": 12, "c_z": 16, "c_s": 20, "msa_depth": 2, "depth": 2, "msa_heads": 4, "msa_head_dim": 6,
         "pair_heads": 4, "pair_head_dim": 4, "single_heads": 2, "single_head_dim": 6, "triangle": 12, "outer": 4,
-        "transition": 2, "bins": 8, "template_channels": 8, "msa_dropout": 0.0, "pair_dropout": 0.0, "structure_dropout": 0.0,
+        "transition": 2, "bins": 8, "template_channels": 8, "msa_dropout": 0.0,
+        "pair_dropout": 0.0, "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -232,7 +233,9 @@ class Pairformer(nn.Module):
         recycles: int = 0,
     ) -> Prediction | Structure:
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
-        templates = check_given(self.config.templates, template_sequence, template_backbone, template_beta, template_seen)
+        templates = check_given(
+            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        )
         check_masks(msa_mask, mask)
         residues = torch.stack([sequence, residue_index, asym_id], -1)
         pair_mask = None if mask is None else self.pair_mask(mask, mask)
