@@ -50,6 +50,7 @@ PROTEINS: dict[str, tuple[str, dict[str, Any]]] = {  # beside one process in tes
     "pairformer": ("pairformer", {}),
     "evoformer-structure": ("evoformer", {"structure": 2, "structure_heads": 2, "extra_depth": 0}),
     "pairformer-structure": ("pairformer", {"structure": 2, "structure_heads": 2}),
+    "pairformer-templates": ("pairformer", {"templates": 1}),
 }
 
 

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch.distributed.tensor import DTensor
 
-from tests.support.paths import ROOT
+from tests.support.inference import infer
+from tests.support.paths import ROOT, STRUCTURES
 from tests.support.runs import one_of
 from tests.support.slow import long, slow
 from zoo.data.protein.embedded import EmbeddedProteins
@@ -79,6 +80,28 @@ def test_real_structures(run, capsys):
     assert not any("apc_floor" in key or "dca_floor" in key or "accuracy" in key for key in values)
     assert values["frequency_floor_loss_msa"] == 0  # the sequence tells the letters that are hidden in it
     assert values["frequency_floor"] == values["frequency_floor_loss_distogram"] > 0.5
+
+
+def test_a_folder_with_templates_is_trained_on_and_predicted(run, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / "data")
+    shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / "data" / "1A8O.template1.cif.gz")
+    data = f"{{name: protein_folder, path: {tmp_path / 'data'}, residues: 20, rows: 1, templates: 2}}"
+    model = "{name: pairformer, size: test, overrides: {bins: 64, depth: 1, msa_depth: 1, templates: 1}}"
+    records = run(model=model, data=data, sample="{every: 0}", eval="{every: 0}")
+    assert sum("loss" in record for record in records) == 4
+    found = {}
+    for name in ("with", "without"):
+        assert infer(tmp_path / "runs/tiny", tmp_path / "data", "--out", tmp_path / name) == 0
+        with np.load(tmp_path / name / "1A8O.npz") as stored:
+            found[name] = stored["distance"]
+        (tmp_path / "data" / "1A8O.template1.cif.gz").unlink(missing_ok=True)
+    assert np.abs(found["with"] - found["without"]).max() > 1e-5
+    capsys.readouterr()
+    run("name=none", data=data, expect=2)
+    assert "data.templates=2, and the model reads none" in capsys.readouterr().err
+    run("name=asks", "data.templates=0", model=model, data=data, expect=2)
+    assert "the model reads templates: set data.templates" in capsys.readouterr().err
 
 
 def test_a_folder(run, tmp_path, capsys):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.support.oracles import close, copy_weights, randomise
-from zoo.protein import embedding, evoformer, layers, pairformer
+from zoo.protein import embedding, evoformer, layers, pairformer, templates
 from zoo.protein.openfold import openfold_names
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
@@ -24,7 +24,10 @@ with warnings.catch_warnings():
     from openfold3.core.model.latent.evoformer import EvoformerBlock, EvoformerStack
     from openfold3.core.model.latent.msa_module import MSAModuleBlock, MSAModuleStack
     from openfold3.core.model.latent.pairformer import PairFormerBlock, PairFormerStack
+    from openfold3.core.model.latent.template_module import TemplateEmbedderAllAtom
     from openfold3.core.model.layers import msa
+    from openfold3.core.utils.all_atom_multimer import make_transform_from_reference
+    from openfold3.core.utils.geometry.vector import Vec3Array
     from openfold3.core.utils.relpos import relpos_complex
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # the oracles ask for CUDA's autocast
@@ -291,3 +294,72 @@ def test_relative_positions_agree_with_openfold() -> None:
     wanted = relpos_complex(batch, 3, 2)[..., : 2 * 3 + 2].double() @ ours.relative.weight
     residues = torch.stack([torch.zeros_like(place), place, chain], -1)
     torch.testing.assert_close(ours(residues, residues), wanted)
+
+
+def template_names(name: str) -> list[str]:
+    layer, _, kind = name.rpartition(".")
+    table = {
+        "pairs.norm": ["template_pair_embedder.layer_norm_z"], "pairs.project": ["template_pair_embedder.linear_z"],
+        "features.distance": ["template_pair_embedder.dgram_linear"],
+        "features.left": ["template_pair_embedder.aatype_linear_1"],
+        "features.right": ["template_pair_embedder.aatype_linear_2"],
+        "features.numbers": [
+            f"template_pair_embedder.{one}_linear" for one in ("pseudo_beta_mask", "backbone_mask", "x", "y", "z")
+        ],
+        "mean.norm": ["template_pair_stack.layer_norm"], "update.out": ["linear_t"],
+    }  # fmt: skip
+    if layer in table:
+        return [f"{theirs}.{kind}" for theirs in table[layer]]
+    block, number, *rest = name.split(".")
+    found = openfold_names(3)(".".join([block, number, "pair", *rest]))
+    return [f"template_pair_stack.{theirs.replace('.pair_stack', '')}" for theirs in found]
+
+
+@torch.no_grad()
+def test_template_embedder_agrees_with_openfold() -> None:
+    torch.manual_seed(0)
+    c, n = 8, 3
+    pair = {"c_hidden_tri_att": c // 4, "c_hidden_tri_mul": c, "no_blocks": 2, "no_heads": 4, "pair_transition_n": 2}
+    more = {"transition_type": "swiglu", "dropout_rate": 0.25, "tri_mul_first": True, "fuse_projection_weights": False}
+    config = {
+        "c_t": c, "c_z": C_Z, "template_pair_embedder": {"c_in": C_Z, "c_dgram": 39, "c_aatype": 23, "c_out": c},
+        "template_pair_stack": {
+            "c_t": c, **pair, **more, "blocks_per_ckpt": None, "ckpt_per_template": False, "inf": INF,
+        },
+    }  # fmt: skip
+    oracle = TemplateEmbedderAllAtom(ConfigDict(config)).double().eval()
+    ours = templates.TemplateEmbedder(C_Z, c, 2).double().eval()
+    randomise(oracle)
+    with torch.no_grad():
+        theirs = dict(oracle.named_parameters())
+        for name, param in ours.named_parameters():
+            whole = torch.cat([theirs[one] for one in template_names(name)], 1 if "numbers" in name else 0)
+            param.copy_(whole.T if name.split(".")[1] in ("distance", "left", "right") else whole)
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.values())
+
+    z, given = torch.randn(PAIR, dtype=torch.float64), templates.template_inputs(2, R, n)
+    given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    asym_id = (torch.arange(R) > 4).long().expand(2, -1)
+    residues, _, _ = masks(torch.float64)
+    pair_mask = residues[:, :, None] * residues[:, None]  # its transitions are masked, which a ragged mask would tell
+    frame, beta = given["template_seen"].double().unbind(-1)
+    chains = asym_id[:, None, :, None] == asym_id[:, None, None]
+    apart = torch.cdist(given["template_beta"], given["template_beta"], compute_mode="donot_use_mm_for_euclid_dist")
+    lower = torch.linspace(3.25, 50.75, 39, dtype=torch.float64)
+    upper = torch.cat([lower[1:], lower.new_tensor([1e8])])
+    distogram = ((apart[..., None] > lower) & (apart[..., None] < upper)).double()
+    atoms = [Vec3Array.from_array(x) for x in given["template_backbone"].unbind(-2)]
+    rigid = make_transform_from_reference(*atoms)
+    towards = rigid[..., None].inverse().apply_to_point(rigid.translation[..., None, :]).normalized().to_tensor()
+    both = (frame[..., None] * frame[..., None, :] * chains)[..., None]
+    batch = {
+        "asym_id": asym_id, "template_restype": nn.functional.one_hot(given["template_sequence"], 23),
+        "template_pseudo_beta_mask": beta, "template_backbone_frame_mask": frame,
+        "template_unit_vector": towards * both,
+        "template_distogram": distogram * (beta[..., None] * beta[..., None, :] * chains)[..., None],
+    }  # fmt: skip
+    wanted = z + oracle(batch, z, pair_mask)
+    got = ours(z, asym_id, *given.values(), pair_mask)
+    there = pair_mask.bool()
+    assert (wanted - z)[there].std() > 0.1
+    close((got - z)[there], (wanted - z)[there], 1e-8, "update")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zoo.layers import expect
 from zoo.protein.embedding import (
+    CLASSES,
     EMBEDDING,
     PAIR_FEATURE,
     Heads,
@@ -53,6 +54,7 @@ from zoo.protein.layers import (
 )
 from zoo.protein.openfold import openfold_names
 from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
+from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
 from zoo.reference import count, load
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -60,8 +62,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {
         "c_m": 24, "c_z": 16, "c_s": 20, "depth": 2, "msa_heads": 4, "msa_head_dim": 6, "pair_heads": 4,
         "pair_head_dim": 4, "triangle": 12, "outer": 4, "transition": 2, "extra_depth": 1, "c_e": 8,
-        "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0,
-        "structure_dropout": 0.0,
+        "extra_heads": 2, "extra_head_dim": 4, "bins": 8, "template_channels": 8, "msa_dropout": 0.0,
+        "pair_dropout": 0.0, "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -87,6 +89,8 @@ class Config:
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
     couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
+    template_channels: int = 64
     structure: int = 0  # iterations of the structure module; 0: no structure is predicted
     structure_heads: int = 12
     structure_dropout: float = 0.1
@@ -96,6 +100,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
+        check_templates(self.templates, self.template_channels)
         if self.depth < 0:
             raise ValueError(f"depth={self.depth}: 0 is a model without blocks")
         if self.extra_depth < 0:
@@ -153,7 +158,8 @@ class Evoformer(nn.Module):
     msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
     counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are True
     for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them. With
-    config.couplings: couplings (b i j k), features of pairs.
+    config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
+    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as ``TemplateEmbedder`` says.
     """
 
     def __init__(self, config: Config):
@@ -166,6 +172,7 @@ class Evoformer(nn.Module):
             f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
             **EMBEDDING,
             **(PAIR_FEATURE if config.couplings else {}),
+            **(prefixed("templates", TEMPLATES) if config.templates else {}),
             **(prefixed("structure", STRUCTURE) if config.structure else {}),
             "recycle_target": "b s r [c], row=s, previous=b r [c]",
             "single": "b r [c] -> b r [e]",
@@ -176,10 +183,18 @@ class Evoformer(nn.Module):
         self.dap = self.stages | (prefixed("blocks.*.pair", DAP) if config.depth else {})
         if config.extra_depth:
             self.dap |= prefixed("extra_blocks.*.pair", DAP)
+        if config.templates:
+            self.dap |= prefixed("templates.blocks.*", DAP)
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)
         self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
+        self.templates = None
+        if config.templates:
+            self.templates = TemplateEmbedder(
+                config.c_z, config.template_channels, config.templates, CLASSES, dropout=config.pair_dropout,
+                chunk=config.chunk,
+            )  # fmt: skip
         self.pair_mask = PairMask()
         self.recycle_pair = Recycle(config.c_z, 2)
         self.recycle_target = RecycleTarget(config.c_m, 2)
@@ -207,12 +222,19 @@ class Evoformer(nn.Module):
         extra_mask: Tensor | None = None,
         mask: Tensor | None = None,
         couplings: Tensor | None = None,
+        template_sequence: Tensor | None = None,
+        template_backbone: Tensor | None = None,
+        template_beta: Tensor | None = None,
+        template_seen: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction | Structure:
         built = f"extra_depth={self.config.extra_depth}"
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
+        templates = check_given(
+            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        )
         check_masks(msa_mask, mask)
 
         residues = torch.stack([sequence, residue_index, asym_id], -1)
@@ -225,6 +247,8 @@ class Evoformer(nn.Module):
                 z = self.recycle_pair(self.pair_embed(residues, residues), z)
                 if self.pair_feature is not None:
                     z = self.pair_feature(z, couplings)
+                if self.templates is not None:
+                    z = self.templates(z, asym_id, *templates, pair_mask)
                 if self.extra_embed is not None:
                     e = self.extra_embed(extra_msa, extra_deletions)
                     for block in self.extra_blocks:
@@ -250,6 +274,8 @@ class Evoformer(nn.Module):
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
         inputs = protein_inputs(batch, rows, residues, self.config.couplings)
+        if self.config.templates:
+            inputs |= template_inputs(batch, residues)
         if self.config.extra_depth:
             extra = protein_inputs(batch, extra_rows, residues)
             inputs |= {

@@ -52,6 +52,7 @@ from zoo.protein.layers import (
 )
 from zoo.protein.openfold import openfold_names
 from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
+from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
 from zoo.reference import count, load
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -59,7 +60,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {
         "c_m": 12, "c_z": 16, "c_s": 20, "msa_depth": 2, "depth": 2, "msa_heads": 4, "msa_head_dim": 6,
         "pair_heads": 4, "pair_head_dim": 4, "single_heads": 2, "single_head_dim": 6, "triangle": 12, "outer": 4,
-        "transition": 2, "bins": 8, "msa_dropout": 0.0, "pair_dropout": 0.0, "structure_dropout": 0.0,
+        "transition": 2, "bins": 8, "template_channels": 8, "msa_dropout": 0.0,
+        "pair_dropout": 0.0, "structure_dropout": 0.0,
     },
 }  # fmt: skip
 
@@ -83,6 +85,8 @@ class Config:
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
     couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
+    template_channels: int = 64
     structure: int = 0  # iterations of the structure module; 0: no structure is predicted
     structure_heads: int = 12
     structure_dropout: float = 0.1
@@ -94,6 +98,7 @@ class Config:
         check_widths(
             c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, msa_depth=self.msa_depth, depth=self.depth, chunk=self.chunk
         )
+        check_templates(self.templates, self.template_channels)
 
 
 def pair_block(config: Config) -> PairBlock:
@@ -165,7 +170,8 @@ class Pairformer(nn.Module):
 
     msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
     in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or neither.
-    With config.couplings: couplings (b i j k), features of pairs.
+    With config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
+    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as ``TemplateEmbedder`` says.
     """
 
     def __init__(self, config: Config):
@@ -177,6 +183,7 @@ class Pairformer(nn.Module):
             f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
             **EMBEDDING,
             **(PAIR_FEATURE if config.couplings else {}),
+            **(prefixed("templates", TEMPLATES) if config.templates else {}),
             **(prefixed("structure", STRUCTURE) if config.structure else {}),
             "single_embed": "b r -> b r [c]",
             "recycle_single": "b r [c], previous=b r [c]",
@@ -184,10 +191,18 @@ class Pairformer(nn.Module):
             **prefixed("blocks.*", PAIRFORMER_BLOCK),
         }
         self.dap = self.stages | prefixed("msa_blocks.*.pair", DAP) | prefixed("blocks.*.pair", DAP)
+        if config.templates:
+            self.dap |= prefixed("templates.blocks.*", DAP)
 
         self.msa_embed = MSAEmbed(config.c_m)
         self.pair_embed = PairEmbed(config.c_z, config.reach)
         self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
+        self.templates = None
+        if config.templates:
+            self.templates = TemplateEmbedder(
+                config.c_z, config.template_channels, config.templates, CLASSES, dropout=config.pair_dropout,
+                chunk=config.chunk,
+            )  # fmt: skip
         self.pair_mask = PairMask()
         self.single_embed = OneHot(CLASSES, config.c_s)
         self.recycle_pair = Recycle(config.c_z, 3)
@@ -211,9 +226,16 @@ class Pairformer(nn.Module):
         msa_mask: Tensor | None = None,
         mask: Tensor | None = None,
         couplings: Tensor | None = None,
+        template_sequence: Tensor | None = None,
+        template_backbone: Tensor | None = None,
+        template_beta: Tensor | None = None,
+        template_seen: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction | Structure:
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
+        templates = check_given(
+            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        )
         check_masks(msa_mask, mask)
         residues = torch.stack([sequence, residue_index, asym_id], -1)
         pair_mask = None if mask is None else self.pair_mask(mask, mask)
@@ -225,6 +247,8 @@ class Pairformer(nn.Module):
                 z = self.recycle_pair(self.pair_embed(residues, residues), z)
                 if self.pair_feature is not None:
                     z = self.pair_feature(z, couplings)
+                if self.templates is not None:
+                    z = self.templates(z, asym_id, *templates, pair_mask)
                 for msa_block in self.msa_blocks:
                     m, z = msa_block(m, z, msa_mask, pair_mask)
                 for block in self.blocks:
@@ -244,7 +268,8 @@ class Pairformer(nn.Module):
 
     def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
-        return protein_inputs(batch, rows, residues, self.config.couplings)
+        inputs = protein_inputs(batch, rows, residues, self.config.couplings)
+        return inputs | (template_inputs(batch, residues) if self.config.templates else {})
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.data.protein.record import GAP, MASK, UNKNOWN, Protein
+from zoo.data.protein.record import ATOMS, GAP, MASK, UNKNOWN, Protein
 from zoo.data.sampling import generator
 from zoo.protein.distogram import distances, distogram_bins
 
@@ -90,8 +90,8 @@ def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Ten
 class Example:
     """A protein of at most `residues` residues and `rows` rows, and as `extra` further rows of its alignment.
 
-    What it is asked for is padded to these sizes. A rank asks for its own range of rows and gets what those are of the
-    whole; nothing else is made.
+    And its first `templates` templates. What it is asked for is padded to these sizes. A rank asks for its own range of
+    rows and gets what those are of the whole; nothing else is made.
     """
 
     protein: Protein
@@ -100,6 +100,7 @@ class Example:
     extra: int
     hidden: Tensor  # [s, r] the first rows of the alignment as the model sees them
     chosen: Tensor  # [s, r] the letters it has to guess
+    templates: int = 0
 
     def alignment(self, rows: range | None = None) -> dict[str, Tensor]:
         """Rows s of the alignment, each [s, r].
@@ -165,6 +166,25 @@ class Example:
         seen = torch.stack([torch.from_numpy(resolved) for _, resolved in of]).all(0).float()
         return {"backbone": F.pad(atoms, (0, 0, 0, 0, 0, missing)), "seen": F.pad(seen, (0, missing))}
 
+    def relatives(self) -> dict[str, Tensor]:
+        """The templates n, nothing seen of those that are not there; int64, float32, bool.
+
+        `template_sequence` [n, r], `template_backbone` [n, r, 3, 3] Å (N, CA, C), `template_beta` [n, r, 3] Å (the
+        contact atom) and `template_seen` [n, r, 2]: all of the backbone, the contact atom.
+        """
+        n, r = self.templates, self.residues
+        found = {
+            "template_sequence": torch.full((n, r), GAP), "template_backbone": torch.zeros(n, r, 3, 3),
+            "template_beta": torch.zeros(n, r, 3), "template_seen": torch.zeros(n, r, 2, dtype=torch.bool),
+        }  # fmt: skip
+        frame = [ATOMS.index(name) for name in ("N", "CA", "C")]
+        for i, template in enumerate(self.protein.templates[:n]):
+            beta, seen = template.contact_atoms()
+            seen = np.stack([template.resolved[:, frame].all(1), seen], 1)
+            for name, x in zip(found, (template.letters.astype(np.int64), template.positions[:, frame], beta, seen)):
+                found[name][i, : len(x)] = torch.from_numpy(x)
+        return found
+
     def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:
         """Rows i of what the alignment says of pairs: `couplings` [i, j, k], zero for padding.
 
@@ -205,6 +225,7 @@ def draw(
     residues: int,
     rows: int,
     extra: int = 0,
+    templates: int = 0,
     share: float = 0.15,
     spatial: bool = False,
 ) -> Example:
@@ -220,7 +241,7 @@ def draw(
     cropped = sample_rows(cropped, rows + extra, random)
     msa = torch.from_numpy(cropped.msa[:rows].astype(np.int64))
     hidden, chosen = hide(msa, random, share) if share else (msa, torch.zeros_like(msa, dtype=torch.bool))
-    return Example(cropped, residues, rows, extra, hidden, chosen)
+    return Example(cropped, residues, rows, extra, hidden, chosen, templates)
 
 
 def _integer(n: int, random: torch.Generator) -> int:

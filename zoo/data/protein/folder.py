@@ -3,6 +3,7 @@
     1abc.cif.gz                             a structure: .cif, .mmcif, .pdb or .ent, gzipped or not
     1abc.a3m  1abc_A.a3m  1abc.uniref.sto   its alignments: .a3m, .fasta, .sto ... that begin with its name
     1abc/...  1abc_A/...                    and those in sub-folders so named
+    1abc.template1.cif  1abc.template_2xyz.pdb   its templates: structures of relatives, in the order of their names
 
 Which chain an alignment belongs to, its first sequence says. A structure without one has its own sequence alone.
 """
@@ -13,6 +14,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from zoo.data.progress import counted
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import Alignment, read_alignment
 from zoo.data.protein.complexes import join, refuse_stranger
-from zoo.data.protein.record import Protein
+from zoo.data.protein.record import Protein, Template
 from zoo.data.protein.structure import read_structure
+from zoo.data.protein.template import read_template, template_owner
 from zoo.data.sampling import hash_seed
 
 __all__ = ["ProteinFolder", "kind", "owner", "read_protein", "stem"]
@@ -50,11 +53,16 @@ def owner(parts: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def read_protein(
-    structure: Path, alignments: Iterable[Path], skip: Callable[[Path, str], None] | None = None
+    structure: Path,
+    alignments: Iterable[Path],
+    skip: Callable[[Path, str], None] | None = None,
+    templates: Iterable[Path] = (),
+    most: int | None = None,
 ) -> Protein:
-    """A structure with its alignments; a ValueError that names the file and what is wrong with it.
+    """A structure with its alignments and templates; a ValueError that names the file and what is wrong with it.
 
-    skip: told of an alignment that cannot be used, and why, in place of the error.
+    most: templates to be read, the first that can be; None: all.
+    skip: told of an alignment or a template that cannot be used, and why, in place of the error.
     """
     protein, found = read_structure(structure), list[Alignment]()
     if not protein.contact_atoms()[1].any():
@@ -68,7 +76,27 @@ def read_protein(
             if skip is None:
                 raise
             skip(path, reason(error))
-    return join(protein, found)
+    return with_templates(join(protein, found), templates, skip, most)
+
+
+def with_templates(
+    protein: Protein,
+    paths: Iterable[Path],
+    skip: Callable[[Path, str], None] | None = None,
+    most: int | None = None,
+) -> Protein:
+    """The protein with the first templates in those files that can be used, as `read_protein` reads them."""
+    found = list[Template]()
+    for path in paths:
+        if len(found) == most:
+            break
+        try:
+            found.append(read_template(protein, path))
+        except Exception as error:
+            if skip is None:
+                raise
+            skip(path, reason(error))
+    return replace(protein, templates=tuple(found))
 
 
 def reason(error: Exception) -> str:
@@ -76,18 +104,25 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError | OSError) else f"damaged: {type(error).__name__}: {error}"
 
 
+@dataclass
+class Files:
+    structure: Path
+    alignments: list[Path] = field(default_factory=list)
+    templates: list[Path] = field(default_factory=list)
+
+
 class ProteinFolder:
-    """The proteins under `root`, in the order of their names.
+    """The proteins under `root`, in the order of their names, each with its first `templates` templates.
 
     All are read once when the folder is opened. Files that cannot be used are skipped: one log line names each,
     `skipped` lists them. A structure whose alignment is skipped stays.
     """
 
-    def __init__(self, root: str | os.PathLike[str]):
-        self.root = Path(root)
+    def __init__(self, root: str | os.PathLike[str], templates: int = 0):
+        self.root, self.templates = Path(root), templates
         if not self.root.is_dir():
             raise ValueError(f"no such folder: {self.root}")
-        self.files: dict[str, tuple[Path, list[Path]]] = {}
+        self.files: dict[str, Files] = {}
         self.skipped: list[tuple[Path, str]] = []
         self._read: OrderedDict[str, Protein] = OrderedDict()
         self._scan()
@@ -103,7 +138,8 @@ class ProteinFolder:
         """Protein `index`, read again if it was not asked for lately."""
         name = self.names[index]
         if name not in self._read:
-            self._read[name] = read_protein(*self.files[name])
+            of = self.files[name]
+            self._read[name] = read_protein(of.structure, of.alignments, None, of.templates, self.templates)
             if len(self._read) > _KEPT:
                 self._read.popitem(last=False)
         self._read.move_to_end(name)
@@ -126,36 +162,45 @@ class ProteinFolder:
 
     def _scan(self) -> None:
         paths = sorted(path for path in self.root.iterdir() if path.is_file() and not path.name.startswith("."))
-        structures = [path for path in paths if kind(path) == "structure"]
+        every = [path for path in paths if kind(path) == "structure"]
+        structures = [path for path in every if template_owner(stem(path)) is None]
         if not structures:
             raise ValueError(f"no structures in {self.root} (looked for {', '.join(structure.SUFFIXES)}, plain or .gz)")
-        files: dict[str, tuple[Path, list[Path]]] = {}
+        files: dict[str, Files] = {}
         for path in structures:
             name = stem(path)
             if name in files:
-                self._skip(path, f"there is {files[name][0].name} too")
+                self._skip(path, f"there is {files[name].structure.name} too")
             else:
-                files[name] = (path, [])
+                files[name] = Files(path)
+        for path in every:
+            if (whose := template_owner(stem(path))) in files:
+                files[whose].templates.append(path)
+            elif whose is not None:
+                self._skip(path, f"there is no structure {whose} that it is a template of")
         for path in sorted(self.root.rglob("*")):
             if path.is_file() and kind(path) == "alignment":
                 whose = owner(path.relative_to(self.root).parts[:1], files)
                 if whose is not None:
-                    files[whose][1].append(path)
+                    files[whose].alignments.append(path)
                 else:
                     self._skip(path, "no structure has the name that it begins with")
-        for name, (path, alignments) in counted(files.items(), len(files), "reading structures", log):
+        for name, of in counted(files.items(), len(files), "reading structures", log):
             bad: dict[Path, str] = {}
             try:
-                read = read_protein(path, alignments, bad.__setitem__)
+                read = read_protein(of.structure, of.alignments, bad.__setitem__, of.templates, self.templates)
             except Exception as error:  # whatever a parser stumbles over: one bad file ends no run
-                self._skip(path, reason(error))
+                self._skip(of.structure, reason(error))
                 continue
             for one, why in bad.items():
                 self._skip(one, why)
-            self.files[name] = (path, [one for one in alignments if one not in bad])
+            of.alignments, of.templates = (
+                [one for one in all_ if one not in bad] for all_ in (of.alignments, of.templates)
+            )
+            self.files[name] = of
             if len(self._read) < _KEPT:
                 self._read[name] = read
-        alone = sum(not alignments for _, alignments in self.files.values())
+        alone = sum(not of.alignments for of in self.files.values())
         log.info(
             "%d proteins in %s, %d without an alignment, %d skipped", len(self.files), self.root, alone,
             len(self.skipped),

@@ -10,25 +10,32 @@ import numpy as np
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import Alignment, read_alignment
 from zoo.data.protein.complexes import join
-from zoo.data.protein.folder import kind, owner, read_protein, stem
+from zoo.data.protein.folder import kind, owner, read_protein, stem, with_templates
 from zoo.data.protein.record import ATOMS, Protein, encode
+from zoo.data.protein.template import template_owner
 
 __all__ = ["Given", "find", "from_alignments"]
 
 
 @dataclass
 class Given:
-    """One protein: a structure with its alignments, or alignments alone, each of which is a chain."""
+    """One protein: a structure with its alignments, or alignments alone, each of which is a chain; and templates."""
 
     name: str
     structure: Path | None
     alignments: list[Path] = field(default_factory=list)
+    templates: list[Path] = field(default_factory=list)
 
-    def read(self) -> Protein:
-        """A ValueError or an OSError names the file, and what is wrong with it."""
+    def read(self, templates: int = 0) -> Protein:
+        """The protein with its first `templates` templates.
+
+        A ValueError or an OSError names the file, and what is wrong with it.
+        """
+        chosen = self.templates[:templates]
         if self.structure:
-            return read_protein(self.structure, self.alignments)
-        return from_alignments(self.name, [read_alignment(path) for path in self.alignments])
+            return read_protein(self.structure, self.alignments, templates=chosen)
+        protein = from_alignments(self.name, [read_alignment(path) for path in self.alignments])
+        return with_templates(protein, chosen)
 
 
 def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[Given]:
@@ -36,7 +43,8 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
 
     A structure takes the alignments that begin with its name, among `paths` and beside it (as in folder.py). Every
     other alignment is a protein of its own, or with `chains` one chain of a single complex; the same file twice is two
-    copies. Raises ValueError for what does not exist, or is neither by its name.
+    copies. Templates, of structures and of alignments alone, are found by their names in the same places; a template of
+    nothing here is a protein of its own. Raises ValueError for what does not exist, or is neither by its name.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -52,6 +60,9 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
             raise ValueError(f"{path}: no structure or alignment by its name; expected {known}, plain or .gz")
         else:
             files.append(path)
+    names_of = {stem(path) for path in files}
+    templates = [p for p in files if kind(p) == "structure" and template_owner(stem(p)) in names_of]
+    files = [path for path in files if path not in templates]
     given = [Given(stem(path), path) for path in dict.fromkeys(files) if kind(path) == "structure"]
     structures = {one.name: one for one in given}
     alone: list[Path] = []
@@ -68,6 +79,8 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
         given.append(Given("-".join(dict.fromkeys(map(stem, alone))), None, alone))
     else:
         given += [Given(stem(path), None, [path]) for path in dict.fromkeys(alone)]
+    for one in given:
+        one.templates = list(dict.fromkeys([*_templates(one, templates), *_templates(one, _neighbours(one))]))
     names = [one.name for one in given]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
@@ -103,6 +116,17 @@ def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
 def _letters(i: int) -> str:
     """A to Z, AA, AB ..."""
     return (_letters(i // 26 - 1) if i >= 26 else "") + chr(ord("A") + i % 26)
+
+
+def _templates(given: Given, files: Iterable[Path]) -> Iterable[Path]:
+    """Those of the files that are named as a template of it, or of an alignment that is one of its chains."""
+    own = {given.name, *([] if given.structure else map(stem, given.alignments))}
+    return (path for path in files if kind(path) == "structure" and template_owner(stem(path)) in own)
+
+
+def _neighbours(given: Given) -> Iterable[Path]:
+    for folder in dict.fromkeys(path.parent for path in ([given.structure] if given.structure else given.alignments)):
+        yield from sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def _beside(given: Given) -> Iterable[Path]:

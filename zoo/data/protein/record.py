@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["ATOMS", "GAP", "LETTERS", "MASK", "UNKNOWN", "Protein", "encode"]
+__all__ = ["ATOMS", "GAP", "LETTERS", "MASK", "UNKNOWN", "Protein", "Template", "encode"]
 
 LETTERS = "ARNDCQEGHILKMFPSTWYVX-#"  # the 23 classes of AlphaFold 2: amino acids, unknown, gap, masked
 UNKNOWN, GAP, MASK = 20, 21, 22
@@ -28,6 +28,25 @@ def encode(sequence: str | bytes) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
+class Template:
+    """A known structure of a relative, residue by residue of the protein that it is a template of."""
+
+    name: str
+    letters: np.ndarray  # [r] uint8; GAP where the relative has no residue
+    positions: np.ndarray  # [r, a, 3] Å, zero where unresolved
+    resolved: np.ndarray  # [r, a] bool
+
+    def take(self, residues: np.ndarray) -> "Template":
+        return replace(
+            self, letters=self.letters[residues], positions=self.positions[residues], resolved=self.resolved[residues]
+        )
+
+    def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
+        """As those of a protein."""
+        return _contact_atoms(self.letters, self.positions, self.resolved)
+
+
+@dataclass(frozen=True, eq=False)
 class Protein:
     """Chains one after another, with an alignment whose first row is their own sequence."""
 
@@ -44,6 +63,7 @@ class Protein:
     deletions: np.ndarray  # [s, r] residues of the row left out just before this one, uint16
     paired: np.ndarray  # [s] bool: the row is of one species in all entities; else it has gaps in all but one
     couplings: np.ndarray | None = None  # [r, r] float32: what the whole alignment says of pairs, if it was asked
+    templates: tuple[Template, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -61,6 +81,7 @@ class Protein:
             msa=self.msa[:, residues],
             deletions=self.deletions[:, residues],
             couplings=None if self.couplings is None else self.couplings[np.ix_(residues, residues)],
+            templates=tuple(template.take(residues) for template in self.templates),
         )
 
     def atoms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +90,11 @@ class Protein:
 
     def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the atom is that stands for a residue, Cβ or for glycine Cα: [r, 3] Å, and whether it was seen [r]."""
-        ca, cb = ATOMS.index("CA"), ATOMS.index("CB")
-        atom = np.where((encode(self.sequence) == LETTERS.index("G")) & ~self.resolved[:, cb], ca, cb)
-        every = np.arange(len(self))
-        return self.positions[every, atom], self.resolved[every, atom]
+        return _contact_atoms(encode(self.sequence), self.positions, self.resolved)
+
+
+def _contact_atoms(letters: np.ndarray, positions: np.ndarray, resolved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    ca, cb = ATOMS.index("CA"), ATOMS.index("CB")
+    atom = np.where((letters == LETTERS.index("G")) & ~resolved[:, cb], ca, cb)
+    every = np.arange(len(letters))
+    return positions[every, atom], resolved[every, atom]

@@ -98,6 +98,7 @@ class Show(task.Show):
     def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
         given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
         given |= example.couplings(around=self.config.data.around) if self.task.features else {}
+        given |= example.relatives() if self.task.templates else {}
         inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
         with torch.no_grad():
             found = model(**inputs, **options)
@@ -184,7 +185,9 @@ class Infer(task.Infer):
 
     def arguments(self, parser: ArgumentParser) -> None:
         data = self.config.data
-        parser.add_argument("files", type=Path, nargs="+", help="structures, alignments, folders of both")
+        parser.add_argument(
+            "files", type=Path, nargs="+", help="structures, alignments, folders of both; templates by name"
+        )
         parser.add_argument(
             "--complex", action="store_true", help="alignments without a structure are the chains of one complex"
         )
@@ -226,7 +229,7 @@ class Infer(task.Infer):
         self.made = []
         for i, one in enumerate(given):
             try:
-                protein = on_first_rank(partial(user_error, one.read))
+                protein = on_first_rank(partial(user_error, one.read, self.show.task.templates))
             except UserError as error:
                 if len(given) == 1:
                     raise
@@ -258,6 +261,7 @@ class Infer(task.Infer):
         """Predict from so many rows; fewer are among the more, if only the number differs."""
         protein = self.show.task.told(protein, (protein.name, protein.sequence, len(protein.msa)))
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
+        sizes["templates"] = self.show.task.templates
         example = draw(protein, "inference", options.seed, **sizes, share=0)
         asked = {"recycles": options.recycles, "distogram": options.distogram}
         predicted = self.show.predict(model, example, device, **asked)

@@ -66,6 +66,9 @@ class Embedded:
     around: int = option(
         0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
     )
+    templates: int = option(
+        0, "templates for a model that reads them; there are none, nothing of them is seen", least=0
+    )
 
 
 @dataclass
@@ -81,6 +84,9 @@ class Folder:
     couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
     around: int = option(
         0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
+    )
+    templates: int = option(
+        0, "templates of each protein for a model that reads them: structures NAME.template*.cif", least=0
     )
 
 
@@ -142,6 +148,8 @@ class Task(task.Task):
         self.tokens = data.rows * data.residues
         self._couplings: dict[Hashable, np.ndarray] = {}
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
+        self.templates = getattr(data, "templates", 0)  # of each protein; drawn families have none
+        self.shape["templates"] = self.templates
         self.folds = False  # whether the model predicts a structure, once it is made
         self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings told of each pair
 
@@ -174,6 +182,13 @@ class Task(task.Task):
                 f"the data tells {self.features} couplings of each pair and the model is told {told}: "
                 f"set model.overrides.couplings={self.features}{'' if self.features else ', or data.couplings=true'}"
             )
+        if (wanted := getattr(model.config, "templates", 0)) and not self.templates:
+            raise UserError("the model reads templates: set data.templates, or model.overrides.templates=0")
+        if self.templates and not wanted:
+            raise UserError(
+                f"data.templates={self.templates}, and the model reads none: set model.overrides.templates=2, "
+                "or data.templates=0"
+            )
         return model
 
     def objective(self, model: nn.Module) -> nn.Module:
@@ -191,6 +206,9 @@ class Task(task.Task):
         }  # fmt: skip
         if self.features:
             inputs["couplings"] = torch.zeros(b, r, r, self.features)
+        if n := self.templates:
+            inputs |= {"template_sequence": whole(b, n, r), "template_backbone": torch.zeros(b, n, r, 3, 3)}
+            inputs |= {"template_beta": torch.zeros(b, n, r, 3), "template_seen": seen(b, n, r, 2)}
         if self.folds:
             inputs |= {"true_rotation": torch.zeros(b, r, 3, 3), "true_translation": torch.zeros(b, r, 3)}
             inputs |= {"seen": torch.ones(b, r), "frame_weight": torch.ones(b, r)}
@@ -272,6 +290,8 @@ class Task(task.Task):
         if self.features:
             inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
         inputs |= {**stacked(Example.single), "recycles": recycles}
+        if self.templates:
+            inputs |= stacked(Example.relatives)
         if self.folds:
             inputs |= stacked(structure_inputs)
         return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
@@ -307,4 +327,4 @@ def _datasets(data: Any, seed: int, needed: int) -> tuple[Dataset, Dataset]:
         )
     if isinstance(data, Embedded):
         return EmbeddedProteins("train"), EmbeddedProteins("validation")
-    return ProteinFolder(data.path).split(data.validation)
+    return ProteinFolder(data.path, data.templates).split(data.validation)

@@ -1,0 +1,72 @@
+"""Templates: structures of relatives, laid along the sequence of a protein residue by residue.
+
+1abc.cif                                     a protein
+1abc.template1.cif  1abc.template_2xyz.pdb.gz   its templates, which are not proteins of their own
+"""
+
+import os
+from collections.abc import Iterable
+
+import numpy as np
+from Bio.Align import PairwiseAligner, substitution_matrices
+
+from zoo.data.protein.record import ATOMS, GAP, LETTERS, Protein, Template, encode
+from zoo.data.protein.structure import read_structure
+
+__all__ = ["align", "read_template", "template_owner"]
+
+_MARK = ".template"
+_ALIKE = 40.0  # least score of a relative: of 1,431 pairs of strangers among real structures five have more
+
+
+def template_owner(stem: str) -> str | None:
+    """The name of the protein whose template a structure of that name is; None for one that is no template."""
+    name, mark, _ = stem.partition(_MARK)
+    return name if name and mark else None
+
+
+def read_template(protein: Protein, path: str | os.PathLike[str]) -> Template:
+    """The template of a protein that a file holds; a ValueError names the file and what is wrong with it."""
+    try:
+        return align(protein, read_structure(path))
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+
+def align(protein: Protein, other: Protein) -> Template:
+    """The other's residues as a template of the protein's: each chain has that of the other that fits it best.
+
+    Global alignment by BLOSUM62, where a gap costs 11 and each further residue of it 1, and those at the ends nothing.
+    A chain has none if no chain scores 40, or half of its score with itself if that is less. If that is so of all
+    chains, a ValueError says it.
+    """
+    aligner = PairwiseAligner(mode="global", open_gap_score=-11, extend_gap_score=-1, end_gap_score=0)
+    aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
+    r, best = len(protein), 0.0
+    source = np.full(r, -1)
+    theirs: dict[str, np.ndarray] = {}
+    for text, at in _chains(other):
+        theirs.setdefault(text, at)  # of copies the first
+    for ours, at in _chains(protein):
+        scores = {text: float(aligner.score(ours, text)) for text in theirs}
+        chosen = max(scores, key=scores.__getitem__)
+        best = max(best, scores[chosen])
+        if scores[chosen] >= min(_ALIKE, aligner.score(ours, ours) / 2):
+            for (start, end), (first, _) in zip(*aligner.align(ours, chosen)[0].aligned):
+                source[at[start:end]] = theirs[chosen][first : first + end - start]
+    if (source < 0).all():
+        raise ValueError(f"no chain of it is like one of {protein.name}: the best alignment scores {best:.0f}")
+    there = source >= 0
+    letters = np.full(r, GAP, np.uint8)
+    letters[there] = encode(other.sequence)[source[there]]
+    positions, resolved = np.zeros((r, len(ATOMS), 3), np.float32), np.zeros((r, len(ATOMS)), bool)
+    positions[there], resolved[there] = other.positions[source[there]], other.resolved[source[there]]
+    return Template(other.name, letters, positions, resolved)
+
+
+def _chains(protein: Protein) -> Iterable[tuple[str, np.ndarray]]:
+    """Each chain in letters that the matrix has, and where its residues are."""
+    letters = encode(protein.sequence)
+    for chain in np.unique(protein.asym_id):
+        at = np.flatnonzero(protein.asym_id == chain)
+        yield "".join(LETTERS[letter] for letter in letters[at]), at
