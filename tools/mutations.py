@@ -34,6 +34,34 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "what a stage returns as it was given is the given tensor in a plan, too",
+        "dsp/plan/tracer.py",
+        "output = self.recorder.apart(tensors_in(self.given), output)",
+        "pass",
+        "dsp/run/test_lookup::test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole",
+    ),
+    Fault(
+        "a bad step that nobody has read yet is taken",
+        "zoo/training/optim.py",
+        "optimizer.found_inf = None if taken is None else 1 - taken",
+        "optimizer.found_inf = None",
+        "training/test_robust::test_a_step_taken_before_its_numbers_are_read_is_the_same",
+    ),
+    Fault(
+        "points are seen by axes of space, not by frames",
+        "zoo/protein/structure.py",
+        'seen = torch.einsum("biyx,bipy->bipx", rotation, seen - translation[:, :, None])',
+        "seen = seen - translation[:, :, None]",
+        "zoo/test_structure_module",
+    ),
+    Fault(
+        "a predicted clip is taken for a velocity",
+        "zoo/video/diffusion.py",
+        "velocity = (output - x) / max(levels[i], LEAST) if predicts_clean else flow_sign(model) * output",
+        "velocity = flow_sign(model) * output",
+        "zoo/test_diffusion::test_a_predicted_clip_is_a_velocity_too",
+    ),
+    Fault(
         "a gradient of an input that no pattern names is not counted",
         "dsp/plan/recorder.py",
         "return edge(t) in self.reached",
@@ -78,8 +106,8 @@ FAULTS = [
     Fault(
         "noise levels are sampled without the shift they are trained with",
         "zoo/training/tasks/video.py",
-        "return partial(euler, shift=shift_at(options.shift, options.shift_cells, prod(clip)))",
-        "return euler",
+        "return partial(euler, shift=shift, predicts_clean",
+        "return partial(euler, predicts_clean",
         "training/test_config",
     ),
     Fault(
