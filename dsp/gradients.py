@@ -36,7 +36,7 @@ class Wrap(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if isinstance(grad, DTensor):
             if grad.placements != ctx.placements:
-                _refuse(f"its gradient arrived as {grad.placements} where the tensor is {ctx.placements}")
+                _refuse(f"the gradient of a sharded tensor arrived as {grad.placements}, and it is {ctx.placements}")
             grad, _ = opened(grad)
         return grad, None
 
@@ -66,7 +66,7 @@ class GuardedWrap(Wrap):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if not ExitGuard.covered():
-            _refuse("none of dsp.mean and dsp.gather stands between it and the loss")
+            _refuse("the loss was computed from a sharded tensor without dsp.mean or dsp.gather")
         return Wrap.backward(ctx, grad)
 
 
@@ -83,9 +83,9 @@ class HandedOver(Wrap):
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(
-        f"backward through a sharded tensor in a way that the gradient contract does not cover: {reason}. Take the "
-        "loss with dsp.mean(loss, weight), or bring the tensor back with dsp.gather(x) before reducing it; if a "
-        "pipeline brings its gradient from the next part of the model, give it dsp.hand_over(x)"
+        f"this backward would give wrong gradients: {reason}. Use dsp.mean(loss, weight), or dsp.gather(x) before "
+        "reducing. If x is passed on to the next part of a pipeline, which sends its gradient back, pass on "
+        "dsp.hand_over(x) instead"
     )
 
 

@@ -191,7 +191,8 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
         dims = [dim for dim in error.unknown if dim not in BATCH_NAMES]
         if len(dims) != 1 or len(error.unknown) != 2 or len(set(integers.values())) != 1:
             candidates = ", ".join(f"{k}={v}" for k, v in integers.items())
-            raise NotationError(f"{error}" + (f". Its int arguments: {candidates}" if candidates else "")) from None
+            told = f". Int arguments of the model's forward that could state a size: {candidates}" if candidates else ""
+            raise NotationError(f"{error}{told}") from None
         stated = {**stated, dims[0]: next(iter(integers.values()))}
         sizes = solve_sizes(tensors, stated, where="the model")
     for dim, size in stated.items():

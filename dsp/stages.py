@@ -164,8 +164,8 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
         for other in stages_found:
             if id(other.module) in inside:
                 raise NotationError(
-                    f"stage {other.name!r} lies inside stage {stage.name!r}; a stage sees local tensors only, so make "
-                    "one of the two a stage"
+                    f"stage {other.name!r} lies inside stage {stage.name!r}; stages cannot be nested: inside the outer "
+                    "stage tensors are already local. Remove one of the two from stages"
                 )
     return stages_found, root
 

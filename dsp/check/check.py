@@ -107,7 +107,7 @@ class Check:
                 report.uncovered.append(f"{mode.name}: the model itself raises {mode.fails}")
                 continue
             if mode.random:
-                report.uncovered.append(f"numbers {mode.name}: not compared, as the model draws random ones")
+                report.uncovered.append(f"values {mode.name}: not compared, as the model draws random numbers")
             report.modes.append(mode.name)
             for size, args, kwargs in inputs:
                 for n in range(report.calls):

@@ -83,8 +83,8 @@ def compare_slices(
         report.slices[(stage.name, name)] = max(worst, report.slices.get((stage.name, name), 0.0))
         if not worst <= tolerance:
             report.problems.append(
-                f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}', or, if one of its other tensors "
-                f"varies along {name!r}, give that one a pattern"
+                f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}'. Or, if another argument of the "
+                f"stage also has the dim {name!r}, give that argument a pattern"
             )
 
 

@@ -52,8 +52,9 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
         values.setdefault(facts.get(odd[0], "missing"), []).append(rank)
     told = ", but ".join(f"{value} on rank{'s' * (len(who) > 1)} {some(who)}" for value, who in values.items())
     raise RuntimeError(
-        f"the ranks of one sequence-parallel group make different things parallel: {odd[0]} is {told}"
-        + (f"; so differ {some(odd[1:])}" if odd[1:] else "")
+        "the ranks of one sequence-parallel group called parallelize with different models or options: "
+        f"{odd[0]} is {told}"
+        + (f"; {some(odd[1:])} also differ{'s' * (len(odd) == 2)}" if odd[1:] else "")
         + ". Give every rank of the group the same model, stages, options and versions"
     )
 
@@ -74,8 +75,8 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
     odd = [k for (k, _), column in zip(whole, columns) if not alike(column)]
     raise RuntimeError(
         f"the ranks of one sequence-parallel group hold different weights: {some(odd)}. Build the model from one seed "
-        "or one file on all of them, and average gradients over them before each optimizer step; a parameter of which "
-        "every rank is to hold its own part is a DTensor"
+        "or one file on all of them, and average gradients over them before each optimizer step; if each rank is meant "
+        "to hold a different part of a parameter, make it a DTensor"
     )
 
 
@@ -235,13 +236,16 @@ class Agreement:
             same_weights(self.axis, self.model)  # which names them, unless somebody made them the same meanwhile
             return
         odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
-        got = "inputs of other shapes, types or options, or went another way in an earlier call,"
+        got = (
+            "inputs of different shapes, types or options, or took a different branch of the forward in an earlier call"
+        )
         if slot:
             got = f"another {named(self.positional, spec, checked[slot - 1])!r}"
         raise RuntimeError(
-            f"the ranks of one sequence-parallel group hold different inputs: rank{'s' * (len(odd) > 1)} "
-            f"{', '.join(map(str, odd))} got {got} than rank 0. Whole inputs must be the same on "
-            "every rank of the group: seed the data by the data-parallel rank only, or pass sharded DTensors"
+            "the ranks of one sequence-parallel group hold different inputs: compared with rank 0, "
+            f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} got {got}. Whole inputs must be the same on every "
+            "rank of the group: derive the data seed from the data-parallel rank, not from the global rank, or pass "
+            "sharded DTensors"
         )
 
 

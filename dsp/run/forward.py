@@ -132,9 +132,9 @@ class Run(Lookup):
         for missed, name, _ in self.stale:
             if missed == memory(t):
                 raise GlueError(
-                    f"{name} wrote in place into a tensor that had to be switched or gathered for it or for a view, "
-                    "and what it wrote would be missing where that tensor, or a view of it, is used now. Write it out "
-                    "of place"
+                    f"{name} writes in place, but its tensor, or a view of it, first had to be switched or gathered, "
+                    "so the write went into a copy. The original, or a view of it, is used now without that write. Use "
+                    "an out-of-place operation"
                 )
 
     def bring(

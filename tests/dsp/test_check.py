@@ -293,7 +293,7 @@ def test_what_is_not_covered_is_said(ranks) -> None:
         "stages that did not run: idle",
         "slices along 'b', which has size 1: space, time",
         'a second size of the inputs: the stages name no dims of the model\'s own inputs, as {"": "x=b t s c"} would',
-        "numbers in training: not compared, as the model draws random ones",
+        "values in training: not compared, as the model draws random numbers",
         "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
     ]
     assert ranks(uncovered, 2) == [expect, expect]

@@ -258,7 +258,7 @@ def test_other_models(run, capsys, model):
         (["data.path=null", "dry_run=true"], "data.buckets has to say what the clips are"),
         (["data.validation=1"], "between 0 and 1"),
         (["objective.first_frame=0.7", "objective.random_frames=0.7"], "together at most 1"),
-        (["model.overrides.version=v1"], "need a model that takes clean frames"),
+        (["model.overrides.version=v1"], "need a model that accepts given, noise-free frames"),
         (["sample.every=1"], "sample.every=1: there is not there: no such folder"),
         (["model={name: latte, size: test, overrides: {conditioning: class, in_channels: 2}}"], "has no classes"),
     ],

@@ -35,6 +35,10 @@ from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.published import Prompt, Published
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IN_TURN = (
+    "is not available for this model family: its sampler computes guidance's two predictions in separate calls, one "
+    "after the other; leave it out"
+)
 
 
 def is_pipeline(folder: Path) -> bool:
@@ -76,9 +80,11 @@ class Pipeline:
                 )
             world, over = dist.get_world_size(), 2 if branches else 1
             if world % over:
-                raise UserError(f"branches: guidance by halves of the ranks needs an even number of them, not {world}")
+                raise UserError(
+                    f"branches splits the ranks into two halves and needs an even number of ranks, not {world}"
+                )
             if branches and self.published.scheduler is None:
-                raise UserError("branches: the sampler of this family takes its predictions one after the other")
+                raise UserError(f"branches {IN_TURN}")
             mesh = init_device_mesh(self.device.type, (over, world // over), mesh_dim_names=("guidance", "sp"))
             self.halves = mesh["guidance"] if branches else None
             for model in self.published.models:
@@ -156,13 +162,18 @@ class Pipeline:
         if options.first_frame is not None and not takes:
             raise UserError(f"--first-frame: this {kind} draws from text alone")
         if options.first_frame is None and source.needs_image:
-            raise UserError(f"this {kind} goes on from an image: --first-frame names one")
+            raise UserError(f"this {kind} needs a first image: pass --first-frame FILE")
         if options.guidance_2 is not None and len(source.models) == 1:
-            raise UserError("--guidance-2: there is one transformer in this folder")
+            raise UserError(
+                "--guidance-2 is for the second of two transformers, and this folder has only one; leave it out"
+            )
         if self.halves is not None and (options.batched or options.guidance == 1):
-            raise UserError("--branches: halves of the ranks need guidance, and --batched leaves them nothing to share")
+            raise UserError(
+                "--branches gives each of guidance's two predictions to half of the ranks: it needs --guidance other "
+                "than 1, and goes without --batched, which makes both in one call"
+            )
         if options.batched and source.scheduler is None:
-            raise UserError("--batched: the sampler of this family takes its predictions one after the other")
+            raise UserError(f"--batched {IN_TURN}")
 
     def _captions(self, options: Namespace) -> Prompt:
         if self.text is None:

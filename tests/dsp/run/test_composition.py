@@ -575,7 +575,7 @@ def disagree(mesh: DeviceMesh, how: str) -> str:
     [
         ("values", "different inputs.*another 'x'"),
         ("order", "different inputs.*another 'x'"),
-        ("shapes", "other shapes"),
+        ("shapes", "different shapes"),
     ],
 )
 def test_ranks_that_hold_different_inputs(ranks, how: str, says: str) -> None:

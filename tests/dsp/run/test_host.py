@@ -66,7 +66,7 @@ def told_apart(mesh: DeviceMesh) -> list[str]:
             finally:
                 torch.__version__ = version
         said.append(str(caught.value))
-    with pytest.raises(RuntimeError, match="make different things parallel"):
+    with pytest.raises(RuntimeError, match="called parallelize with different models or options"):
         dsp.check(Model(), (inputs(),), mesh=mesh, stages=cases[0][1]["stages"] if odd else STAGES)
     other = dict(reversed(STAGES.items()))
     torch.testing.assert_close(
@@ -85,7 +85,7 @@ def test_ranks_that_are_told_different_things_are_named(ranks, n: int | str) -> 
         assert f"stages['time'] is 'b [t] s [c]' on {most}, but missing on {last}" in said[1]
         assert f"stages['tmie'] is missing on {most}, but 'b [t] s [c]' on {last}" in said[2]
         assert f"gather_output is True on {most}, but False on {last}" in said[3]
-        assert f"model.more is missing on {most}, but Along on {last}; so differ model.more." in said[4]
+        assert f"model.more is missing on {most}, but Along on {last}; model.more." in said[4]
         assert f"torch is {torch.__version__} on {most}, but 2.0 on {last}" in said[5]
 
 

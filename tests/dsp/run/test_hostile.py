@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
     "a stage inside a stage": (
         lambda: Small(Outer()),
         {"space.inner": "b t [s c]"},
-        ["stage 'space.inner' lies inside stage 'space'", "make one of the two a stage"],
+        ["stage 'space.inner' lies inside stage 'space'", "Remove one of the two from stages"],
     ),
     "a batch norm inside a stage": (
         lambda: Small(NormInside()),
@@ -478,27 +478,30 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
     "a stage whose input is needed as it was in another layout": (
         lambda: UsedAgain(Writes()),
         {},
-        ["stage 'space' wrote in place into a tensor that had to be switched or gathered", "out of place"],
+        [
+            "stage 'space' writes in place, but its tensor, or a view of it, first had to be switched or gathered",
+            "out-of-place",
+        ],
     ),
     "a view of what was switched and written": (
         lambda: Small(glue=viewed_and_written),
         {},
-        ["wrote in place into a tensor that had to be switched or gathered", "out of place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
     ),
     "what a copy was made of, for a view": (
         lambda: Small(glue=torn_and_written),
         {},
-        ["mul() between stages wrote in place into a tensor that had to be switched or gathered for it or for a view"],
+        ["mul() between stages writes in place, but its tensor, or a view of it, first had to be switched or gathered"],
     ),
     "a stretch whose source was written since": (
         lambda: Small(glue=shifted_and_written),
         {},
-        ["wrote in place into a tensor that had to be switched or gathered", "out of place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
     ),
     "an element written in place": (
         lambda: Small(glue=element_written),
         {},
-        ["wrote in place into a tensor that had to be switched or gathered", "out of place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
     ),
 }
 

@@ -237,7 +237,8 @@ class Task(task.Task):
             raise UserError(f"{shares}: together at most 1")
         if self.masked and "x_mask" not in self.takes:
             raise UserError(
-                f"{shares} need a model that takes clean frames (stdit with version v2 or v3): set both to 0"
+                f"{shares} need a model that accepts given, noise-free frames (stdit with version v2 or v3): use one, "
+                "or set both options to 0"
             )
         self.patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = self.tokens_of(self.clip)
