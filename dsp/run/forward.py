@@ -133,8 +133,8 @@ class Run(Lookup):
             if missed == memory(t):
                 raise GlueError(
                     f"{name} writes in place, but its tensor, or a view of it, first had to be switched or gathered, "
-                    "so the write went into a copy. The original, or a view of it, is used now without that write. Use "
-                    "an out-of-place operation"
+                    "so the write went into a copy. The original, or a view of it, is used now without that write: "
+                    "write it out of place"
                 )
 
     def bring(

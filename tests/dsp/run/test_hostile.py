@@ -480,13 +480,13 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
         {},
         [
             "stage 'space' writes in place, but its tensor, or a view of it, first had to be switched or gathered",
-            "out-of-place",
+            "out of place",
         ],
     ),
     "a view of what was switched and written": (
         lambda: Small(glue=viewed_and_written),
         {},
-        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out of place"],
     ),
     "what a copy was made of, for a view": (
         lambda: Small(glue=torn_and_written),
@@ -496,12 +496,12 @@ REFUSED: dict[str, tuple[Any, dict[str, str], list[str]]] = {
     "a stretch whose source was written since": (
         lambda: Small(glue=shifted_and_written),
         {},
-        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out of place"],
     ),
     "an element written in place": (
         lambda: Small(glue=element_written),
         {},
-        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out-of-place"],
+        ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out of place"],
     ),
 }
 
