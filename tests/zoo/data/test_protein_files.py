@@ -493,10 +493,10 @@ def test_a_bad_file_is_skipped_with_one_line_whatever_it_raises(tmp_path, monkey
     (tmp_path / "far.pdb").write_text(re.sub(r"(?m)^(ATOM.{26}) .{7}", r"\1 1e30000", text, count=1))
     plain = folder.read_protein
 
-    def stumbles(path, alignments, skip):
+    def stumbles(path, *more):
         if path.name.startswith("2BEG"):
             raise IndexError("what\nnobody thought of")
-        return plain(path, alignments, skip)
+        return plain(path, *more)
 
     monkeypatch.setattr(folder, "read_protein", stumbles)
     found = folder.ProteinFolder(tmp_path)

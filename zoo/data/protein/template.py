@@ -16,7 +16,7 @@ from zoo.data.protein.structure import read_structure
 __all__ = ["align", "read_template", "template_owner"]
 
 _MARK = ".template"
-_ALIKE = 40.0  # least score of a relative: of 1,431 pairs of strangers among real structures five have more
+_ALIKE = 40.0  # least score of a relative: of 1,431 pairs of strangers among real structures three have it
 
 
 def template_owner(stem: str) -> str | None:
