@@ -111,10 +111,12 @@ class SharedBatch:
                 "The pipeline makes a call of each prediction of guidance: give dsp.parallelize a mesh of one axis"
             )
 
-        def own(x: Any) -> Any:
+        def own(x: Any, least: int = 1) -> Any:
             if isinstance(x, dict):
                 return {key: own(value) for key, value in x.items()}
-            if not isinstance(x, Tensor) or x.ndim == 0:  # tables of positions come in tuples, and have no batch
+            if type(x) in (list, tuple):  # tables of positions, with no batch; or features, which have one
+                return type(x)(own(value, least=3) for value in x)
+            if not isinstance(x, Tensor) or x.ndim < least:
                 return x
             share = len(x) == rows or (id(x) in declared and len(x) % rows == 0)
             return x.chunk(n)[rank] if share else x

@@ -164,6 +164,18 @@ def test_halves_of_a_batch_are_the_batch(name: str) -> None:
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
 
 
+def test_features_in_lists_are_cut_and_tables_of_positions_are_not() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, features: Any = None, table: Any = None) -> Tensor:
+            return x
+
+    share = SharedBatch(Model(), {"": "x=b s c"}, SimpleNamespace(size=2))  # type: ignore[arg-type]
+    features, table = [torch.randn(4, 3, 2)], (torch.randn(4, 6), torch.randn(4, 6))
+    _, kwargs = share.part((), {"x": torch.randn(4, 3, 2), "features": features, "table": table}, 1)
+    assert torch.equal(kwargs["features"][0], features[0][2:])
+    assert kwargs["table"][0] is table[0]
+
+
 def by_halves(_: DeviceMesh, sizes: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("guidance", "sp"))
     with warnings.catch_warnings():

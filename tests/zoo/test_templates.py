@@ -196,6 +196,12 @@ def test_a_folder_finds_them_and_they_are_no_proteins(whole: Protein, tmp_path) 
     assert [t.name for t in folder.protein(0).templates] == ["1A8O.template1"]
     assert ProteinFolder(tmp_path).protein(0).templates == ()
 
+    (given, *_), skipped = find([tmp_path]), []
+    assert [t.name for t in given.read(1, lambda path, why: skipped.append(path.name)).templates] == ["1A8O.template1"]
+    assert skipped == ["1A8O.template0.cif"]
+    (same,) = find([tmp_path / "1A8O.cif.gz", tmp_path / "../" / tmp_path.name / "1A8O.template1.cif"])
+    assert [path.name for path in same.templates] == [path.name for path in given.templates]
+
     (tmp_path / "1A8O.template0.cif").unlink()
     (tmp_path / "2xyz.template1.cif").unlink()
     for given in (find([tmp_path]), find([tmp_path / "1A8O.cif.gz"])):

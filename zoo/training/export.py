@@ -43,6 +43,12 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
     return model
 
 
+def predicts_clips(path: Path) -> bool:
+    """Tell whether a run's model predicts clips themselves, not velocities."""
+    run, *_ = locate(path)
+    return getattr(cfg.load([str(run / "config.yaml")]).objective, "target", "") == "clean"
+
+
 def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True, frames: int = 16) -> list[Path]:
     """Write the weights under `out` and return the files. A UserError if the model has no such layout.
 
@@ -50,6 +56,8 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     """
     model = weights_of(path, averaged)
     out.mkdir(parents=True, exist_ok=True)
+    if layout == "diffusers" and predicts_clips(path):
+        raise UserError("this run was trained with objective.target=clean, which diffusers' samplers do not know")
     if layout == "diffusers":
         convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
         if convert is None:

@@ -76,7 +76,7 @@ class Guard:
         if not math.isfinite(loss + norm):
             why = f"loss {loss}, gradient norm {norm}"
         elif norm > limit:
-            why = f"gradient norm {norm:.4g}, {norm / _usual(self.norms):.1f} times the usual one"
+            why = f"gradient norm {norm:.4g}, {norm * self.spike / limit:.1f} times the usual one"
         else:
             self.norms.append(norm)
             self.in_row, self.taken = 0, step

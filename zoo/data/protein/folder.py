@@ -32,6 +32,7 @@ __all__ = ["ProteinFolder", "kind", "owner", "read_protein", "stem"]
 log = logging.getLogger(__name__)
 
 _KEPT = 16  # proteins held in memory
+_KEPT_TEMPLATES = 4096  # proteins whose aligned templates are kept: 76 bytes a residue
 
 
 def kind(path: Path) -> str:
@@ -125,6 +126,7 @@ class ProteinFolder:
         self.files: dict[str, Files] = {}
         self.skipped: list[tuple[Path, str]] = []
         self._read: OrderedDict[str, Protein] = OrderedDict()
+        self._aligned: OrderedDict[str, tuple[Template, ...]] = OrderedDict()
         self._scan()
         self.names = list(self.files)
 
@@ -132,14 +134,20 @@ class ProteinFolder:
         return len(self.names)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_read": OrderedDict()}  # another process reads for itself
+        return self.__dict__ | {"_read": OrderedDict(), "_aligned": OrderedDict()}  # another process reads for itself
 
     def protein(self, index: int) -> Protein:
         """Protein `index`, read again if it was not asked for lately."""
         name = self.names[index]
         if name not in self._read:
             of = self.files[name]
-            self._read[name] = read_protein(of.structure, of.alignments, None, of.templates, self.templates)
+            protein = read_protein(of.structure, of.alignments)
+            if name not in self._aligned:  # to read and align them takes longer than all else
+                aligned = with_templates(protein, of.templates, None, self.templates)
+                self._aligned[name] = aligned.templates
+                if len(self._aligned) > _KEPT_TEMPLATES:
+                    self._aligned.popitem(last=False)
+            self._read[name] = replace(protein, templates=self._aligned[name])
             if len(self._read) > _KEPT:
                 self._read.popitem(last=False)
         self._read.move_to_end(name)

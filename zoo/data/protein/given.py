@@ -1,7 +1,7 @@
 """Proteins that a user names by their files: structures, alignments, folders of both."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,16 +26,17 @@ class Given:
     alignments: list[Path] = field(default_factory=list)
     templates: list[Path] = field(default_factory=list)
 
-    def read(self, templates: int = 0) -> Protein:
-        """The protein with its first `templates` templates.
+    def read(self, templates: int = 0, skip: Callable[[Path, str], None] | None = None) -> Protein:
+        """The protein with the first `templates` of its templates that can be used.
 
-        A ValueError or an OSError names the file, and what is wrong with it.
+        A ValueError or an OSError names the file, and what is wrong with it. skip: told of a template that cannot be
+        used, and why, in place of the error.
         """
-        chosen = self.templates[:templates]
         if self.structure:
-            return read_protein(self.structure, self.alignments, templates=chosen)
-        protein = from_alignments(self.name, [read_alignment(path) for path in self.alignments])
-        return with_templates(protein, chosen)
+            protein = read_protein(self.structure, self.alignments)
+        else:
+            protein = from_alignments(self.name, [read_alignment(path) for path in self.alignments])
+        return with_templates(protein, self.templates, skip, templates)
 
 
 def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[Given]:
@@ -61,7 +62,7 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
         else:
             files.append(path)
     names_of = {stem(path) for path in files}
-    templates = [p for p in files if kind(p) == "structure" and template_owner(stem(p)) in names_of]
+    templates = {p for p in files if kind(p) == "structure" and template_owner(stem(p)) in names_of}
     files = [path for path in files if path not in templates]
     given = [Given(stem(path), path) for path in dict.fromkeys(files) if kind(path) == "structure"]
     structures = {one.name: one for one in given}
@@ -79,8 +80,16 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
         given.append(Given("-".join(dict.fromkeys(map(stem, alone))), None, alone))
     else:
         given += [Given(stem(path), None, [path]) for path in dict.fromkeys(alone)]
+    named, folders = _by_owner(templates), dict[Path, dict[str, list[Path]]]()
     for one in given:
-        one.templates = list(dict.fromkeys([*_templates(one, templates), *_templates(one, _neighbours(one))]))
+        parents = {path.parent for path in (*([one.structure] if one.structure else ()), *one.alignments)}
+        for folder in parents - folders.keys():
+            folders[folder] = _by_owner(path for path in folder.iterdir() if kind(path) and path.is_file())
+        found = [
+            p for name in {one.name, *map(stem, one.alignments)} for f in parents for p in folders[f].get(name, [])
+        ]
+        found += [p for name in {one.name, *map(stem, one.alignments)} for p in named.get(name, [])]
+        one.templates = sorted({path.resolve(): path for path in found}.values(), key=lambda path: path.name)
     names = [one.name for one in given]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
@@ -118,15 +127,13 @@ def _letters(i: int) -> str:
     return (_letters(i // 26 - 1) if i >= 26 else "") + chr(ord("A") + i % 26)
 
 
-def _templates(given: Given, files: Iterable[Path]) -> Iterable[Path]:
-    """Those of the files that are named as a template of it, or of an alignment that is one of its chains."""
-    own = {given.name, *([] if given.structure else map(stem, given.alignments))}
-    return (path for path in files if kind(path) == "structure" and template_owner(stem(path)) in own)
-
-
-def _neighbours(given: Given) -> Iterable[Path]:
-    for folder in dict.fromkeys(path.parent for path in ([given.structure] if given.structure else given.alignments)):
-        yield from sorted(path for path in folder.iterdir() if path.is_file())
+def _by_owner(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Those of the files that are templates, under the name of the protein or the chain that they are of."""
+    found: dict[str, list[Path]] = {}
+    for path in files:
+        if kind(path) == "structure" and (whose := template_owner(stem(path))):
+            found.setdefault(whose, []).append(path)
+    return found
 
 
 def _beside(given: Given) -> Iterable[Path]:

@@ -16,6 +16,7 @@ from zoo.data.protein.structure import read_structure
 __all__ = ["align", "read_template", "template_owner"]
 
 _MARK = ".template"
+_SHORT = 15  # residues of a chain that half of its score says little of
 _ALIKE = 40.0  # least score of a relative: of 1,431 pairs of strangers among real structures three have it
 
 
@@ -37,7 +38,8 @@ def align(protein: Protein, other: Protein) -> Template:
     """The other's residues as a template of the protein's: each chain has that of the other that fits it best.
 
     Global alignment by BLOSUM62, where a gap costs 11 and each further residue of it 1, and those at the ends nothing.
-    A chain has none if no chain scores 40, or half of its score with itself if that is less. If that is so of all
+    A chain has none if no chain scores 40, or half of its score with itself if that is less (four
+    fifths for chains shorter than 15). If that is so of all
     chains, a ValueError says it.
     """
     aligner = PairwiseAligner(mode="global", open_gap_score=-11, extend_gap_score=-1, end_gap_score=0)
@@ -51,7 +53,8 @@ def align(protein: Protein, other: Protein) -> Template:
         scores = {text: float(aligner.score(ours, text)) for text in theirs}
         chosen = max(scores, key=scores.__getitem__)
         best = max(best, scores[chosen])
-        if scores[chosen] >= min(_ALIKE, aligner.score(ours, ours) / 2):
+        own = aligner.score(ours, ours)
+        if scores[chosen] >= min(_ALIKE, own * (0.8 if len(ours) < _SHORT else 0.5)):
             for (start, end), (first, _) in zip(*aligner.align(ours, chosen)[0].aligned):
                 source[at[start:end]] = theirs[chosen][first : first + end - start]
     if (source < 0).all():

@@ -164,6 +164,10 @@ class Show(task.Show):
         return floors
 
 
+def skipped_template(path: Path, why: str) -> None:
+    say(f"skipped {why if str(path) in why else f'{path}: {why}'}")
+
+
 def bonded(protein: Protein) -> Tensor:
     """The residues [r] that are followed by the next one along their chain."""
     place, chain = torch.from_numpy(protein.residue_index), torch.from_numpy(protein.asym_id)
@@ -229,7 +233,7 @@ class Infer(task.Infer):
         self.made = []
         for i, one in enumerate(given):
             try:
-                protein = on_first_rank(partial(user_error, one.read, self.show.task.templates))
+                protein = on_first_rank(partial(user_error, one.read, self.show.task.templates, skipped_template))
             except UserError as error:
                 if len(given) == 1:
                     raise

@@ -183,7 +183,8 @@ class Task(task.Task):
                 f"set model.overrides.couplings={self.features}{'' if self.features else ', or data.couplings=true'}"
             )
         if (wanted := getattr(model.config, "templates", 0)) and not self.templates:
-            raise UserError("the model reads templates: set data.templates, or model.overrides.templates=0")
+            more = "data.templates, or " if hasattr(self.config.data, "templates") else ""
+            raise UserError(f"the model reads templates: set {more}model.overrides.templates=0")
         if self.templates and not wanted:
             raise UserError(
                 f"data.templates={self.templates}, and the model reads none: set model.overrides.templates=2, "
