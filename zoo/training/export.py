@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
 
 def predicts_clips(path: Path) -> bool:
     """Tell whether a run's model predicts clips themselves, not velocities."""
-    run, *_ = locate(path)
-    return getattr(cfg.load([str(run / "config.yaml")]).objective, "target", "") == "clean"
+    with suppress(UserError):  # of what is no run
+        run, *_ = locate(path)
+        return getattr(cfg.load([str(run / "config.yaml")]).objective, "target", "") == "clean"
+    return False
 
 
 def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True, frames: int = 16) -> list[Path]:
