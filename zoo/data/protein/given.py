@@ -85,11 +85,9 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
         parents = {path.parent for path in (*([one.structure] if one.structure else ()), *one.alignments)}
         for folder in parents - folders.keys():
             folders[folder] = _by_owner(path for path in folder.iterdir() if kind(path) and path.is_file())
-        found = [
-            p for name in {one.name, *map(stem, one.alignments)} for f in parents for p in folders[f].get(name, [])
-        ]
-        found += [p for name in {one.name, *map(stem, one.alignments)} for p in named.get(name, [])]
-        one.templates = sorted({path.resolve(): path for path in found}.values(), key=lambda path: path.name)
+        owners = {one.name, *map(stem, one.alignments)}
+        found = [p for place in (*(folders[f] for f in parents), named) for name in owners for p in place.get(name, [])]
+        one.templates = sorted({p.resolve(): p for p in found}.values(), key=lambda p: (p.name, p))
     names = [one.name for one in given]
     if again := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
