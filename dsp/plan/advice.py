@@ -167,7 +167,7 @@ class Names:
     def of(self, x: Tensor) -> TensorPattern:
         """The dims of a tensor as the trace knows them."""
         sym = self.trace.known.get(id(x))
-        known: dict[str, Any] = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
+        known: dict[Any, Any] = dict(self.trace.values[sym.value].sizes) if sym is not None else {}
         found: list[list[str]] = []
         for d, extent in enumerate(x.shape):
             axis, outer = list[str](), 1
@@ -176,7 +176,7 @@ class Names:
             for at, _, key in sorted(cuts):
                 if at % outer == 0 and at >= outer and extent % (at * known[key]) == 0:
                     axis += [self.gap(at // outer, found, axis)] if at > outer else []
-                    axis.append(self.named(key, known[key]))
+                    axis.append(self.named(self.trace.names[sym.value][key], known[key]))  # type: ignore[union-attr]
                     outer = at * known[key]
             if d == 0 and (extent == 1 or (axis and self.trace.sizes.get(self.batch) == 1)):
                 axis.insert(0, self.batch)
@@ -193,7 +193,6 @@ class Names:
         return self.named(alike[0], size) if len(alike) == 1 else self.fresh(size)
 
     def named(self, key: str, size: int) -> str:
-        key = key.rstrip("'")
         if self.trace.sizes.get(key) == size:
             self.sizes[key] = size
             return key

@@ -1,6 +1,6 @@
-"""Layouts named backwards: a tensor that an operation makes larger is switched before that operation.
+"""Layouts offered backwards: a tensor that an operation makes larger is switched before that operation.
 
-A dim without a name becomes a layout at the operation that needs it: the channels of a scan, where the loop over time
+A spare dim becomes a layout at the operation that needs it: the channels of a scan, where the loop over time
 begins. By then the tensor may be many times what it was made of: ``a = exp(dt[..., None] * A)`` has the channels of
 `dt` and as many states. So operations that take a dim from their operands as it is offer it, too, back to where the
 tensors are smallest.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dsp.plan.operation import Operation
     from dsp.plan.values import Values
 
-DEPTH = 64  # operations from what is named to where it is smallest
+DEPTH = 64  # operations from where a dim becomes a layout to where its tensor is smallest
 
 
 class Backwards:
@@ -33,14 +33,14 @@ class Backwards:
         self.makers = {draft.ops[at].outputs[0]: at for at in taken}
         self.known: dict[tuple[int, Cut], float] = {}
 
-    def name(self) -> None:
-        """Offer each dim that was named late to the earlier operations whose tensors are smaller."""
+    def complete(self) -> None:
+        """Offer each dim that became a layout late to the earlier operations whose tensors are smaller."""
         draft = self.draft
         for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
             have = {c.gives[0] for c in draft.ops[at].choices}
-            for key, cut in list(draft.cuts[v].items()):
-                if key not in have and self.least(v, cut) < self.size(v):
-                    self.offer(at, key, cut)
+            for cut in list(draft.names[v]):
+                if cut not in have and self.least(v, cut) < self.size(v):
+                    self.offer(at, cut)
 
     def least(self, v: int, cut: Cut, depth: int = 0) -> float:
         """Bytes to switch so that a value lies so: its own, or those of its operands. A gather counts N times."""
@@ -62,11 +62,7 @@ class Backwards:
 
     def made(self, sym: Sym, cut: Cut) -> Cut:
         """The cut of a value, as it was made, that a view of it shows as `cut`."""
-        draft = self.draft
-        key = next((k for k, c in sym.cuts.items() if c == cut), None)
-        if key is not None:
-            return draft.cuts[sym.value][key]
-        return draft.spare_cut(sym.value, next(d for d, c in sym.spare.items() if c == cut))
+        return next(of for of, own in itertools.chain(sym.cuts.items(), sym.spare.items()) if own == cut)
 
     def operands(self, at: int, cut: Cut) -> list[tuple[Sym, Cut | None]] | None:
         """Operands and their cuts for a result that is cut so; None if the operation does not keep that dim."""
@@ -88,20 +84,20 @@ class Backwards:
             return None
         return None if outcome.numbers is not None or outcome.sizes else found
 
-    def offer(self, at: int, key: str, cut: Cut) -> None:
-        """Add a choice to an operation: its result in a layout that was named since."""
+    def offer(self, at: int, cut: Cut) -> None:
+        """Add a choice to an operation: its result in a layout that was offered since."""
         draft, op = self.draft, self.taken[at]
-        needs: dict[int, str | None] = {}
+        needs: dict[int, Cut | None] = {}
         for sym, own in self.operands(at, cut) or ():
             if own is not None:
-                draft.name_spare(sym, own)
-            need = None if own is None else next(k for k, c in sym.cuts.items() if c == own)
+                draft.offer_spare(sym, own)
+            need = None if own is None else self.made(sym, own)
             if needs.setdefault(sym.value, need) != need:
                 return  # two views of one value that lie differently
         if not needs:
             return
         made = draft.ops[at]
-        new = Choice(tuple(needs[v] for v in op.values), (key,))
+        new = Choice(tuple(needs[v] for v in op.values), (cut,))
         like = next((c for c in made.choices if any(c.needs)), made.choices[0])
         share = made.share(new, draft.values, draft.n) / made.share(like, draft.values, draft.n)
         new = replace(new, work=int(like.work * share), saved=int(like.saved * share))

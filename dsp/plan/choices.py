@@ -11,7 +11,7 @@ from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.backwards import Backwards
 from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym, Trace
-from dsp.plan.names import rename
+from dsp.plan.names import names_of
 from dsp.plan.operations import Operations
 from dsp.plan.record import Cost, LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
 from dsp.plan.values import Edges, is_batch
@@ -159,7 +159,7 @@ class Choices(Operations):
             kept = [[self.values[v].local_bytes(k, self.n) for v, k in zip(values, c.needs)] for c in choices]
             choices = [replace(c, saved=c.saved + sum(own)) for c, own in zip(choices, kept)]
         produced = [
-            self.value(t, f"{node.name}[{node.index}]", own, cuts, node.options[0].name is None, letters_in(p))
+            self.patterned(t, f"{node.name}[{node.index}]", own, cuts, node.options[0].name is None, p)
             for (t, p, own), cuts in zip(results, out_cuts)
         ]
         event = Event(
@@ -195,7 +195,7 @@ class Choices(Operations):
         passing = adding_up(option.onto, results[0].tensor, results[0].sizes, self.n) if option.onto else None
         return Choice(
             needs,
-            tuple(option.lands if option.lands in c else None for c in out_cuts),
+            tuple(None if option.lands is None else c.get(option.lands) for c in out_cuts),
             work=int(measured.work * share) + (results[0].tensor.nbytes if option.onto else 0),
             saved=int(measured.saved * share),
             rank=int(option.last_resort),
@@ -213,6 +213,13 @@ class Choices(Operations):
                 cuts[name] = cut
         return cuts
 
+    def patterned(
+        self, t: Ref, name: str, sizes: Mapping[str, int], cuts: Mapping[str, Cut], whole: bool, p: TensorPattern
+    ) -> int:
+        """Track a tensor that has a pattern, which may be sharded along the dims of `cuts`, as a new value."""
+        names = {cut: dim for dim, cut in cuts.items()}
+        return self.value(t, name, {cut: sizes[dim] for cut, dim in names.items()}, names, whole, letters_in(p))
+
     def needs(self, option: Option, values: Iterable[int], syms: list[Sym | None]) -> tuple[Layout, ...]:
         """The layout that an option of a stage takes of each value."""
         found = []
@@ -222,8 +229,8 @@ class Choices(Operations):
                 if sym is None or sym.value != v:
                     continue
                 if cut is not None and cut not in sym.cuts.values():
-                    self.name_spare(sym, cut)
-                need.add(next((k for k, c in sym.cuts.items() if c == cut), None) if cut else None)
+                    self.offer_spare(sym, cut)
+                need.add(next((of for of, own in sym.cuts.items() if own == cut), None) if cut else None)
             # one value in two arguments that need it differently: gathered, then cut for each
             found.append(need.pop() if len(need) == 1 else None)
         return tuple(found)
@@ -239,15 +246,14 @@ class Choices(Operations):
                 else f"given names {name!r}: the stages need a root pattern that declares it"
             )
         for param, t, pattern in self.record.inputs:
-            sizes, home = self.root_sizes, None
-            cuts = self.cuts_of(pattern, t, sizes)
+            cuts, home = self.cuts_of(pattern, t, self.root_sizes), None
             if param in given:
-                home = next((k for k, c in cuts.items() if c == given[param]), None)
-                if home is None:
+                home = given[param]
+                if home not in cuts.values():
                     raise NotationError(
                         f"input {param!r} arrives as {given[param].placement()}, which '{pattern}' cannot name"
                     )
-            index = self.value(t, param, sizes, cuts, home is None, letters_in(pattern))
+            index = self.patterned(t, param, self.root_sizes, cuts, home is None, pattern)
             self.values[index] = replace(self.values[index], home=(home,))
             self.inputs[param] = index
 
@@ -256,8 +262,8 @@ class Choices(Operations):
             if (sym := self.sym(t)) is None:
                 continue
             self.used([t], [sym])
-            cuts = {} if gather else {k: c for k, c in sym.cuts.items() if not c.joined}  # which no DTensor is
-            choices = [Choice((k,), (), rank=int(is_batch(k))) for k in cuts]
+            cuts = [] if gather else [of for of, own in sym.cuts.items() if not own.joined]  # which no DTensor is
+            choices = [Choice((of,), (), rank=int(is_batch(self.names[sym.value][of]))) for of in cuts]
             event = Event("output", position, "output", operands=[sym], grad=t.requires_grad)
             self.add(Op("output", (sym.value,), (), tuple(choices or [Choice((None,), ())])), event, None, [t])
 
@@ -292,13 +298,12 @@ class Choices(Operations):
         return {region: last for region, last in found.items() if region in asked}
 
     def trace(self, resident: int = 0) -> Trace:
-        Backwards(self, self.taken).name()
+        Backwards(self, self.taken).complete()
         self.leave_out_dead_ends()
         self.leave_views()
-        rename(self)
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
-            self.values, self.grads, self.cuts, self.shapes, self.ops, self.events, self.inputs, self.record.random,
+            self.values, self.grads, names_of(self), self.ops, self.events, self.inputs, self.record.random,
             resident, saves=self.saves(), facts=self.facts, sizes=self.root_sizes, stretched=self.stretched,
             compiled=[*self.compiled], tracked=self.tracked, record=self.record,
         )  # fmt: skip

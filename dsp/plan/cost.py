@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
+from dsp.plan.events import Trace
 from dsp.plan.solve import Decision, Solved
 from dsp.plan.table import StageRow, Switch, Whole
 from dsp.plan.values import is_batch
@@ -93,7 +94,15 @@ def switches(found: Solved, own_call: Mapping[Move, int]) -> list[Switch]:
     """Every switch and gather of a forward; `own_call` tells which share the call of another."""
     values, ops = found.trace.values, found.trace.ops
     return [
-        Switch(m.kind, values[m.value].name, m.src, m.dst, ops[m.before].name, m.bytes, shared=not own_call[m])
+        Switch(
+            m.kind,
+            values[m.value].name,
+            found.trace.name(m.value, m.src),
+            found.trace.name(m.value, m.dst),
+            ops[m.before].name,
+            m.bytes,
+            shared=not own_call[m],
+        )
         for m in found.solution.moves
         if m.kind != "split"
     ]
@@ -114,12 +123,9 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
         sent = sum(m.bytes for m in own) + choice.bytes
         calls = sum(own_call[m] for m in own) + choice.calls
         share = loads.held[step.at][0] / loads.longest
-        needs = dict(zip(step.op.inputs, choice.needs))
-        ends = [m.dst for m in own if m.dst is not None and m.dst == needs.get(m.value)]
-        along = next((key for key in (*ends, *choice.needs) if key is not None), None)
-        if option is not None:
-            along = option.name
-        rest = moved(own, step, along, [x.label for x in stage.inside] if stage is not None else []), sent, peak, calls
+        along = option.name if option is not None else layout_of(loads.trace, step, own)
+        inside = [x.label for x in stage.inside] if stage is not None else []
+        rest = moved(loads.trace, own, step, along, inside), sent, peak, calls
         if stage is not None and option is not None:
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
             row = StageRow(step.op.name, stage.pattern.text, (), along, *rest, idle, share, step.event.line)
@@ -142,11 +148,20 @@ def apart(choice: Choice) -> bool:
     return option is not None and option.name is not None and not is_batch(option.name)
 
 
-def moved(moves: list[Move], step: Decision, along: Layout, inside: list[str]) -> str:
-    """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
+def layout_of(t: Trace, step: Decision, moves: list[Move]) -> str | None:
+    """The dim that an operation is sharded along, by the name of what was moved for it, if anything was."""
     needs = dict(zip(step.op.inputs, step.choice.needs))
-    ends = [along if m.dst == needs.get(m.value, m.src) and along != m.src else m.dst for m in moves]
-    texts = [f"gather {m.src}" if m.kind == "gather" else f"{m.src} → {end}" for m, end in zip(moves, ends)]
+    ends = [(m.value, m.dst) for m in moves if m.dst is not None and m.dst == needs.get(m.value)]
+    return next((t.name(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
+
+
+def moved(t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str]) -> str:
+    """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
+    needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
+    for m in moves:
+        src, dst = t.name(m.value, m.src), t.name(m.value, m.dst)
+        end = along if m.dst == needs.get(m.value, m.src) and along != src else dst
+        texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}")
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
         if passing and step.execution.option is not None:

@@ -11,21 +11,21 @@ from torch import Tensor
 from dsp.layout import Cut
 from dsp.methods import CommBytes
 from dsp.plan.record import OperationNode, Record, StageNode
-from dsp.planner import Op, Value
+from dsp.planner import Layout, Op, Value
 from dsp.stages import Option
 
 
 @dataclass
 class Sym:
-    """A tracked tensor: its value, and for every layout of that value where the cut lies in this tensor.
+    """A tracked tensor: its value, and for every layout of that value, a cut of it, the cut of this tensor, its view.
 
-    `spare` is the same for dims that nobody named, by their place in the tensor that the value was made as: channels or
-    heads. An operation that needs one makes it a layout of the value (`Values.name_spare`).
+    `spare` is the same for dims that are no layouts yet, channels or heads: an operation that needs one makes it a
+    layout of the value (`Values.offer_spare`).
     """
 
     value: int
-    cuts: dict[str, Cut]
-    spare: dict[int, Cut] = field(default_factory=dict)
+    cuts: dict[Cut, Cut]
+    spare: dict[Cut, Cut] = field(default_factory=dict)
 
 
 class Passing(NamedTuple):
@@ -99,12 +99,14 @@ class NodeFacts:
 
 @dataclass
 class Trace:
-    """The planner's ops and values, with the event of each op and what else the run needs to know."""
+    """The planner's ops and values, with the event of each op and what else the run needs to know.
+
+    A layout of a value is a cut of the tensor that its producer returned; `names` has the name of its dim.
+    """
 
     values: list[Value]
     grads: list[bool]
-    cuts: list[dict[str, Cut]]  # per value: where each layout cuts the tensor that its producer returned
-    shapes: list[tuple[int, ...]]
+    names: list[dict[Cut, str]]  # of each value
     ops: list[Op]
     events: list[Event]
     inputs: dict[str, int]  # model parameter -> value
@@ -124,6 +126,10 @@ class Trace:
     tracked: dict[int, Sym] = field(default_factory=dict)  # by the number of a tensor in the record
     record: Record | None = None
     reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
+
+    def name(self, value: int, cut: Layout) -> str | None:
+        """The name of a value's layout; None where it is whole."""
+        return None if cut is None else self.names[value][cut]
 
     def forwards(self, event: Event) -> int:
         """The cost of a step in forwards: backward is two, every activation checkpoint one more."""

@@ -56,6 +56,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         sends=traffic.sends,
         hardware=goal.hardware,
         problem=found.problem,
+        names=t.names,
         inputs=program.inputs,
         reads=t.reads,
         compiled=t.compiled,

@@ -24,7 +24,7 @@ class Operation:
     n: int
     syms: list[Sym | None]
     outputs: list[Ref] = field(default_factory=list)
-    brought: dict[tuple[int, str], Cut | None] = field(default_factory=dict)
+    brought: dict[tuple[int, Cut], Cut | None] = field(default_factory=dict)
     alone: OperationNode | None = None  # of new zeros: what costs something where they are whole
 
     @property
@@ -90,12 +90,12 @@ class Operation:
         syms = [(i, s, layout.get(s.value)) for i, s in enumerate(self.syms) if s is not None]
         return {i: s.cuts[key] for i, s, key in syms if key is not None}
 
-    def brings(self, v: int, key: str) -> Cut | None:
+    def brings(self, v: int, cut: Cut) -> Cut | None:
         """Where the outputs are cut if of all operands only this value is: which of them brings the dim."""
-        if (v, key) not in self.brought:
-            outcome = self.outcome(self.cuts({v: key}))
-            self.brought[v, key] = None if isinstance(outcome, GlueError) else outcome.cut
-        return self.brought[v, key]
+        if (v, cut) not in self.brought:
+            outcome = self.outcome(self.cuts({v: cut}))
+            self.brought[v, cut] = None if isinstance(outcome, GlueError) else outcome.cut
+        return self.brought[v, cut]
 
     def unfolded(self, how: str) -> GlueError:
         """It writes into memory of which `how` made a view that on a part may be a copy."""
@@ -108,12 +108,13 @@ class Operation:
 
 @dataclass
 class Offers:
-    """How one operation of glue may run: choices for the planner, and where each layout cuts the outputs."""
+    """How one operation of glue may run: choices for the planner, and the layouts of its outputs."""
 
     choices: list[Choice] = field(default_factory=list)
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    sizes: dict[str, Extent] = field(default_factory=dict)
-    resized: set[str] = field(default_factory=set)  # layouts in which each output has a size of its own
+    sizes: dict[Cut, Extent] = field(default_factory=dict)
+    names: dict[Cut, str] = field(default_factory=dict)
+    origins: dict[Cut, tuple[int, Cut]] = field(default_factory=dict)  # the operand's layout that each is made of
+    resized: set[Cut] = field(default_factory=set)  # layouts in which each output has a size of its own
     view: bool = True  # the same data in every layout
     viewed: bool = False  # in some layout
     refusal: GlueError | None = None
@@ -125,9 +126,8 @@ class Offers:
             self.refusal = self.refusal or error
             self.view = False
 
-    def sizes_of(self, t: Ref) -> dict[str, Extent]:
-        own = {key: cut.extent(t.shape[cut.dim]) for key, cut in self.cuts.items() if key in self.resized}
-        return self.sizes | own
+    def sizes_of(self, t: Ref) -> dict[Cut, Extent]:
+        return self.sizes | {cut: cut.extent(t.shape[cut.dim]) for cut in self.sizes if cut in self.resized}
 
     @property
     def parts(self) -> list[Choice]:

@@ -14,7 +14,7 @@ from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym
 from dsp.plan.names import letters_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
-from dsp.plan.values import Values, apart_from, first_part, is_batch
+from dsp.plan.values import Values, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
 from dsp.rules import SOURCES, GlueError, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
@@ -61,7 +61,7 @@ class Operations(Values):
         elif name in FILLED and node.returned == "tensor":
             self.filled[node.results[0].number] = op
         elif name in SOURCES and tracked and node.returned == "tensor":
-            self.source(op, node.results[0], {f"dim{i}": c for i, c in enumerate(source_cuts(op.frame({})))})
+            self.source(op, node.results[0], dict.fromkeys(source_cuts(op.frame({})), ""))
 
     def sharded(self, t: Ref) -> bool:
         """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one.
@@ -97,17 +97,19 @@ class Operations(Values):
         """An operation on tensors that no plan shards."""
         raise NotImplementedError
 
-    def source(self, op: Operation, out: Ref, cuts: dict[str, Cut]) -> None:
-        """A whole tensor is stretched, or one filled with a number: each rank may make its part alone."""
+    def source(self, op: Operation, out: Ref, cuts: dict[Cut, str]) -> None:
+        """A whole tensor is stretched, or one filled with a number: each rank may make its part alone, cut so."""
         if not cuts:
             return
-        sizes = {k: c.extent(out.shape[c.dim]) for k, c in cuts.items()}
+        sizes = {cut: cut.extent(out.shape[cut.dim]) for cut in cuts}
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
         if op.name in EXPANDED:
             self.stretched.add(value)
         elif op.name in FILLED:  # to be written into: a part that a rank took of the whole would not do
             self.values[value] = replace(self.values[value], fixed=True)
-        choices = [Choice((), (k,), rank=int(is_batch(k)), execution=Execution(source=cut)) for k, cut in cuts.items()]
+        choices = [
+            Choice((), (cut,), rank=int(is_batch(name)), execution=Execution(source=cut)) for cut, name in cuts.items()
+        ]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name), op.node)
 
@@ -166,7 +168,7 @@ class Operations(Values):
             found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for each step of a loop
         if not found.choices:
             self.run_whole(op, found, [] if op.written else op.outputs)
-        elif op.outputs and not (op.written or found.cuts or found.parts) and self.long(op.outputs):
+        elif op.outputs and not (op.written or found.sizes or found.parts) and self.long(op.outputs):
             # its operands are whole anyway: what it makes is split for nothing, if it is long
             found.choices.clear()
             self.run_whole(op, found, op.outputs)
@@ -179,7 +181,7 @@ class Operations(Values):
         return found
 
     def closed(self, op: Operation) -> Offers:
-        """Along the dims that have a name, with what is short gathered."""
+        """Along the dims that are layouts already, with what is short gathered."""
         if op.written and op.into is None:  # into a tensor that is whole: so must be what it writes
             return Offers()
         if op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
@@ -190,10 +192,10 @@ class Operations(Values):
         return self.ways(op, lambda v: self.whole[v] or v in small)
 
     def opened(self, op: Operation) -> Offers:
-        """Along the dims that nobody named, too, or with some of its operands gathered."""
+        """Along all dims, or with some of its operands gathered."""
         for s in op.syms:
             if s is not None:
-                self.name_spare(s)
+                self.offer_spare(s)
         return self.ways(op, lambda v: True)
 
     def is_view(self, out: Ref, x: Ref, viewed: bool) -> bool:
@@ -209,30 +211,31 @@ class Operations(Values):
         if len(op.tracked) > 1 or len(op.outputs) > 1:
             return False
         old, new = op.tracked[0].shape, op.outputs[0].shape
-        for d, cut in op.first.spare.items():
-            if cut.outer == 1 and first_part(old, new, d) and isinstance(op.outcome({0: cut}), GlueError):
+        for cut in op.first.spare.values():
+            if cut.outer == 1 and first_part(old, new, cut.dim) and isinstance(op.outcome({0: cut}), GlueError):
                 return True
         return first_part(old, new, 0) == self.batch and self.batch % self.n > 0
 
     def follow_view(self, op: Operation, found: Offers) -> None:
         """The result is the same value."""
-        mapped = {c.needs[0]: found.cuts[c.gives[0]] for c in found.choices if c.needs[0] and c.gives[0]}
+        mapped = {c.needs[0]: c.gives[0] for c in found.choices if c.needs[0] and c.gives[0]}
         spare = {}
-        for d, cut in op.first.spare.items():
-            moved = op.outcome({i: cut for i, s in enumerate(op.syms) if s is not None})
+        for cut, own in op.first.spare.items():
+            moved = op.outcome({i: own for i, s in enumerate(op.syms) if s is not None})
             if not isinstance(moved, GlueError) and moved.cut is not None:
-                spare[d] = moved.cut
+                spare[cut] = moved.cut
         self.track(op.outputs[0], Sym(op.first.value, mapped, spare))
         self.viewed.add(op.first.value)
 
     def make(self, op: Operation, found: Offers) -> None:
         """The results are values of their own."""
         choices, produced = found.choices, list[int]()
-        if found.cuts:
+        if found.sizes:
             whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
             for t in op.outputs:
                 name = f"{op.name} {list(t.shape)}"
-                produced.append(self.value(t, name, found.sizes_of(t), found.cuts, whole, letters(t)))
+                produced.append(self.value(t, name, found.sizes_of(t), found.names, whole, letters(t)))
+                self.origins |= {(produced[-1], cut): origin for cut, origin in found.origins.items()}
                 if op.stretches:
                     self.stretched.add(produced[-1])
                 if op.node.base is not None:  # what is used later may be another view of what was written
@@ -262,8 +265,7 @@ class Operations(Values):
             found.refusal = op.frame({}).refuse("no dim of it can be sharded")
         combos: Iterable[Combo] = itertools.product(*keys)
         if math.prod(map(len, keys)) > COMBOS:
-            every = set(keys[0]).intersection(*keys[1:])
-            combos = [(k,) * len(op.values) for k in keys[0] if k in every]
+            combos = self.alike(op, keys)
         for combo in combos:
             if any(combo):
                 self.try_way(op, combo, found)
@@ -272,6 +274,11 @@ class Operations(Values):
             elif all(self.whole[v] for v in op.values):
                 found.choices.append(Choice(combo, (None,) * len(op.outputs)))
         return found
+
+    def alike(self, op: Operation, keys: Sequence[Sequence[Layout]]) -> list[Combo]:
+        """The combinations of layouts in which all values are sharded along a dim of one name, or all are whole."""
+        named = [{cut and (self.names[v][cut] or cut): cut for cut in own} for v, own in zip(op.values, keys)]
+        return [tuple(own[name] for own in named) for name in named[0] if all(name in own for own in named)]
 
     def try_way(self, op: Operation, combo: Combo, found: Offers, apart: bool = False) -> None:
         """The rule's outcome for operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
@@ -290,42 +297,41 @@ class Operations(Values):
             found.choices.append(Choice(combo, whole, bytes=sent, calls=1, execution=Execution(passing=passing)))
             return
         found.viewed |= outcome.view
-        key = self.key_of(op, combo, outcome, outcome.cut, found)
+        batch = self.learn(op, combo, outcome, outcome.cut, found)
         copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
-        found.through |= not (sent or copied or joined or is_batch(key))
-        gives, calls = (key,) * len(op.outputs), int(passing is not None)
+        found.through |= not (sent or copied or joined or batch)
+        gives, calls = (outcome.cut,) * len(op.outputs), int(passing is not None)
         execution = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
-        found.choices.append(
-            Choice(combo, gives, bytes=sent, calls=calls, rank=int(is_batch(key)), execution=execution)
-        )
+        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=execution))
 
-    def key_of(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> str:
-        """The layout of the results that are cut so; `found` learns it."""
-        key = next((k for k, c in found.cuts.items() if c == cut), None) or self.carried(op, combo, cut, found)
+    def learn(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> bool:
+        """Note the layout of the results that are cut so in `found`, and tell whether it is along batch."""
+        if cut not in found.sizes:
+            self.carry(op, combo, cut, found)
         if outcome.rows or outcome.sizes or cut.joined:
-            found.resized.add(key)
-        return key
+            found.resized.add(cut)
+        return is_batch(found.names[cut])
 
-    def carried(self, op: Operation, combo: Combo, cut: Cut, found: Offers) -> str:
-        """The name of a dim of the results, by that of the operand which brings it; `found` learns it, and its size."""
+    def carry(self, op: Operation, combo: Combo, cut: Cut, found: Offers) -> None:
+        """Note the size of a dim of the results, and its name, by that of the operand which brings it."""
         # the model's own name for the dim, if there is one; batch is batch whatever else it is called
-        carry = [k for v, k in zip(op.values, combo) if k is not None and op.brings(v, k) == cut]
-        named = carry or [k for k in combo if k is not None]
-        first = min(named, key=lambda k: (not is_batch(k), k.startswith("dim")))
-        value = op.values[combo.index(first)]
-        known, joined = self.values[value].extent(first), self.cuts[value][first]
+        laid = [(v, own) for v, own in zip(op.values, combo) if own is not None]
+        carry = [(v, own) for v, own in laid if op.brings(v, own) == cut] or laid
+        names = [self.names[v][own] for v, own in carry]
+        at = min(range(len(names)), key=lambda i: (not is_batch(names[i]), not names[i]))
+        (v, own), name = carry[at], names[at]
+        known = self.values[v].extent(own)
         extent = max((cut.extent(t.shape[cut.dim]) for t in op.outputs), key=length)
         if op.name in JOINS and cut.joined:
-            first = of_pieces(self, op, combo, cut)
-        elif joined.joined and cut.outer != joined.outer:
-            first = of_piece(first, joined, extent)
-        key = apart_from(found.cuts, first)
-        found.cuts[key] = cut
+            name = of_pieces(self, op, combo, cut)
+        elif own.joined and cut.outer != own.outer:
+            name = of_piece(name, own, extent)
+        else:
+            found.origins[cut] = v, own
         # the dim itself, without those folded into its chunks
         folded = isinstance(known, int) and isinstance(extent, int) and known and extent % known == 0
-        found.sizes[key] = known if folded else extent
-        return key
+        found.sizes[cut], found.names[cut] = known if folded else extent, name
 
     def passing(self, op: Operation, outcome: Outcome, cuts: Mapping[int, Cut]) -> Passing | None:
         """The traffic of ranks inside an operation: sums, numbers of each rank, or rows that others hold."""
@@ -362,5 +368,5 @@ class Operations(Values):
         for d, size in enumerate(outputs[0].shape if outputs else ()):
             if size < 2 or any(t.ndim <= d or t.shape[d] != size for t in outputs):
                 continue
-            name = next((k for k, c in known.cuts.items() if c == Cut(d) and shape[d : d + 1] == (size,)), f"dim{d}")
-            found.cuts[name], found.sizes[name] = Cut(d), size
+            same = [cut for cut, own in known.cuts.items() if own == Cut(d) and shape[d : d + 1] == (size,)]
+            found.sizes[Cut(d)], found.names[Cut(d)] = size, self.names[known.value][same[0]] if same else ""

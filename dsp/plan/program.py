@@ -57,7 +57,7 @@ class Program:
         made = {v: (step, key) for step in self.found.steps for v, key in zip(step.op.outputs, step.choice.gives)}
         found: dict[int, Layout] = {}
         for v, (first, *rest) in self.moves.items():
-            if v not in made or first.kind == "gather" or first.dst not in self.trace.cuts[v]:
+            if v not in made or first.kind == "gather":
                 continue
             step, home = made[v]
             apart = step.event.written or step.event.kind == "source"
@@ -87,14 +87,11 @@ class Program:
                 for m in free:
                     del self.push[m.value]
 
-    def cut(self, v: int, key: Layout) -> Cut | None:
-        return None if key is None else self.trace.cuts[v].get(key)
-
     def via(self, operands: Iterable[Sym | None], at: int) -> list[list[Via]]:
         """The moves of each operand before an op, but for those that its use makes by itself."""
         return [
             [
-                (self.cut(m.value, m.src), self.cut(m.value, m.dst))
+                (m.src, m.dst)
                 for m in (self.moves.get(s.value, []) if s is not None else [])
                 if m.before == at and not self.pushed(m)
             ]
@@ -104,12 +101,14 @@ class Program:
     @cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """The dims that each declared input is split along."""
-        used = {param: self.used.get(v, set()) for param, v in self.trace.inputs.items()}
-        return {param: tuple(sorted(k for k in layouts if k is not None)) for param, layouts in used.items()}
+        return {
+            param: tuple(sorted(self.trace.names[v][cut] for cut in self.used.get(v, ()) if cut is not None))
+            for param, v in self.trace.inputs.items()
+        }
 
     def script(self) -> Script:
         t = self.trace
-        script = Script({param: self.cut(v, self.entry.get(v)) for param, v in t.inputs.items()}, t.random_glue)
+        script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
         homes = dict(self.found.solution.homes)
         for step in self.found.steps:
@@ -189,7 +188,7 @@ class Program:
         return GlueStep(cuts, pushes, via=self.via(event.operands, step.at), apart=apart)
 
     def pushes_of(self, step: Decision) -> list[Cut | None]:
-        return [self.cut(v, self.push.get(v)) for v in step.op.outputs]
+        return [self.push.get(v) for v in step.op.outputs]
 
 
 def kind_of(node: OperationNode | StageNode) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsp.hardware import Estimate, Exchange, Hardware, clock
+from dsp.layout import Cut
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.plan.picture import ribbon
@@ -112,6 +113,7 @@ class Plan:
     sends: dict[str, Sent] = field(default_factory=dict)
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
+    names: list[dict[Cut, str]] = field(default_factory=list, repr=False, compare=False)  # of each value's layouts
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
     reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way

@@ -16,12 +16,12 @@ from dsp.planner import Extent, Op, Value
 Edges = set[int | None]  # numbers of where autograd takes a gradient: of what takes none, None
 
 
-def is_batch(key: str) -> bool:
-    return key.rstrip("'") in BATCH_NAMES
+def is_batch(name: str) -> bool:
+    return name in BATCH_NAMES
 
 
 class Values:
-    """Every tensor that may be sharded as a value, with each dim that it may be sharded along."""
+    """Every tensor that may be sharded as a value, whose layouts are cuts of it: of the tensor as it was made."""
 
     def __init__(self, record: Record, longest: int = 0) -> None:
         self.record, self.n, self.root_sizes = record, record.n, record.root_sizes
@@ -34,7 +34,8 @@ class Values:
         self.untracked: dict[int, Edges] = {}  # of outputs that are no values, by number
         self.syms: list[Sym] = []
         self.tracked: dict[int, Sym] = {}  # by the number of a tensor
-        self.cuts: list[dict[str, Cut]] = []
+        self.names: list[dict[Cut, str]] = []  # the layouts of each value, and the model's name of each dim, or ""
+        self.origins: dict[tuple[int, Cut], tuple[int, Cut]] = {}  # by layout: the operand's that it is made of
         self.shapes: list[tuple[int, ...]] = []
         self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
         self.sharing: dict[int, set[int]] = {}  # the values that live in one memory
@@ -48,25 +49,24 @@ class Values:
         self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
 
     def value(
-        self, t: Ref, name: str, sizes: Mapping[str, Extent], cuts: dict[str, Cut], whole: bool,
+        self, t: Ref, name: str, sizes: Mapping[Cut, Extent], names: Mapping[Cut, str], whole: bool,
         letters: Sequence[str],
     ) -> int:  # fmt: skip
-        """Track a tensor as a new value. `sizes`: its dims; `cuts`: those along which it may be sharded; `letters`:
-        what each dim of the tensor is made of."""
+        """Track a tensor as a new value. `sizes`: of the dims along which it may be sharded, by its cuts; `names`: of
+        these; `letters`: what each dim of the tensor is made of."""
         self.grow(t.numel() * t.element_size())
-        dims = tuple((k, sizes[k]) for k in cuts)
-        self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
+        self.values.append(Value(name, tuple(sizes.items()), t.element_size(), numel=t.numel()))
         self.edges.append({t.edge})
-        self.cuts.append(dict(cuts))
+        self.names.append({cut: names.get(cut, "") for cut in sizes})
         self.shapes.append(tuple(t.shape))
         self.letters.append(letters)
         self.whole.append(whole)
         index = len(self.values) - 1
         self.sharing.setdefault(t.memory, set()).add(index)
-        named = {c.dim for c in cuts.values()}
-        fresh = {d: self.spare_cut(index, d) for d in range(t.ndim) if d not in named}
-        spare = {d: cut for d, cut in fresh.items() if t.shape[d] > cut.folds}
-        self.track(t, Sym(index, dict(cuts), spare))
+        known = {cut.dim for cut in sizes}
+        fresh = [self.spare_cut(index, d) for d in range(t.ndim) if d not in known]
+        spare = {cut: cut for cut in fresh if t.shape[cut.dim] > cut.folds}
+        self.track(t, Sym(index, {cut: cut for cut in sizes}, spare))
         return index
 
     def grow(self, nbytes: int) -> None:
@@ -79,19 +79,18 @@ class Values:
             self.held = min(self.held, nbytes)
         return self.n * nbytes > self.longest
 
-    def cuts_of_filled(self, t: Ref) -> dict[str, Cut]:
-        """The dims that new zeros may be sharded along."""
-        cuts = {f"dim{d}": Cut(d) for d, size in enumerate(t.shape) if size > 1}
-        if self.batch > 1 and "dim0" in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
-            cuts.pop("dim0")
-            cuts |= {self.batch_name: Cut(0)} if t.shape[0] == self.batch else {"dim0": Cut(0, self.batch)}
+    def cuts_of_filled(self, t: Ref) -> dict[Cut, str]:
+        """The dims that new zeros may be sharded along, with their names."""
+        cuts = {Cut(d): "" for d, size in enumerate(t.shape) if size > 1}
+        if self.batch > 1 and Cut(0) in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
+            cuts.pop(Cut(0))
+            cuts |= {Cut(0): self.batch_name} if t.shape[0] == self.batch else {Cut(0, self.batch): ""}
         return cuts
 
     def left_value(self, t: Ref, cut: Cut) -> None:
         """Track a tensor that an earlier call left, and lies as it left it."""
-        key = f"dim{cut.dim}"
-        index = self.value(t, "kept", {key: cut.extent(t.shape[cut.dim])}, {key: cut}, False, [""] * t.ndim)
-        self.values[index] = replace(self.values[index], home=(key,))
+        index = self.value(t, "kept", {cut: cut.extent(t.shape[cut.dim])}, {}, False, [""] * t.ndim)
+        self.values[index] = replace(self.values[index], home=(cut,))
         self.viewed.add(index)  # others may hold it, or a view
 
     def track(self, t: Ref, sym: Sym) -> None:
@@ -99,17 +98,15 @@ class Values:
         self.tracked[t.number] = sym
 
     def sym(self, t: Ref) -> Sym | None:
-        """The layouts of a tensor, with the dims of its value that another use has named since."""
+        """The layouts of a tensor, with those of its value that another use has offered since."""
         found = self.tracked.get(t.number)
         if found is not None:
-            known = {cut: key for key, cut in self.cuts[found.value].items()}
-            for d in list(found.spare):
-                if (key := known.get(self.spare_cut(found.value, d))) is not None:
-                    found.cuts[key] = found.spare.pop(d)
+            for cut in found.spare.keys() & self.names[found.value].keys() if found.spare else ():
+                found.cuts[cut] = found.spare.pop(cut)
         return found
 
     def spare_cut(self, value: int, d: int) -> Cut:
-        """Along a dim that nobody named: the first is batch or a fold with it, as a rule; of a fold the rest."""
+        """The cut of a dim that no layout has: the first is batch or a fold with it, as a rule; of a fold the rest."""
         fold = d == 0 and not self.leads(value) and self.shapes[value][0] % self.batch == 0
         return Cut(d, self.batch if fold else 1)
 
@@ -117,22 +114,17 @@ class Values:
         """Tell whether the first dim of a value is as long as the batch, and so that, as a rule."""
         return self.shapes[value][:1] == (self.batch,)
 
-    def name_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
-        """Let a value be sharded along the dims of this tensor that nobody named, or along the one `wanted`."""
-        for d, cut in list(sym.spare.items()):
-            if wanted is not None and cut != wanted:
+    def offer_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
+        """Let a value be sharded along the spare dims of this tensor, too, or along the one `wanted`."""
+        for cut, own in list(sym.spare.items()):
+            if wanted is not None and own != wanted:
                 continue
-            del sym.spare[d]
-            value, known, base = self.values[sym.value], self.cuts[sym.value], self.spare_cut(sym.value, d)
-            named = next((key for key, c in known.items() if c == base), None)
-            if named is not None:  # by another view of it
-                sym.cuts[named] = cut
-                continue
-            key = apart_from(known, self.batch_name if d == 0 and self.leads(sym.value) else f"dim{d}")
-            extent = base.extent(self.shapes[sym.value][d])
-            self.values[sym.value] = replace(value, sizes=(*value.sizes, (key, extent)))
-            known[key] = base
-            sym.cuts[key] = cut
+            sym.cuts[cut] = sym.spare.pop(cut)
+            value, names = self.values[sym.value], self.names[sym.value]
+            if cut not in names:  # else by another view of it
+                extent = cut.extent(self.shapes[sym.value][cut.dim])
+                self.values[sym.value] = replace(value, sizes=(*value.sizes, (cut, extent)))
+                names[cut] = self.batch_name if cut.dim == 0 and self.leads(sym.value) else ""
 
     def align(self, tracked: Sequence[Ref], syms: Sequence[Sym | None]) -> None:
         """Let each operand be sharded along what another one may be, where their dims meet."""
@@ -144,7 +136,7 @@ class Values:
         for t, s in zip(tracked, syms):
             for cut in list(s.spare.values()) if s is not None else []:
                 if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
-                    self.name_spare(s, cut)  # type: ignore[arg-type]
+                    self.offer_spare(s, cut)  # type: ignore[arg-type]
 
     def fix(self, t: Ref, value: int) -> None:
         """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
@@ -168,10 +160,10 @@ class Values:
         """Where a gradient comes to a value, or to what is none, for all ranks have the whole."""
         return self.edges[sym.value] if sym is not None else self.untracked.get(t.number)
 
-    def apart(self, v: int) -> frozenset[frozenset[str]]:
+    def apart(self, v: int) -> frozenset[frozenset[Cut]]:
         """The pairs of layouts of a value that are both parts of one dim: no one all-to-all leads to the other."""
-        pairs = itertools.combinations(self.cuts[v].items(), 2)
-        return frozenset(frozenset((a, b)) for (a, x), (b, y) in pairs if not separable(self.shapes[v], x, y, self.n))
+        pairs = itertools.combinations(self.names[v], 2)
+        return frozenset(frozenset((a, b)) for a, b in pairs if not separable(self.shapes[v], a, b, self.n))
 
     def add(self, op: Op, event: Event, node: Node | None, outputs: Sequence[Ref] = ()) -> None:
         if node is not None:
@@ -184,13 +176,6 @@ class Values:
         self.made.append(made)
         self.ops.append(op)
         self.events.append(event)
-
-
-def apart_from(known: Iterable[str], key: str) -> str:
-    """The key, or one like it that is not known yet."""
-    while key in known:
-        key += "'"
-    return key
 
 
 def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:

@@ -8,7 +8,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-Layout = str | None  # the dim that is sharded over the sequence-parallel ranks; None: whole on every rank
+# the dim that is sharded over the sequence-parallel ranks, by whatever tells it from others; None: whole on every rank
+Layout = Any
 Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
 Copies = frozenset[Layout]  # layouts of one value
 
@@ -30,12 +31,12 @@ class Value:
     """
 
     name: str
-    sizes: tuple[tuple[str, Extent], ...]
+    sizes: tuple[tuple[Layout, Extent], ...]
     itemsize: int
     home: tuple[Layout, ...] = ()
     fixed: bool = False
     numel: int | None = None
-    apart: frozenset[frozenset[str]] = frozenset()
+    apart: frozenset[frozenset[Layout]] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +54,7 @@ class Value:
         size = self.extent(layout)
         return [self.nbytes * own // max(length(size), 1) for own in chunk_sizes(size, n)]
 
-    def extent(self, layout: str) -> Extent:
+    def extent(self, layout: Layout) -> Extent:
         return dict(self.sizes)[layout]
 
 
@@ -168,7 +169,7 @@ class MoveKind(NamedTuple):
 
 
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    extent = value.extent(dst or "")
+    extent = value.extent(dst)
     size = length(extent)
     return [own * (size - kept) // max(size, 1) for own, kept in zip(value.parts(src, n), chunk_sizes(extent, n))]
 

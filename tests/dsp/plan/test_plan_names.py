@@ -61,7 +61,7 @@ class Products(nn.Module):
 
 def names(plan: Plan) -> set[str]:
     assert plan.problem is not None
-    return {key for value in plan.problem.values for key, _ in value.sizes}
+    return {name for names in plan.names for name in names.values()}
 
 
 def test_a_dim_is_called_as_the_stage_calls_it_that_is_sharded_along_it() -> None:

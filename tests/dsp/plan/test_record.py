@@ -80,7 +80,7 @@ def test_data_change_nothing_of_a_record() -> None:
 def test_a_pass_over_a_record_can_be_made_again() -> None:
     record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), False).record
     one, two = (trace_of(record, {}, gather=True) for _ in range(2))
-    assert (one.ops, one.values, one.cuts) == (two.ops, two.values, two.cuts)
+    assert (one.ops, one.values, one.names) == (two.ops, two.values, two.names)
 
 
 def held(value: Any) -> list[Any]:
