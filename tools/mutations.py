@@ -99,7 +99,7 @@ FAULTS = [
     Fault(
         "a tensor is switched after it has grown",
         "dsp/plan/backwards.py",
-        "if key not in have and self.least(v, cut) < self.size(v):",
+        "if cut not in have and self.least(v, cut) < self.size(v):",
         "if False:",
         "dsp/plan/test_loops",
     ),
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "a copy of a stretch is used after its source was written",
-        "dsp/run/forward.py",
+        "dsp/run/writes.py",
         "self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]",
         "pass",
         "dsp/run/test_hostile",
@@ -310,8 +310,8 @@ FAULTS = [
     Fault(
         "a result's dims are all called batch if one operand's are",
         "dsp/plan/operations.py",
-        "named = carry or [k for k in combo if k is not None]",
-        "named = [k for k in combo if k is not None]",
+        "carry = [(v, own) for v, own in laid if op.brings(v, own) == cut] or laid",
+        "carry = laid",
         "dsp/plan/test_plan_names",
     ),
     Fault(
@@ -344,7 +344,7 @@ FAULTS = [
     ),
     Fault(
         "copies are not made where the plan says",
-        "dsp/run/forward.py",
+        "dsp/run/views.py",
         "if any(via):",
         "if False:",
         "dsp/run/test_random_models::test_mended",
@@ -407,7 +407,7 @@ FAULTS = [
     ),
     Fault(
         "what is whole already is switched once more",
-        "dsp/run/forward.py",
+        "dsp/run/views.py",
         "                if None in base:",
         "                if not base.cuts:",
         "dsp/run/test_random_models::test_mended",
@@ -477,7 +477,7 @@ FAULTS = [
     ),
     Fault(
         "a view is read by way of what missed a write into it",
-        "dsp/run/forward.py",
+        "dsp/run/views.py",
         "if cut != t.at.cut:  # a view may see",
         "if cut == t.at.cut:  # a view may see",
         "dsp/run/test_random_models::test_a_write_that_a_view_of_its_own_would_miss_is_refused",

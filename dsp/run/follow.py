@@ -19,8 +19,8 @@ from dsp.rules import Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.recipes import GlueCall, Recipe
-from dsp.run.views import forget
-from dsp.sharded import Moved, Sharded, bare, plain, stride_of
+from dsp.run.writes import copy_source
+from dsp.sharded import Sharded, bare, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
@@ -28,7 +28,7 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
     """Run an operation by its recipe."""
     run = op.run
     run.where = ("glue", recipe.index, op.what.name)
-    parts = run.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
+    parts = run.views.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
     if recipe.outcome is None:
         return on_wholes(op, parts, recipe.wanted, recipe)
     narrow = recipe.outcome.narrow
@@ -121,14 +121,14 @@ def related(
     run, first, outcome = op.run, op.shells[0], recipe.outcome
     if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
         moved = [(p.local, t) for p, t in zip(parts, made) if p.dst != p.src]
-        run.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(x)]
+        run.writes.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(x)]
     if recipe.view is not None and first is not None:
         for t in (t for t, is_fresh in zip(made, fresh) if is_fresh):
             t.viewed_from = first, recipe.view
     for t in made if outcome.rows and op.what.name in ALIASES else ():  # type: ignore[union-attr]  # would be a view
         as_copy(op, t, x)
     if op.views and first is not None and memory(parts[0].local) != memory(x):
-        run.reshape_copied(first, made[0])
+        run.writes.reshape_copied(first, made[0])
 
 
 def landed(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:
@@ -161,7 +161,7 @@ def as_copy(op: GlueCall, t: Tensor, local: Tensor) -> None:
     """Mark a result as a copy that is a view of the operation's first argument on one device; `local` is its part."""
     if memory(t) == memory(local):  # no rank reads rows of another one
         return
-    op.run.mark(t, copy_source(op.tensors[0]) or memory(op.tensors[0]))
+    op.run.writes.mark(t, copy_source(op.tensors[0]) or memory(op.tensors[0]))
     if op.what.name == "getitem":
         t._dsp_read = op.args  # type: ignore[attr-defined]
 
@@ -187,35 +187,9 @@ def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: lis
     return t if memory(dense) == memory(model) else t.clone()
 
 
-def copy_source(t: Tensor) -> Any:
-    return t.__dict__.get("_dsp_copy_of")
-
-
-@contextmanager
-def writes(op: GlueCall, parts: list[Tensor], cuts: Sequence[Cut | None]) -> Iterator[Any]:
-    """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
-
-    Yields a function to mark those of its results that are views of a copy.
-    """
-    run, versions = op.run, [version(t) for t in parts]
-
-    def views(out: Any) -> Any:
-        run.mark_copies(tensors_in(out), zip(op.tensors, op.shells, parts))
-        return out
-
-    yield views
-    for i, (t, x, s, c, before) in enumerate(zip(op.tensors, parts, op.shells, cuts, versions)):
-        if version(x) == before and not (op.what.in_place and i == 0 and x.is_inference()):
-            continue
-        if s is not None:
-            forget(s)
-        run.wrote(f"{op.what.name}() between stages", t if s is None else s, x)
-        if s is not None and memory(x) != memory(s):
-            if c is None:  # written whole, on every rank
-                x, c = run.axis.narrow(x, s.at.cut), s.at.cut
-            if type(s) is Sharded:
-                s.__class__ = Moved
-            s.now = run.carry(x, c, s.at.shape, number=s.number - run.first)  # type: ignore[attr-defined]
+def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
+    """The context of `Writes.around` for an operation that runs on these parts."""
+    return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:

@@ -105,7 +105,7 @@ class Glue(Between):
             run.arrive(tensor_args(args, kwargs))
         if saving_hooks(False) is not None and not run.aside:
             note_checkpoint(run)
-        asks = run.has_copies or (name in run.on_wholes and not run.aside)
+        asks = run.writes.has_copies or (name in run.on_wholes and not run.aside)
         if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
             run.where = ("glue", -1, name)  # of what communicates by itself
             out = func(*args, **kwargs)
@@ -136,13 +136,13 @@ class Glue(Between):
             return tensor_args(args, kwargs)[0]
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
-        if recipe is not None and not run.stale:
+        if recipe is not None and not run.writes.stale:
             call = recipe.prepared
             if recipe.ready and not (call.writes and self.watched(args[0])):
                 if call.moves or call.pushes:
                     args, kwargs = self.brought(recipe, what, args, kwargs)
                 return self.quickly(recipe, call, args, kwargs)
-            if recipe.whole and not run.has_copies:
+            if recipe.whole and not run.writes.has_copies:
                 return parted(run, func(*args, **kwargs), recipe)
         tensors, shells = self.opened(what, args, kwargs)
         if recipe is None:
@@ -151,8 +151,8 @@ class Glue(Between):
 
     def opened(self, what: Traits, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Sharded | None]]:
         """The tensors among the arguments, and as glue holds them."""
-        if self.run.stale and what.name == "setitem":
-            self.run.written_back(*args)
+        if self.run.writes.stale and what.name == "setitem":
+            self.run.writes.written_back(*args)
         tensors = tensor_args(args, kwargs)
         return tensors, list(map(self.run.open, tensors))
 
@@ -164,7 +164,7 @@ class Glue(Between):
             return args, kwargs
         tensors = tensor_args(args, kwargs)
         shells = [t if type(t) is Sharded else None for t in tensors]
-        return replaced(args, kwargs, iter(run.bring(tensors, shells, recipe.wanted, recipe.via)))
+        return replaced(args, kwargs, iter(run.views.bring(tensors, shells, recipe.wanted, recipe.via)))
 
     def first_time(self, op: GlueCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
@@ -213,7 +213,7 @@ class Glue(Between):
 
     def watched(self, t: Sharded) -> bool:
         """Tell whether others may have to see a write into it, beside those that share its memory."""
-        return bool(self.run.copied) or "_dsp_copy_of" in t.__dict__ or torch.is_inference_mode_enabled()
+        return bool(self.run.writes.copied) or "_dsp_copy_of" in t.__dict__ or torch.is_inference_mode_enabled()
 
     def quickly(self, recipe: Recipe, call: PreparedCall, args: Any, kwargs: Any) -> Any:
         """Run an operation as it ran before, on tensors that lie as it needs them."""
@@ -268,7 +268,7 @@ class Glue(Between):
             for t in made:
                 t.viewed_from = first, recipe.view
         if torn:
-            self.run.reshape_copied(first, made[0])
+            self.run.writes.reshape_copied(first, made[0])
         if (copied := first.__dict__.get("_dsp_copy_of")) is not None:
             for t in made:
                 if recipe.view is not None or memory(t) == memory(first):

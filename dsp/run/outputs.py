@@ -27,8 +27,8 @@ def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -
             found.append((t, False))
         elif gathers:
             if run.script is not None and i in run.script.outputs:
-                run.copy_first([shard], [run.script.outputs[i]])
-            found.append((run.move(shard, None), True))
+                run.views.copy_first([shard], [run.script.outputs[i]])
+            found.append((run.views.move(shard, None), True))
         else:
             found.append((plain(shard), shard.at))
     if root is not None and root.explicit_output:

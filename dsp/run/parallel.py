@@ -276,7 +276,8 @@ class Runtime:
                 output = self.forward(*args, **kwargs)
             if without_data(output) and not without_data((args, kwargs)):
                 raise GlueError(f"{type(self.model).__name__} {KEPT}")
-            run.arrive()
+            if run.coming:
+                run.arrive()
             run.observe("root_outputs", output)
             if plan is None:
                 entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None

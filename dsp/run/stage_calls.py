@@ -124,7 +124,7 @@ class StageCalls:
         place = decision.place
         tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         shells, cuts = [run.open(t) for t in tensors], decision.cuts
-        parts = list(map(plain, run.bring(tensors, shells, cuts, decision.via)))
+        parts = list(map(plain, run.views.bring(tensors, shells, cuts, decision.via)))
         if stage.around is not None and decision.option.name is not None:
             place, parts, cuts = self.received(stage.around, decision, tensors, parts)
         locals_ = parts
@@ -220,7 +220,7 @@ class StageCalls:
             self.refuse_sizes(run, inside, output)
             for x in inside.given:
                 if version(x.local) != x.written:
-                    run.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
+                    run.writes.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if not run.began:
                 run.began = True
                 self.agreement.before_switching()
@@ -300,8 +300,8 @@ class StageCalls:
     def mark_copies(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
         """Mark those of its results that are views of a copy."""
         shells = [x.shell for x in inside.given if x.shell is not None]
-        if not inside.decision.still or run.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
-            run.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
+        if not inside.decision.still or run.writes.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
+            run.writes.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
 
     def landing(self, stage: Stage, decision: StageDecision, t: Tensor, pattern: TensorPattern) -> At:
         """Where a stage's result lies. Its size along the sharded dim is checked."""

@@ -62,11 +62,8 @@ class PlannedCounts:
         self.phases = {phase: Counts() for phase in SAID}
         for s in plan.sendings:
             self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size)[rank])
-
-    @property
-    def returns(self) -> bool:
-        """Tell whether anything is to be sent in backward."""
-        return any(self.phases[phase].calls for phase in ("backward", "recompute"))
+        # whether anything is to be sent in backward
+        self.returns = any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
     def difference(self, phase: str, made: Counts, where_it_left: str) -> str:
         """By how much what was sent is other than planned, and why; nothing if it is not."""

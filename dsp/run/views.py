@@ -1,17 +1,23 @@
-"""Copies of a tensor in other layouts: each is made once for the tensor and all its views."""
+"""Views between stages and the tensor that they started from, their base; and its copies in other layouts.
+
+A copy in another layout is made of the base, once for it and all its views, and the views are taken of the copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsp.layout import Cut
+from dsp.layout import Axis, Cut, separable
+from dsp.moves import Part, gather_local, switch_all, switch_local
+from dsp.plan.script import Via
 from dsp.rules import Frame, GlueError, Operand, Outcome, without_operands
 from dsp.sharded import Sharded, plain
 from dsp.tensors import NO, version
@@ -145,3 +151,138 @@ class View:
         return Replay(
             outcome.func or self.func, args, frame.kwargs if outcome.kwargs is None else outcome.kwargs, outcome.cut
         )
+
+
+class Views:
+    """Tensors between stages in other layouts: each copy is made once, for a tensor and all its views."""
+
+    def __init__(self, axis: Axis, before_copy: Callable[[Tensor], None]) -> None:
+        """before_copy: called with the part of a base before the tensor, or a view of it, is wanted in another cut."""
+        self.axis, self.before_copy = axis, before_copy
+
+    def bring(
+        self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None], cuts: Sequence[Cut | None],
+        via: Sequence[Sequence[Via]],
+    ) -> list[Tensor]:  # fmt: skip
+        """The operands of an operation, cut as it needs them (None: whole); a sharded one that lies so as it is."""
+        if any(via):
+            self.copy_first(shells, via)
+        moving = [(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]
+        moved = iter(self.move_all(moving) if moving else ())
+        parts: list[Tensor] = []
+        for t, s, c in zip(tensors, shells, cuts):
+            if s is None:
+                parts.append(t if c is None else self.axis.narrow(t, c))
+            else:
+                parts.append(s if s.at.cut == c else next(moved))
+        return parts
+
+    def move(self, t: Sharded, cut: Cut | None) -> Tensor:
+        """This rank's part under another cut (None: whole)."""
+        return self.move_all([(t, cut)])[0]
+
+    def move_all(self, wanted: Sequence[tuple[Sharded, Cut | None]]) -> list[Tensor]:
+        """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
+        if all(cut == t.at.cut for t, cut in wanted):
+            return [plain(t) for t, _ in wanted]
+        for t, cut in wanted:
+            if cut != t.at.cut:  # a view may see what its base missed
+                self.before_copy(view_base(t).local)
+        todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
+        bases = [view_base(t) for t, _ in wanted]
+        sources = [self.source(t, cut, base) for (t, cut), base in zip(wanted, bases)]
+        for base, source in zip(bases, sources):
+            if isinstance(source, Cut) and source not in base:
+                if None in base:
+                    self.narrow(base, source)
+                else:
+                    todo.setdefault((id(base.copies), source), (base, base.cut))
+        if todo:
+            self.switch(todo)
+        return [self.view(t, cut, source, base) for (t, cut), source, base in zip(wanted, sources, bases)]
+
+    def source(self, t: Sharded, cut: Cut | None, base: ViewBase) -> Cut | Literal["whole", "view"]:
+        """The cut of a tensor's base that gives the tensor in another cut; "view" if no cut of the base does.
+
+        Where no one all-to-all leads to it, for both are parts of one dim, the base is gathered first.
+        """
+        if cut is None:
+            return "whole"
+        if cut == t.at.cut:
+            return base.cut
+        found, views = cut, views_of(t)
+        if views:
+            cuts = base.cuts
+            key = (cut, *cuts, *views[:-1])
+            known = views[-1].near
+            if key not in known:
+                dims = range(len(base.shape))
+                folds = (Cut(d, k) for d, size in enumerate(base.shape) for k in range(2, size) if size % k == 0)
+                folds = (Cut(d, cut.outer) for d in dims) if cut.joined else folds
+                candidates = chain(cuts, map(Cut, dims), folds)
+                known[key] = next((c for c in candidates if c is not None and seen(views, c) == cut), None)
+            near = known[key]
+            if near is None:
+                return "view"
+            found = near
+        if found not in base and not separable(base.shape, base.cut, found, self.axis.size):
+            self.gather(base)
+        return found
+
+    def gather(self, base: ViewBase, src: Cut | None = None) -> Tensor:
+        made = base.copies.made
+        if None not in made:
+            with differentiable(base.local):
+                src = src or base.cut
+                made[None] = gather_local(base[src], src, base.shape, self.axis)
+        return made[None]
+
+    def narrow(self, base: ViewBase, dst: Cut) -> None:
+        with differentiable(base.local):
+            base[dst] = self.axis.narrow(base[None], dst)
+
+    def switch(self, todo: Mapping[tuple[int, Cut], tuple[ViewBase, Cut]]) -> None:
+        """Copies in new cuts, each made of the one named: small ones share a call."""
+        parts = [Part(base[src], src, dst, base.shape) for (_, dst), (base, src) in todo.items()]
+        with differentiable(*[p.local for p in parts]):
+            made = switch_all(parts, self.axis)
+        for ((_, dst), (base, _)), local in zip(todo.items(), made):
+            base[dst] = local
+
+    def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
+        """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
+        todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
+        for base, src, dst in [(view_base(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
+            if src is not None and (id(base.copies), src) in todo:
+                self.switch(todo)
+                todo.clear()
+            if dst in base or src not in base:
+                continue
+            if src is None and dst is not None:
+                self.narrow(base, dst)
+            elif dst is None and src is not None:
+                self.gather(base, src)
+            elif src is not None and dst is not None:
+                todo[id(base.copies), dst] = base, src
+        if todo:
+            self.switch(todo)
+
+    def view(self, t: Sharded, cut: Cut | None, source: Cut | Literal["whole", "view"], base: ViewBase) -> Tensor:
+        if cut == t.at.cut:
+            return plain(t)
+        if source == "view":
+            assert cut is not None
+            if None not in base and separable(t.at.shape, t.at.cut, cut, self.axis.size):
+                return switch_local(plain(t), t.at.cut, cut, t.at.shape, self.axis)
+            return self.axis.narrow(self.view(t, None, "whole", base), cut)
+        at = None if source == "whole" else source
+        local = self.gather(base) if at is None else base[at]
+        views = views_of(t)
+        for view in views:
+            again = view.under(at)
+            assert again is not None  # `source` has asked
+            local, at = again.of(local), again.cut
+        with NO():
+            made = t.grad_fn
+        # a view that was made without gradient has none now either
+        return local.detach() if views and made is None else local

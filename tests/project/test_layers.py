@@ -20,7 +20,7 @@ ROOMS = {
         written_out functions between""",
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
         choices stage_cache tracer tracing reads picture table solve program traffic cost advice make choose""",
-    "run": """views notes kept traffic_check lookup forward recipes follow glue inputs outputs agreement stage_calls
+    "run": """views writes notes kept traffic_check lookup forward recipes follow glue inputs outputs agreement stage_calls
         hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discover": "dims nodes shapes repeats search folds choice patterns discover",

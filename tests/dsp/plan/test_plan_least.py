@@ -79,9 +79,7 @@ def test_an_alignment_does_not_go_to_and_fro_between_batch_and_channels(n: int, 
         gather_output=False,
     )
     assert plan.problem is not None
-    named = {
-        v.name: {names[cut]: size for cut, size in v.sizes} for v, names in zip(plan.problem.values, plan.names)
-    }
+    named = {v.name: {names[cut]: size for cut, size in v.sizes} for v, names in zip(plan.problem.values, plan.names)}
     assert named[f"type_as [{6 * batch}, 10]"].items() >= {"r": 6, "l": 10}.items()
     m = batch * 6 * 10 * 32 * 4
     assert plan.bytes["forward"] <= most * m

@@ -28,7 +28,7 @@ def traced(model: nn.Module, kwargs: dict[str, Any], twins: bool, stages: Any = 
 
 def described(t: Trace) -> Any:
     events = [(e.kind, e.index, e.name, e.memory, e.flops, e.random, e.grad, e.region) for e in t.events]
-    return t.values, t.grads, t.cuts, t.shapes, t.ops, events, t.inputs, t.random_glue, t.resident
+    return t.values, t.grads, t.names, t.ops, events, t.inputs, t.random_glue, t.resident
 
 
 def same(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> None:

@@ -1,0 +1,130 @@
+"""Writes in place between stages: every tensor that shares the memory sees them, or they are refused.
+
+On one device a view shares memory with its base. On a rank it may be a copy: of a tensor that was moved first, or of a
+part that lies otherwise in memory. `_dsp_copy_of` of a tensor says what its memory is a copy of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from dsp.layout import Axis, Cut
+from dsp.private import StorageWeakRef
+from dsp.rules import GlueError
+from dsp.run.views import forget
+from dsp.sharded import Moved, Sharded, carry
+from dsp.tensors import memory, tensors_in, version
+
+# the writes that are refused
+MISSED = (
+    "{who} writes in place, but its tensor, or a view of it, first had to be switched or gathered, so the write went "
+    "into a copy. The original, or a view of it, is used now without that write: write it out of place"
+)
+INTO_COPY = "{who} writes in place into {what}; write it out of place"
+INTO_PART = "{who} writes in place into its part of a tensor that is whole; write it out of place"
+
+
+def copy_source(t: Tensor) -> Any:
+    """The memory that the memory of a tensor is a copy of, or a text that names it; None if it is no copy."""
+    return t.__dict__.get("_dsp_copy_of")
+
+
+class Writes:
+    """The writes of one forward.
+
+    stale: memory that has missed a write, whose write, and into what memory it was; copied: memory, and that of a copy
+    that results are views of; has_copies: whether a whole tensor is a copy that may not be written.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
+        self.copied: list[tuple[Any, StorageWeakRef]] = []
+        self.has_copies = False
+
+    def refuse_stale(self, t: Tensor) -> None:
+        """Raise GlueError if the memory of a tensor has missed a write in place."""
+        for missed, name, _ in self.stale:
+            if missed == memory(t):
+                raise GlueError(MISSED.format(who=name))
+
+    def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
+        """Note a write in place into `local`, which stands for `t`: other memory of the same tensor is stale then."""
+        copied, by = copy_source(t), memory(local)
+        if isinstance(copied, str):
+            raise GlueError(INTO_COPY.format(who=who, what=copied))
+        if copied is not None:
+            self.stale.append((copied, who, by))
+        if not isinstance(t, Sharded) and local is not t:
+            raise GlueError(INTO_PART.format(who=who))
+        if memory(t) != by:
+            self.stale.append((memory(t), who, by))
+        self.stale += [(copy, who, by) for of, copy in self.copied if of == (copied or memory(t)) and copy != by]
+
+    def written_back(self, x: Tensor, index: Any, value: Any) -> None:
+        """Note that `x[index] = value` comes next: if value is a copy of that part, x misses none of its writes."""
+        read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
+        if read is not None and read[0] is x and read[1] == index:
+            self.stale = [s for s in self.stale if (s[0], s[2]) != (memory(x), memory(value))]
+
+    def mark_copies(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
+        """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
+        copied: dict[Any, Any] = {}
+        for t, shell, local in operands:
+            own = t if shell is None else shell
+            of = copy_source(own)
+            if of is None and shell is None and local is not t:
+                of = "its part of a tensor that is whole"
+            elif of is None and shell is not None and memory(shell) != memory(local):
+                of = memory(shell)
+            if of is not None:
+                copied[memory(local)] = of
+        for t in outputs if copied else ():
+            of = copied.get(memory(t))
+            if of is not None:
+                self.mark(t, of)
+
+    def mark(self, t: Tensor, copied: Any) -> None:
+        """Note that the memory of `t` is a copy of `copied`, a memory or a text that names it."""
+        t._dsp_copy_of = copied  # type: ignore[attr-defined]
+        self.has_copies |= not isinstance(t, Sharded)
+        self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]
+
+    def reshape_copied(self, x: Sharded, t: Tensor) -> None:
+        """Note that t, a view of x on one device, is a copy on this rank, whose part of x lies otherwise in memory."""
+        if t.numel():
+            self.mark(t, copy_source(x) or memory(x))
+
+    @contextmanager
+    def around(
+        self, who: str, in_place: bool, tensors: Sequence[Tensor], shells: Sequence[Sharded | None],
+        parts: Sequence[Tensor], cuts: Sequence[Cut | None],
+    ) -> Iterator[Callable[[Any], Any]]:  # fmt: skip
+        """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
+
+        who: its name; in_place: it writes into the first of `tensors`, which are `shells` as glue holds them, and run
+        as `parts` in `cuts`. Yields a function to mark those of its results that are views of a copy.
+        """
+        versions = [version(t) for t in parts]
+
+        def views(out: Any) -> Any:
+            self.mark_copies(tensors_in(out), zip(tensors, shells, parts))
+            return out
+
+        yield views
+        for i, (t, x, s, c, before) in enumerate(zip(tensors, parts, shells, cuts, versions)):
+            if version(x) == before and not (in_place and i == 0 and x.is_inference()):
+                continue
+            if s is not None:
+                forget(s)
+            self.wrote(f"{who}() between stages", t if s is None else s, x)
+            if s is not None and memory(x) != memory(s):
+                if c is None:  # written whole, on every rank
+                    x, c = self.axis.narrow(x, s.at.cut), s.at.cut
+                if type(s) is Sharded:
+                    s.__class__ = Moved
+                s.now = carry(x, self.axis.at(s.at.shape, c), s.number)  # type: ignore[attr-defined]
