@@ -12,7 +12,7 @@ Layout = str | None  # the dim that is sharded over the sequence-parallel ranks;
 Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
 Copies = frozenset[Layout]  # layouts of one value
 
-FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective (measured in benchmarks/README.md)
+FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective: to pack more costs more than a call
 
 
 class Infeasible(ValueError):
