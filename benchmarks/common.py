@@ -1,4 +1,4 @@
-"""The shared parts of the scripts: options, ranks, results, tables of pages, pictures that follow light and dark mode."""
+"""The shared parts of the scripts: options, ranks, results, tables of pages, pictures in light and dark mode."""
 
 import argparse
 import json

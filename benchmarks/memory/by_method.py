@@ -68,7 +68,7 @@ def of_method(ranks: Ranks, method: str, shape: Shape, budget: int, unit: int, l
 
 
 def cells(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
-    """A row of the table; in brackets beside the row `one` of one rank: N times the memory, and as many times as long."""
+    """A row of the table; in brackets beside that of one rank: N times the memory, and as many times as long."""
     memory = (f"{row[key] / 2**20:.0f} ({row[key] * row['ranks'] / one[key]:.2f})" for key in ("peak", "recomputed"))
     counts = (f"{row[key]} ({row[key] / max(one[key], 1):.1f}×)" for key in ("longest", "batch"))
     return [METHODS[row["method"]] if row["ranks"] > 1 else "one rank", str(row["ranks"]), *memory, *counts]

@@ -92,7 +92,7 @@ class OpenFold(nn.Module):
 
 
 def step(kind: str, residues: int, rows: int, precision: str, way: str, depth: int) -> dict[str, Any]:
-    """Forward, backward and update of a fresh model on this rank: what it took. Rank 0 keeps the gradients in a file."""
+    """Forward, backward and update of a fresh model on this rank: what it took. Rank 0 keeps the gradients."""
     dtype = getattr(torch, precision)
     torch.set_default_dtype(dtype)
     shape = [f"data.residues={residues}", f"data.rows={rows}", "data.extra_rows=0", "data.path=/", "dry_run=true"]

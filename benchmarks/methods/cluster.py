@@ -95,7 +95,7 @@ def link(size: int, times: int) -> dict[str, float]:
 
 
 def take_turns(names: Sequence[str], rounds: int, ask: Callable[[str], list[Any]]) -> dict[str, list[list[float]]]:
-    """Seconds of the parts of each step, by the slowest rank: every name once a round, first in another one each time."""
+    """Seconds of the parts of each step, by the slowest rank: every name once a round, and first in turn."""
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     for i in range(-1, rounds):  # -1 is to warm up
         for j in range(len(names)):
@@ -176,8 +176,10 @@ def scaling(hosts: Hosts, o: Namespace, shape: Shape) -> list[dict[str, Any]]:
             for name, (n, method) in cases.items():
                 pools[n].ask("build", name=name, method=method, shape=vars(shapes[n]), recompute=o.recompute)
             for mode in MODES:
-                ask = lambda name, mode=mode: pools[cases[name][0]].ask("timed", name=name, mode=mode)  # noqa: E731
-                times = take_turns(list(cases), o.rounds, ask)
+                times = take_turns(
+                    list(cases), o.rounds,
+                    lambda name, of=cases, mode=mode: pools[of[name][0]].ask("timed", name=name, mode=mode),
+                )  # fmt: skip
                 for name, (n, method) in cases.items():
                     row = row_of(times[name], times[f"{kind} {n} dsp"])
                     show(f"{mode:<6}{name}", row)

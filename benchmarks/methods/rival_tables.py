@@ -40,6 +40,7 @@ SCRIPTS = {
 }  # fmt: skip
 RSA = {"batch": 13.7, "longest": 3.0}  # on 64 GPUs against tensor parallelism
 GOALS = {"ulysses": 1.32, "megatron_sp": 4.0}  # times DSP's step: the paper's least lead over Ulysses (figure 5)
+PHASES = "forward", "backward", "recompute"
 OTHERS = [method for method in METHODS if method != "dsp"]
 
 
@@ -118,9 +119,7 @@ def wire_table(found: Found) -> Lines:
     m, sizes = Shape(**found["shape"]).activation, sorted({row["ranks"] for row in found["rows"]})
     rows = []
     for method, each in by_method(found["rows"]).items():
-        phases = [
-            listed((max(0, r["bytes"][phase] / m) for r in each), ".2f") for phase in ("forward", "backward", "recompute")
-        ]  # fmt: skip
+        phases = [listed((max(0, r["bytes"][p] / m) for r in each), ".2f") for p in PHASES]
         steps = [(r["step"]["again"] / m, sum(formula(method, r["ranks"]).values())) for r in each]
         step = ", ".join(f"{a:.2f} ({100 * (a / b - 1):+.1f}%)" for a, b in steps)
         kept = listed((r["step"].get("saved", r["step"]["again"]) / m for r in each), ".2f")
@@ -189,9 +188,8 @@ def verdict(found: Found) -> Iterator[str]:
             continue
         one = max(over, key=lambda one: one["rate"])
         train = one["modes"]["train"]
-        shares = " and ".join(
-            f"{train[m]['share_of_link']:.0%} to {train[m]['share_measured']:.0%} ({METHODS[m]})" for m in ("dsp", method)
-        )  # fmt: skip
+        both = [(train[m]["share_of_link"], train[m]["share_measured"], METHODS[m]) for m in ("dsp", method)]
+        shares = " and ".join(f"{link:.0%} to {measured:.0%} ({name})" for link, measured, name in both)
         yield (
             f"- {METHODS[method]} takes {goal:g} times DSP's step and more up to {rate_name(one['rate'])}: there "
             f"{times(train[method]['ratio'])}, with a share of communication of {shares}."

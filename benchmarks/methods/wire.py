@@ -10,7 +10,6 @@ step that recomputes nothing; what recomputation adds is the difference to a ste
 kernel's count has the headers of packets in it.
 """
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -53,8 +52,6 @@ def measure(method: str, shape: dict[str, int], recompute: str, times: int) -> d
     for _ in range(times):
         forward = counted(lambda: losses.append(step.forward()))
         kernel.append((forward, counted(lambda: step.backward(losses.pop()))))
-    del step
-    gc.collect()
     told = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
     return {"kernel": [min(each) for each in zip(*kernel)], "count_comm": told}
 
