@@ -1,15 +1,26 @@
-"""Measurements as JSON, and their pictures as SVG that follows the reader's light or dark mode."""
+"""The shared parts of the scripts: options, ranks, results, tables of pages, pictures in light and dark mode."""
 
+import argparse
 import json
 import math
-from collections.abc import Sequence
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PICTURES = ROOT / "benchmarks/results", ROOT / "docs/images"
+RESULTS, PICTURES, DOCS = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs"
 STYLE = """
 text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .title { font-size: 15px; font-weight: 600 } .soft { fill: #59636e } .line { fill: none; stroke-width: 2 }
@@ -27,15 +38,87 @@ LETTER = 7.6  # pixels of a letter, in a wide font
 NEAR = 3.0  # pixels: two lines that are no farther apart hide one another
 
 
-def write_down(name: str, out: Path | None, found: Any, picture: str = "") -> str:
-    """Write numbers to OUT.json and their picture to OUT.svg, by default to where the docs look; returns the paths."""
+def options(
+    text: str | None, arguments: Sequence[str] | None = None, choices: Mapping[str, Iterable[str]] | None = None,
+    **defaults: Any,
+) -> argparse.Namespace:  # fmt: skip
+    """The options of a script by their defaults: False is a flag, a list takes several values, None is a path."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"action": "store_true"}
+        if default is not False:
+            one = default[0] if isinstance(default, list) else default
+            how = {"type": Path if one is None else type(one), "default": default, "help": f"{default}"}
+            how |= {"nargs": "+"} if isinstance(default, list) else {}
+            how |= {"choices": list(choices[name])} if choices and name in choices else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    return parser.parse_args(arguments)
+
+
+def _rank(rank: int, n: int, store: str, work: Callable[..., None], arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
+    work(init_device_mesh("cpu", (n,), mesh_dim_names=("sp",)), *arguments)
+    dist.destroy_process_group()
+
+
+def on_ranks(n: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Have n gloo processes, forked from this one, call `work(mesh, *arguments)`."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (n, f"{folder}/store", work, arguments)
+        torch.multiprocessing.start_processes(_rank, given, nprocs=n, start_method="fork")
+
+
+def circumstances(arguments: Sequence[str]) -> dict[str, Any]:
+    """When, where, of which commit and how something was measured."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return {
+        "command": " ".join(["python", name, *arguments]),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "processor": names[0] if names else platform.machine(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__.split("+")[0],
+    }
+
+
+def write_down(name: str, out: Path | None, found: Any, picture: str = "") -> None:
+    """Write numbers to OUT.json and their picture to OUT.svg, by default to where the docs look."""
     numbers, drawn = (RESULTS / name, PICTURES / name) if out is None else (out, out)
-    written = {f"{numbers}.json": json.dumps(found, indent=1) + "\n"}
-    if picture:
-        written[f"{drawn}.svg"] = picture
+    written = {f"{numbers}.json": json.dumps(found, indent=1) + "\n"} | ({f"{drawn}.svg": picture} if picture else {})
     for path, text in written.items():
         Path(path).write_text(text)
-    return " and ".join(written)
+    print("wrote", " and ".join(written))
+
+
+def line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(head: Sequence[object], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """The lines of a table of a page."""
+    yield line(head).replace("|  |", "| |", 1)
+    yield "|---" * len(head) + "|"
+    yield from map(line, rows)
+
+
+def fill(page: str, tables: Mapping[str, Iterable[str]]) -> str:
+    """The page with new tables between their marks, `<!-- table: name -->` and `<!-- end -->`."""
+    for name, lines in tables.items():
+        before, mark, rest = page.partition(f"<!-- table: {name} -->\n")
+        if mark:
+            page = before + mark + "\n".join(lines) + "\n" + rest[rest.index("<!-- end -->") :]
+    return page
+
+
+def between(values: Sequence[float], form: str = ".2f") -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 @dataclass

@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --out FOLDER                   # FOLDER/gpu.json, FOLDER/gpu.md
     python benchmarks/gpu.py --out FOLDER --only step host  # some of its parts
     python benchmarks/gpu.py --dry-run                      # on a CPU at tiny sizes, as where there is no GPU
+    python benchmarks/gpu.py --peak 990                     # TFLOP/s in bf16 of a GPU whose name does not tell
 
 Each part (benchmarks/gpu_parts/) has a process and a time limit of its own. What fails or hangs is in the report with
 its error, and the others go on; the report is written after each part. Packages that are missing are named first.
@@ -12,7 +13,6 @@ Then `python benchmarks/methods/rival_tables.py --write` puts the main numbers i
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -21,14 +21,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 BASICS = ("torch", "numpy", "einops")  # without which nothing runs
-PIP = {"sklearn": "scikit-learn", "PIL": "pillow", "flash_attn": "flash-attn", "fla": "flash-linear-attention"}
-MORE = {"flash_attn": "More kernels of attention", "fla": "Kernels of scans"}  # used where they are
-BUDGET = 540  # seconds in all
+PIP = {
+    "sklearn": "scikit-learn", "PIL": "pillow", "flash_attn": "flash-attn", "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm",
+}  # fmt: skip
+MORE = {  # used where they are
+    "flash_attn": "More kernels of attention", "fla": "Kernels of scans", "mamba_ssm": "The kernel of Mamba-1",
+    "torchao": "Moments in 8 bits",
+}  # fmt: skip
+BUDGET = 540  # seconds in all; a dry run may take four times as many
 RESERVE = 20  # of them, to import, to find the GPU and to write
 
 
@@ -44,15 +52,13 @@ def versions() -> dict[str, str]:
     import torch
 
     found = {"torch": torch.__version__}
-    for name in ("triton", "diffusers", "flash-attn", "fla-core", "transformers", "numpy"):
-        try:
+    for name in ("triton", "diffusers", "flash-attn", "fla-core", "mamba-ssm", "torchao", "transformers", "numpy"):
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
-def look(dry: bool, peak: float | None) -> Any:
+def look(dry: bool, peak: float) -> Any:
     """The GPU that is there; looked for in a process of its own, for one that has asked CUDA cannot fork any more."""
     import torch
 
@@ -68,17 +74,17 @@ def look(dry: bool, peak: float | None) -> Any:
 
 
 def every_part() -> list[Any]:
-    from benchmarks.gpu_parts import alone, calibrate, correct, group, host, speed
+    from benchmarks.gpu_parts import alone, calibrate, correct, group, host, speed, trainer
 
     # what everything else stands on first; times last, when nothing else runs
-    return [*correct.PARTS, *group.PARTS, *alone.PARTS, *speed.PARTS, *calibrate.PARTS, *host.PARTS]
+    modules = correct, group, alone, trainer, speed, calibrate, host
+    return [part for module in modules for part in module.PARTS]
 
 
 def show(part: dict[str, Any]) -> None:
     """A line for a part, and one for each of its cases that is wrong or missed its aim."""
-    print(
-        f"{part['status']:<9}{part['seconds']:4.0f} s  {part['title']}" + (f": {e}" if (e := part.get("error")) else "")
-    )
+    error = f": {part['error']}" if part.get("error") else ""
+    print(f"{part['status']:<9}{part['seconds']:4.0f} s  {part['title']}{error}")
     for name, row in part["cases"].items():
         if row.get("ok") is False:
             print(f"           wrong: {name}: {row.get('error') or row.get('failed') or row}")
@@ -92,21 +98,15 @@ def main(arguments: Sequence[str]) -> int:
     if lacking := absent(BASICS):
         print(f"nothing here runs without {', '.join(lacking)}: {installing(lacking)}")
         return 2
+    from benchmarks.common import DOCS, RESULTS, circumstances, options
     from benchmarks.gpu_parts import page, runner, speed
-    from benchmarks.methods.rivals import ROOT, circumstances
 
     parts = every_part()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, at tiny sizes")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], help="some of the parts")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds; a dry run may take four times as many")
-    parser.add_argument("--peak", type=float, help="TFLOP/s of the GPU in bf16, if its name does not tell")
-    parser.add_argument("--out", type=Path, help="a folder for gpu.json and gpu.md, instead of those of docs/")
-    options = parser.parse_args(arguments)
-    if options.only and not options.out:
-        parser.error("--only needs --out: docs/gpu.md is of all parts")
-    parts = [part for part in parts if not options.only or part.name in options.only]
-
+    names = [part.name for part in parts]
+    o = options(__doc__, arguments, {"only": names}, dry_run=False, only=names, budget=BUDGET, peak=0.0, out=None)
+    if o.only != names and not o.out:
+        raise SystemExit("--only needs --out: docs/gpu.md is of all parts")
+    parts = [part for part in parts if part.name in o.only]
     if needed := runner.missing(parts):
         without = sorted({name for names in needed.values() for name in names})
         print(f"{installing(list(needed))}  # left out without: {', '.join(without)}")
@@ -115,25 +115,24 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         with runner.FORK.Pool(1) as pool:
-            machine = pool.apply_async(look, (options.dry_run, options.peak)).get(60)
+            machine = pool.apply_async(look, (o.dry_run, o.peak)).get(60)
     except Exception as problem:
         print(f"CUDA does not start within a minute: {runner.told(problem)}; --dry-run goes without it")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
-    json_path, page_path = ROOT / "benchmarks/results/gpu.json", ROOT / "docs/gpu.md"
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        json_path, page_path = options.out / "gpu.json", options.out / "gpu.md"
+    json_path, page_path = RESULTS / "gpu.json", DOCS / "gpu.md"
+    if o.out:
+        o.out.mkdir(parents=True, exist_ok=True)
+        json_path, page_path = o.out / "gpu.json", o.out / "gpu.md"
     elif machine.dry and json_path.exists() and not json.loads(json_path.read_text())["dry"]:
         print(f"{json_path} is the report of a GPU: say with --out where that of a dry run goes")
         return 2
     print("no GPU: a dry run on the CPU" if machine.dry else f"{machine.name}, peak {machine.peak} TFLOP/s", flush=True)
 
-    said = (["--dry-run"] if options.dry_run else []) + (["--only", *options.only] if options.only else [])
-    found = circumstances(machine.of(speed.FULL, speed.TINY), said)
-    found |= {"device": machine.name, "memory": machine.memory, "peak": machine.peak, "dry": machine.dry}
-    found |= {"versions": versions(), "without": {PIP[module]: MORE[module] for module in lacking}}
-    found |= {"parts": {}, "finished": False, "took": 0.0}
+    found = circumstances([word for word in arguments if word != "--out" and word != str(o.out)])
+    found |= {"shape": asdict(machine.of(speed.FULL, speed.TINY)), "device": machine.name, "memory": machine.memory}
+    found |= {"peak": machine.peak, "dry": machine.dry, "versions": versions(), "finished": False}
+    found |= {"without": {PIP.get(module, module): MORE[module] for module in lacking}}
     shown: set[str] = set()
 
     def keep(report: dict[str, Any]) -> None:
@@ -141,13 +140,12 @@ def main(arguments: Sequence[str]) -> int:
         found["took"] = time.monotonic() - began
         runner.write(json_path, json.dumps(found, indent=1, default=str) + "\n")
         runner.write(page_path, page.page(found))
-        for name in report:
-            if name not in shown:
-                shown.add(name)
-                show(report[name])
+        for name in report.keys() - shown:
+            shown.add(name)
+            show(report[name])
 
     with tempfile.TemporaryDirectory() as folder:
-        deadline = began + machine.of(1, 4) * options.budget - RESERVE  # few cores take longer
+        deadline = began + machine.of(1, 4) * o.budget - RESERVE  # few cores take longer
         report = runner.run(parts, machine, Path(folder), deadline, keep)
     found["finished"] = True
     keep(report)

@@ -45,7 +45,7 @@ class Link:
 
 # Bandwidths are 0.8 of what the standard or the data sheet gives one rank in one direction, in GB/s: NVLink 3, 4 and 5
 # on A100, H100 and B200 half of 600, 900 and 1800; PCIe x16; one port of InfiniBand or Ethernet for each rank. Alphas
-# are typical of a small all-to-all over a few ranks, good to a factor of two. gloo is measured (benchmarks/README.md).
+# are typical of a small all-to-all over a few ranks, good to a factor of two. gloo is what `measure` found on 2 cores.
 LINKS: dict[str, Link] = {
     name: Link(name, alpha * US, bandwidth * GB)
     for name, alpha, bandwidth in [

@@ -1,24 +1,21 @@
 """Faults of every kind, one after another: is anything lost, is every fault one line, does everyone leave?
 
-    python benchmarks/faults/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--configs 200]
-                                       [--files 200] [--mutations 15000] [--memory 14] [--only KIND ...] [--seed 0]
-                                       [--out faults.json]
+    python benchmarks/faults/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--mutations 15000]
+                                       [--memory 15] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
 
 kills      SIGKILL for a rank of two, at any moment or inside a save, then resume; the curve is that of a quiet run
 launchers  SIGKILL for torchrun; its ranks have to leave
 hangs      SIGSTOP for a rank, or a loader that sleeps; the others have to name it and leave
 damages    to a checkpoint, mostly the newest, or to the records; then resume: what was damaged is named, and the curve
            is the same, or one line says why not
-configs    configurations that cannot be: one line each, within seconds
-files      damaged videos, structures, alignments and folders of latents: an error of the reader's own, or a result
-mutations  of the bytes of all these texts, read without the rest of a run
+mutations  of the bytes of all that is read (videos, structures, alignments, latents, records, configurations): an error
+           of the reader's own, or a result
 memory     of reading a hostile file, beside that of a sound one as large
 
 Ranks are forked from this process, so that one start takes a second. Prints a line for each kind, and what broke.
 `--only kills hangs` does these; `--out` keeps what it has of other kinds, so that all may be done in pieces.
 """
 
-import argparse
 import json
 import os
 import random
@@ -36,16 +33,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import sklearn.datasets  # noqa: E402, F401 (ranks are forked with it)
-import torch  # noqa: E402
+import sklearn.datasets  # noqa: F401 (ranks are forked with it)
+import torch
 
-import train  # noqa: E402
-from benchmarks.faults import inputs, memory  # noqa: E402
-from zoo.training.records import read_metrics  # noqa: E402
+import train
+from benchmarks.common import ROOT, options
+from benchmarks.faults import inputs
+from zoo.training.records import read_metrics
 
 TINY = """
 model: {name: transformer2d, size: test, overrides: {in_channels: 1, num_classes: 10}}
@@ -182,15 +179,21 @@ class Runs:
         return [(r["step"], r["loss"]) for r in found] == list(self.curve.items())[: len(found)]
 
 
+def named(lines: list[str], pattern: str) -> bool:
+    """Tell whether one line names the rank, as the last that is said, and nothing is a traceback."""
+    found = [line for line in lines if re.match(pattern, line)]
+    return len(found) == 1 and lines[-1] == found[0] and not any("Traceback" in line for line in lines)
+
+
 def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None:
     """SIGKILL for one rank of two, again and again, in one run that is resumed each time."""
-    directory, took, inside, steps = runs.folder / "killed", [], 0, set()
+    directory, log, took, inside, steps = runs.folder / "killed", runs.folder / "killed.log", [], 0, set()
+    arguments = runs.arguments("killed", "resume=true", *PATIENT)
     for i in range(3 * count):
         if len(took) == count:
             break
-        began = time.time_ns()  # what an earlier kill left is no save of this start
-        saves = partial(unfinished, directory, began)
-        ranks = Ranks(2, runs.arguments("killed", "resume=true", *PATIENT), runs.folder / "killed.log")
+        saves = partial(unfinished, directory, time.time_ns())  # what an earlier kill left is no save of this start
+        ranks = Ranks(2, arguments, log)
         victim, ahead = chance.randrange(2), chance.randint(1, 12)  # steps of this start before the kill
         reached = until(lambda: ranks.steps() >= ahead, ranks)  # noqa: B023
         if i % 2 == 0:
@@ -204,24 +207,24 @@ def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None
         saving = saves()
         os.kill(ranks.pids[victim], signal.SIGKILL)
         left = ranks.wait(LEAVE)
-        if report.hold(left is not None, f"kill {i}: rank {1 - victim} stays"):
-            took.append(left)
+        took += [left] if report.hold(left is not None, f"kill {i}: rank {1 - victim} stays") else []
         ranks.end()
         inside += saving and saves()  # begun before the kill, and whole never
         steps |= losses(directory).keys()
         lines = ranks.lines()
-        report.hold(not any("Traceback" in line for line in lines), f"kill {i}: a traceback in {lines[-5:]}")
-        named = [line for line in lines if re.match(rf"error: rank {victim} \(.*\) is gone", line)]
-        report.hold(len(named) == 1 and lines[-1] == named[0], f"kill {i}: rank {victim} is not named: {lines[-2:]}")
+        sound = named(lines, rf"error: rank {victim} \(.*\) is gone")
+        report.hold(sound, f"kill {i}: rank {victim} is not named in one line: {lines[-5:]}")
         report.hold(runs.same(directory), f"kill {i}: the curve is another")
-    last = Ranks(2, runs.arguments("killed", "resume=true", *PATIENT), runs.folder / "killed.log")
+    last = Ranks(2, arguments, log)
     report.hold(last.wait(600) is not None, "the killed run does not end")
     last.end()
     report.hold(losses(directory) == runs.curve, "after all kills the curve is another")
-    slowest = f"{max(took, default=0):.1f}"
-    met = len(runs.curve.keys() & steps)
-    equal = f"{met} of {len(runs.curve)}"
-    report.add("kills", len(took), inside_a_save=inside, slowest_leaving_s=slowest, equal_steps=equal)
+    equal = f"{len(runs.curve.keys() & steps)} of {len(runs.curve)}"
+    report.add("kills", len(took), inside_a_save=inside, slowest_leaving_s=slowest(took), equal_steps=equal)
+
+
+def slowest(seconds: Sequence[float]) -> str:
+    return f"{max(seconds, default=0):.1f}"
 
 
 def launchers(runs: Runs, count: int, _: Any, report: Report) -> None:
@@ -247,7 +250,7 @@ def launchers(runs: Runs, count: int, _: Any, report: Report) -> None:
                 break
             time.sleep(0.1)
         took.append(time.monotonic() - began)
-    report.add("launchers", count, gone_within_s=f"{max(took, default=0):.1f}")
+    report.add("launchers", count, gone_within_s=slowest(took))
 
 
 def _sleeps(rank: int) -> Callable[[int], None]:
@@ -275,93 +278,75 @@ def hangs(runs: Runs, count: int, _: Any, report: Report) -> None:
         if until(lambda: len(losses(runs.folder / name)) >= 4, ranks) and not patch:  # noqa: B023
             os.kill(ranks.pids[victim], signal.SIGSTOP)
         left = ranks.wait(LEAVE, but=() if patch else (victim,))
-        if report.hold(left is not None, f"hang {i}: the others stay"):
-            took.append(left)
+        took += [left] if report.hold(left is not None, f"hang {i}: the others stay") else []
         ranks.end()
         lines = ranks.lines()
-        word = r"nothing has moved .*" if patch else ""
-        named = [line for line in lines if re.match(rf"error: {word}rank {victim} \(", line)]
-        report.hold(len(named) == 1 and lines[-1] == named[0], f"hang {i}: rank {victim} is not named: {lines[-2:]}")
-        report.hold(not any("Traceback" in line for line in lines), f"hang {i}: a traceback: {lines[-4:]}")
+        sound = named(lines, rf"error: {'nothing has moved .*' if patch else ''}rank {victim} \(")
+        report.hold(sound, f"hang {i}: rank {victim} is not named in one line: {lines[-4:]}")
         records = {path.name for path in (runs.folder / name).glob("flight/*/rank-*.json")}
         expected = {f"rank-{rank}.json" for rank in (0, 1) if patch or rank != victim}
         report.hold(records == expected, f"hang {i}: flight records {sorted(records)}")
         shutil.rmtree(runs.folder / name, ignore_errors=True)
-    report.add("hangs", count, timeout_s=10, slowest_leaving_s=f"{max(took, default=0):.1f}")
+    report.add("hangs", count, timeout_s=10, slowest_leaving_s=slowest(took))
 
 
 def damages(runs: Runs, count: int, chance: random.Random, report: Report) -> None:
     """Damage to a run that has finished all but its last steps; then it is resumed by one process."""
     whole, victim, log = runs.folder / "whole", runs.folder / "damaged", runs.folder / "damaged.log"
-    done = Ranks(1, runs.arguments("whole", "train.steps=12", "checkpoint.keep=3"), log)
-    done.wait(600)
+    Ranks(1, runs.arguments("whole", "train.steps=12", "checkpoint.keep=3"), log).wait(600)
     curve, newest = losses(whole), "checkpoints/step-00000009"
     shutil.rmtree(whole / "checkpoints" / "step-00000012")
-    told = went_on = changed = 0
+    refused = went_on = changed = 0
     for i in range(count):
         shutil.rmtree(victim, ignore_errors=True)
         shutil.copytree(whole, victim, symlinks=True)
-        what = inputs.damage(victim, chance)
+        name = f"damage {i}, {inputs.damage(victim, chance)}"
         other = inputs.contents(victim / newest) != inputs.contents(whole / newest)
         ranks = Ranks(1, [*runs.arguments("damaged"), "resume=true", "train.steps=12"], log)
-        report.hold(ranks.wait(LEAVE) is not None, f"damage {i}, {what}: no end")
+        report.hold(ranks.wait(LEAVE) is not None, f"{name}: no end")
         ranks.end()
         lines = ranks.lines()
         errors = [line for line in lines if line.startswith("error: ")]
-        report.hold(not any("Traceback" in line for line in lines), f"damage {i}, {what}: {lines[-4:]}")
         finished = any(line.startswith("finished 12 steps") for line in lines)
-        if report.hold(finished or len(errors) == 1, f"damage {i}, {what}: neither an end nor an error: {lines[-3:]}"):
-            told, went_on = told + (not finished), went_on + finished
+        one_way = (finished or len(errors) == 1) and not any("Traceback" in line for line in lines)
+        if report.hold(one_way, f"{name}: neither an end nor an error in one line: {lines[-4:]}"):
+            refused, went_on = refused + (not finished), went_on + finished
         after = losses(victim) if finished else {}
         wrong = [step for step, loss in after.items() if curve[step] != loss]
-        named = bool(errors) or any("damaged" in line for line in lines)
-        silent = finished and len(after) < 12 and not named
-        report.hold(not wrong and not silent, f"damage {i}, {what}: other records {wrong}, of {len(after)} steps")
-        absent = not (victim / newest).exists() and not any("resumed from step 9" in line for line in lines)
+        found = bool(errors) or any("damaged" in line for line in lines)
+        silent = finished and len(after) < 12 and not found
+        report.hold(not wrong and not silent, f"{name}: other records {wrong}, of {len(after)} steps")
+        resumed = any("resumed from step 9" in line for line in lines)
         changed += other
-        if other:  # of the newest checkpoint: found, or gone and the step that the run goes on from is another
-            report.hold(named or absent, f"damage {i}, {what}: not found: {lines[:4]}")
-        else:
-            report.hold(
-                bool(errors) or "resumed from step 9" in lines, f"damage {i}, {what}: the newest was sound: {lines[:4]}"
-            )
-    found = {"went_on_with_the_same_curve": went_on, "refused_in_one_line": told}
-    report.add("damages", count, of_the_newest_checkpoint=changed, **found)
+        # of the newest checkpoint: found, or gone and the step that the run goes on from is another
+        right = found or (not (victim / newest).exists() and not resumed) if other else bool(errors) or resumed
+        report.hold(right, f"{name}: the newest checkpoint was {'damaged' if other else 'sound'}: {lines[:4]}")
+    more = {"went_on_with_the_same_curve": went_on, "refused_in_one_line": refused}
+    report.add("damages", count, of_the_newest_checkpoint=changed, **more)
 
 
-KINDS: dict[str, Callable[..., None]] = {
-    "kills": kills, "launchers": launchers, "hangs": hangs, "damages": damages, "configs": inputs.configs,
-    "files": inputs.files, "mutations": inputs.mutations, "memory": memory.memory,
-}  # fmt: skip
+OF_RUNS: dict[str, Callable[..., None]] = {"kills": kills, "launchers": launchers, "hangs": hangs, "damages": damages}
+OF_FILES: dict[str, Callable[..., None]] = {"mutations": inputs.mutations, "memory": inputs.memory}
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Faults of every kind.")
-    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "configs": 200, "files": 200}
-    usual |= {"mutations": 15000, "memory": memory.KINDS}
-    for name, count in usual.items():
-        parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--only", nargs="+", choices=usual, default=list(usual), help="kinds to do; all else is left")
-    parser.add_argument("--steps", type=int, default=120, help="of the run that is killed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a JSON file for what was found, beside what is in it of other kinds")
-    options = parser.parse_args(arguments)
+    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "mutations": 15000, "memory": 15}
+    o = options(__doc__, arguments, {"only": usual}, **usual, only=list(usual), steps=120, seed=0, out=None)
     report, began = Report(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dsp-faults-"))
-    wanted = {name: getattr(options, name) for name in options.only if getattr(options, name)}
+    wanted = {name: getattr(o, name) for name in o.only if getattr(o, name)}
     try:
-        runs = Runs(folder, options.steps) if wanted.keys() & {"kills", "launchers", "hangs", "damages"} else None
+        runs = Runs(folder, o.steps) if wanted.keys() & OF_RUNS.keys() else None
         for name, count in wanted.items():
-            kind: Any = KINDS[name]
-            place = runs if name in ("kills", "launchers", "hangs", "damages") else folder
-            kind(place, count, random.Random(f"{name} {options.seed}"), report)
+            place = runs if name in OF_RUNS else folder
+            (OF_RUNS | OF_FILES)[name](place, count, random.Random(f"{name} {o.seed}"), report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(report.broken)} broken, in {time.monotonic() - began:.0f} s")
-    if options.out:
-        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if o.out:
+        before = json.loads(o.out.read_text()) if o.out.exists() else {}
         broken = [what for what in before.pop("broken", ()) if what.split()[0] + "s" not in wanted] + report.broken
-        options.out.write_text(json.dumps({**before, **report.found, "broken": broken}, indent=1) + "\n")
+        o.out.write_text(json.dumps({**before, **report.found, "broken": broken}, indent=1) + "\n")
     return bool(report.broken)
 
 

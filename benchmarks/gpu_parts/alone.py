@@ -1,12 +1,7 @@
-"""Is it right with NCCL, as far as one rank alone can tell; and does the trainer run?"""
+"""Is it right with NCCL, as far as one rank alone can tell?"""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
 from functools import partial
 from typing import Any
@@ -20,7 +15,6 @@ import dsp
 import zoo
 from benchmarks.gpu_parts import Cases, Machine, Part, Row, mesh_of
 from benchmarks.gpu_parts.group import functions
-from benchmarks.gpu_parts.runner import PYTHONPATH, ROOT
 from dsp.layout import Axis
 from dsp.pending import PendingSwitch
 from dsp.run.agreement import Agreement
@@ -107,16 +101,15 @@ def compiled(machine: Machine) -> Row:
 
 
 def sharded(machine: Machine) -> Row:
-    """fully_shard round stages of a parallelized model, in bf16: a step, and the loss goes down."""
+    """fully_shard round stages of a parallelized model: a step, and the loss goes down."""
     mesh = alone(machine)
     torch.manual_seed(0)
     with torch.device(machine.device):
         model: Any = zoo.create("transformer2d", "test")
         inputs = model.example_inputs(1)
     dsp.parallelize(model, mesh, gather_output=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(5):
@@ -129,12 +122,9 @@ def sharded(machine: Machine) -> Row:
 
 
 def nccl(machine: Machine, _: Any) -> Cases:
-    dtypes = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64
+    dtypes = ("float32", "bfloat16", "float64", "int64", "bool", "complex64")
     return {
-        **{
-            f"collectives in {str(dtype).removeprefix('torch.')}": partial(operations, machine, dtype)
-            for dtype in dtypes
-        },
+        **{f"collectives in {dtype}": partial(operations, machine, getattr(torch, dtype)) for dtype in dtypes},
         "functions": lambda: functions(machine, alone(machine)),
         "agreement beside the queue": partial(read_beside, machine),
         "a switch in a CUDA graph": partial(captured, machine),
@@ -143,31 +133,4 @@ def nccl(machine: Machine, _: Any) -> Cases:
     }
 
 
-# -------------------------------------------------------------------------------------------------------- the trainer
-
-
-def train(folder: tempfile.TemporaryDirectory[str], *more: str) -> Row:
-    """Steps of the demo by train.py under torchrun, with whatever device there is."""
-    steps = ["log.every=1", "eval.every=4", "sample.every=4", "checkpoint.every=2", "wandb.mode=disabled", *more]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py", "configs/demo.yaml"]
-    command += [*steps, f"runs_dir={folder.name}"]
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    losses = re.findall(r"loss ([\d.]+)", done.stdout)
-    row: Row = {"ok": done.returncode == 0 and bool(losses), "losses": losses[:8]}
-    return row if row["ok"] else row | {"error": (done.stdout + done.stderr)[-500:].replace(str(ROOT), "")}
-
-
-def trainer(machine: Machine, _: Any) -> Cases:
-    folder = tempfile.TemporaryDirectory(prefix="dsp-gpu-")  # which goes with the cases
-    compiling = () if machine.dry else ("train.compile=true",)
-    return {
-        "started": partial(train, folder, "train.steps=4", *compiling),
-        "resumed": partial(train, folder, "train.steps=6", "resume=true", *compiling),
-    }
-
-
-PARTS = [
-    Part("nccl", "NCCL, alone with itself", nccl, 90),
-    Part("trainer", "train.py", trainer, 110, ("omegaconf", "sklearn", "PIL")),
-]
+PARTS = [Part("nccl", "NCCL, alone with itself", nccl, 90)]

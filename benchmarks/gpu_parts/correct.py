@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 import zoo.attention
+from benchmarks.common import ROOT
 from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended
-from benchmarks.gpu_parts.runner import PYTHONPATH, ROOT
+from benchmarks.gpu_parts.runner import PYTHONPATH
 from dsp.layout import Axis
 from dsp.randomness import forked
 from dsp.tensors import tensors_in
 from zoo.training.model import repeated_stages
+from zoo.video import mamba
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
@@ -148,7 +151,7 @@ def attend_by(machine: Machine, kernel: str, shape: tuple[int, ...], dtype: torc
     return {"ok": all(value < TOLERANCE[dtype] / 2 for value in row.values()), **row}
 
 
-def attention(machine: Machine, _: Any) -> Cases:
+def kernels(machine: Machine, _: Any) -> Cases:
     cases: Cases = {}
     for width in machine.of((64, 72, 128), (8,)):
         shape = (2, machine.of(200, 20), 4, width)
@@ -156,7 +159,34 @@ def attention(machine: Machine, _: Any) -> Cases:
             cases[f"{kernel}, heads of {width}"] = partial(attend_by, machine, kernel, shape, torch.bfloat16)
     many = (machine.of(zoo.attention.MAX_BATCH + 10, 10), 3, 1, 8)
     name = "as the zoo has it, more rows than a grid has"
-    return cases | {name: partial(attend_by, machine, "as the zoo has it", many, torch.bfloat16)}
+    cases[name] = partial(attend_by, machine, "as the zoo has it", many, torch.bfloat16)
+    scans = torch.float32, torch.bfloat16
+    return cases | {f"Mamba-1 by mamba_ssm, {str(dtype)[6:]}": partial(scanned, machine, dtype) for dtype in scans}
+
+
+# ------------------------------------------------------------------------------------------------------------- scans
+
+
+def scanned(machine: Machine, dtype: torch.dtype) -> Row:
+    """The mixer of Mamba-1 by the kernel of mamba_ssm, outputs and gradients, against its definition in float64."""
+    kernel = mamba.mamba_kernel()
+    if kernel is None:
+        return {"ok": None, "note": "mamba_ssm is not installed"}
+    torch.manual_seed(0)
+    exact = mamba.Mamba1(64, bidirectional=True)
+    exact.init_weights()
+    exact = exact.bfloat16().double()  # weights are numbers that bf16 has
+    own, x, calls = copy.deepcopy(exact).to(machine.device, dtype), rounded(torch.randn(2, 50, 64)), []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return kernel(*args, **kwargs)
+
+    (wanted,), gradients = results(exact, {"x": x.double()})
+    with patch.object(mamba, "mamba_kernel", lambda: counted):
+        (found,), grads = results(own, {"x": x.to(machine.device, dtype)})
+    row = {"outputs": error(found, wanted), "gradients": error(grads, gradients)}
+    return {"ok": len(calls) == 2 and all(value <= TOLERANCE[dtype] for value in row.values()), **row}
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers
@@ -244,7 +274,7 @@ def tests(machine: Machine, _: Any) -> Cases:
 PARTS = [
     Part("models", "Every model of the zoo, outputs and gradients against float64 on the CPU", models, 110),
     Part("compiled", "Stages compiled by inductor, and recomputed", compiled, 110),
-    Part("attention", "Kernels of attention", attention, 60),
+    Part("attention", "Kernels of attention and of Mamba-1", kernels, 60),
     Part("random", "Random numbers and activation checkpointing", random, 60),
     Part("tests", "tests/dsp/test_cuda_kernels.py", tests, 110, ("pytest",)),
 ]

@@ -23,6 +23,12 @@ from benchmarks.gpu_parts.speed import profiled
 from dsp.tensors import tensors_in
 
 RANKS = 8
+LATTE = {  # its stages
+    "": "hidden_states=b c t h w -> b c t h w",
+    "pos_embed": "(b t) [c h w] -> (b t) [s d]",
+    "transformer_blocks.*": "(b t) [s d], encoder_hidden_states=(b t) [l d], timestep=(b t) [e]",
+    "temporal_transformer_blocks.*": "(b s) [t d], timestep=(b s) [e]",
+}
 Built = tuple[nn.Module, dict[str, Tensor], dict[str, str] | None]  # with its stages, where it has none of its own
 
 
@@ -36,8 +42,6 @@ def latte(machine: Machine) -> Built:
     """Its published size: 16 frames of 512 x 512 pixels."""
     from diffusers import LatteTransformer3DModel
 
-    from benchmarks.micro.glue import STAGES
-
     heads, layers, side, text = machine.of((16, 28, 64, 4096), (2, 1, 8, 16))
     model = LatteTransformer3DModel(
         num_attention_heads=heads, attention_head_dim=machine.of(72, 8), in_channels=4, out_channels=8,
@@ -46,7 +50,7 @@ def latte(machine: Machine) -> Built:
         norm_elementwise_affine=False, norm_eps=1e-6, video_length=16,
     )  # fmt: skip
     inputs = {"hidden_states": torch.randn(1, 4, 16, side, side), "timestep": torch.tensor([500])}
-    return model, inputs | {"encoder_hidden_states": torch.randn(1, 120, text)}, STAGES
+    return model, inputs | {"encoder_hidden_states": torch.randn(1, 120, text)}, LATTE
 
 
 def wan(machine: Machine) -> Built:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.common import between, table
+
 Found = dict[str, Any]
 NOTES = {
     "models": "Relative errors of all outputs and of all gradients, in norm.",
@@ -19,6 +21,7 @@ NOTES = {
     "for it; where it is about as much, the host may have waited for the device's queue. The seven others of a rank of "
     "8 are pretended: no time is spent on the wire.",
     "diffusers": "As above.",
+    "trainer": "The records and the weights of a run beside those of a plain one: relative differences.",
     "calibration": "The rates are fitted to the points above; the errors are of points that were left out of the fit. "
     "*Products* and *stream* are shares of the data sheet, of which `dsp.hardware.accelerator` assumes 0.5 and 0.8.",
 }  # fmt: skip
@@ -34,6 +37,11 @@ def page(found: Found) -> str:
 
 def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def cases(found: Found) -> Iterator[tuple[str, str, Found]]:
+    """The title of the part, the name and the row of every case."""
+    return ((part["title"], case, row) for part in found["parts"].values() for case, row in part["cases"].items())
 
 
 def lines(found: Found) -> Iterator[str]:
@@ -52,75 +60,63 @@ def lines(found: Found) -> Iterator[str]:
         )
     else:
         yield f"On {found['device']}, {found['memory'] / 1e9:.0f} GB."
+    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield "\n" + wrapped(
-        f"`{found['command']}`, {found['date']}, {found['cores']} cores ({found['processor']}), "
-        f"{', '.join(f'{name} {version}' for name, version in found['versions'].items())}"
+        f"`{found['command']}`, {found['date']}, {found['cores']} cores ({found['processor']}), {packages}"
         + ("" if found["dry"] else f"; {found['took']:.0f} s")
         + ("." if found["finished"] else "; it has not finished.")
     )
-    yield "\n| part | cases that are right | | s |\n|---|---|---|---|"
-    for part in found["parts"].values():
-        judged = [row for row in part["cases"].values() if row.get("ok") is not None]
-        right = f"{sum(row['ok'] for row in judged)} of {len(judged)}" if judged else ""
-        took = "" if found["dry"] else f"{part['seconds']:.0f}"
-        status = "ran" if part["status"] == "ok" and not judged else STATUS[part["status"]]
-        yield f"| {part['title']} | {right} | {status} | {took} |"
-    yield from wrong(found)
-    yield from untold(found)
-    yield from missed(found)
-    if found["dry"]:
-        return
-    for name, part in found["parts"].items():
+    yield ""
+    yield from table(
+        ["part", "cases that are right", "", "s"], (of_part(found, part) for part in found["parts"].values())
+    )
+    yield "\n## What is wrong\n"
+    yield "\n".join(wrong(found)) or "Nothing that ran."
+    if unknown := untold(found):
+        yield "\n## What it does not tell\n"
+        yield from (wrapped(f"- {why} ({'; '.join(of)})." if of else f"- {why}.") for why, of in unknown.items())
+    judged = [(case, row) for _, case, row in cases(found) if row.get("met") is not None]
+    if judged:
+        yield "\n## The aims\n"
+        yield from (f"- {row['aim']}: {'met' if row['met'] else 'missed'} by {case}" for case, row in judged)
+    for name, part in found["parts"].items() if not found["dry"] else ():
         rows = {case: row for case, row in part["cases"].items() if numbers(row)}
         if name in NOTES and rows:
             yield f"\n## {part['title']}\n\n{wrapped(NOTES[name])}"
             for columns in dict.fromkeys(tuple(numbers(row)) for row in rows.values()):
-                yield f"\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}"
-                for case, row in rows.items():
-                    if tuple(numbers(row)) == columns:
-                        yield f"| {case} | {' | '.join(cell(key, row[key]) for key in columns)} |"
+                mine = {case: row for case, row in rows.items() if tuple(numbers(row)) == columns}
+                yield ""
+                yield from table(
+                    ["", *columns], ([case, *(cell(k, r[k]) for k in columns)] for case, r in mine.items())
+                )
+
+
+def of_part(found: Found, part: Found) -> list[str]:
+    judged = [row["ok"] for row in part["cases"].values() if row.get("ok") is not None]
+    status = "ran" if part["status"] == "ok" and not judged else STATUS[part["status"]]
+    right = f"{sum(judged)} of {len(judged)}" if judged else ""
+    return [part["title"], right, status, "" if found["dry"] else f"{part['seconds']:.0f}"]
 
 
 def wrong(found: Found) -> Iterator[str]:
     """Every case and part that is not right, and why."""
-    told = []
     for part in found["parts"].values():
         if part["status"] in ("stopped", "died"):
-            told.append(f"- {part['title']}: {part['error']}.")
-        for case, row in part["cases"].items():
-            if row.get("ok") is False:
-                why = row.get("error") or row.get("failed") or ", ".join(f"{k} {cell(k, row[k])}" for k in numbers(row))
-                told.append(f"- {part['title']}, {case}: {why}")
-    yield "\n## What is wrong\n"
-    yield "\n".join(told) if told else "Nothing that ran."
+            yield f"- {part['title']}: {part['error']}."
+    for title, case, row in cases(found):
+        if row.get("ok") is False:
+            why = row.get("error") or row.get("failed") or ", ".join(f"{k} {cell(k, row[k])}" for k in numbers(row))
+            yield f"- {title}, {case}: {why}"
 
 
-def untold(found: Found) -> Iterator[str]:
-    """Parts that were left out and cases that have nothing to say, and why."""
-    without = found["without"].items()
-    told: dict[str, list[str]] = {f"{what}: {package} is not installed": [] for package, what in without}
-    for part in found["parts"].values():
-        if part["status"] == "left out":
-            told[f"{part['title']}: {part['error']}"] = []
-        for case, row in part["cases"].items():
-            if why := row.get("note") or row.get("no profile"):
-                told.setdefault(f"{part['title']}: {why}", []).append(case)
-    if told:
-        yield "\n## What it does not tell\n"
-        for why, cases in told.items():
-            yield wrapped(f"- {why} ({'; '.join(cases)})." if cases else f"- {why}.")
-
-
-def missed(found: Found) -> Iterator[str]:
-    told = [
-        f"- {row['aim']}: {'missed' if row['met'] is False else 'met'} by {case}"
-        for part in found["parts"].values()
-        for case, row in part["cases"].items()
-        if row.get("met") is not None
-    ]
-    if told:
-        yield "\n## The aims\n"
-        yield "\n".join(told)
+def untold(found: Found) -> dict[str, list[str]]:
+    """Why something is not known, and of which cases: packages, parts that were left out, cases with nothing to say."""
+    told: dict[str, list[str]] = {f"{what}: {name} is not installed": [] for name, what in found["without"].items()}
+    told |= {f"{p['title']}: {p['error']}": [] for p in found["parts"].values() if p["status"] == "left out"}
+    for title, case, row in cases(found):
+        if why := row.get("note") or row.get("no profile"):
+            told.setdefault(f"{title}: {why}", []).append(case)
+    return told
 
 
 def summary(found: Found) -> Iterator[str]:
@@ -131,34 +127,30 @@ def summary(found: Found) -> Iterator[str]:
         yield f"Its dry run on a CPU, of {found['date']}, went through {right} parts."
         return
 
-    def cases(name: str, key: str) -> dict[str, Found]:
+    def of(name: str, key: str) -> dict[str, Found]:
         every = parts.get(name, {}).get("cases", {})
         return {case: row for case, row in every.items() if row.get(key) is not None}
 
-    yield f"On {found['device']}, {found['date']}, torch {found['torch']}; [all of it](gpu.md).\n\n| | |\n|---|---|"
-    yield f"| parts that are right | {right} |"
-    for case, row in cases("step", "tokens/s").items():
+    rows = [("parts that are right", right)]
+    for case, row in of("step", "tokens/s").items():
         numbers = [f"{row['tokens/s']:,.0f} tokens/s"]
         numbers += [f"MFU {row['mfu']:.1%}"] if row.get("mfu") else []
         numbers += [f"{row['memory'] / 2**30:.0f} GiB"] if row.get("memory") else []
         numbers += [f"{row['outside']:.0%} outside of products and attention"] if "outside" in row else []
-        yield f"| a step of {row['tokens']:,} tokens, {case} | {', '.join(numbers)} |"
-    if copies := list(cases("kernels", "share").values()):
+        rows.append((f"a step of {row['tokens']:,} tokens, {case}", ", ".join(numbers)))
+    if copies := list(of("kernels", "share").values()):
         rate = statistics.median(row["GB/s of a copy"] for row in copies)
         shares = between([row["share"] for row in copies], ".0%")
-        yield f"| the copies of a switch, of a copy's rate | {shares}, at {rate:,.0f} GB/s |"
-    if graphs := [row["eager / graph"] for row in cases("graph", "eager / graph").values()]:
-        yield f"| a local forward, launched / replayed as a CUDA graph | {between(graphs, '.2f')} |"
-    for case, row in (cases("host", "host / kernels") | cases("diffusers", "host / kernels")).items():
-        yield f"| the host's time / the kernels', {case} | {row['host / kernels']:.2f} |"
-    for row in cases("calibration", "GB/s").values():
+        rows.append(("the copies of a switch, of a copy's rate", f"{shares}, at {rate:,.0f} GB/s"))
+    if graphs := [row["eager / graph"] for row in of("graph", "eager / graph").values()]:
+        rows.append(("a local forward, launched / replayed as a CUDA graph", between(graphs)))
+    for case, row in (of("host", "host / kernels") | of("diffusers", "host / kernels")).items():
+        rows.append((f"the host's time / the kernels', {case}", f"{row['host / kernels']:.2f}"))
+    for row in of("calibration", "GB/s").values():
         errors = f"errors of {row['error, median']:.0%}, at most {row['error, worst']:.0%}"
-        yield f"| the cost model's rates | {row['TFLOP/s'] or 0:.0f} TFLOP/s, {row['GB/s']:,.0f} GB/s; {errors} |"
-
-
-def between(values: list[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"
+        rows.append(("the cost model's rates", f"{row['TFLOP/s'] or 0:.0f} TFLOP/s, {row['GB/s']:,.0f} GB/s; {errors}"))
+    yield f"On {found['device']}, {found['date']}, torch {found['torch']}; [all of it](gpu.md).\n"
+    yield from table(["", ""], rows)
 
 
 def numbers(row: Found) -> list[str]:

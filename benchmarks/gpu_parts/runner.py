@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import ROOT
 from benchmarks.gpu_parts import Machine, Part
 
-ROOT = Path(__file__).resolve().parents[2]
 TOGETHER = min(8, os.cpu_count() or 1)  # parts that do not measure time
 FORK = multiprocessing.get_context("fork")  # torch is imported once; nobody here touches the GPU
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of programs that parts start

@@ -3,23 +3,19 @@
     python benchmarks/memory/by_method.py      # 1, 2 and 4 ranks; benchmarks/results/memory.json and memory.svg
     python benchmarks/memory/by_method.py --budget 64 --ranks 1 2 --methods dsp megatron_lm --out FILE
 
-What is measured is resident memory at its highest during forward and backward, above what the process held just before,
-plus the weights that the rank has; optimizer states, which depend on weights alone, are not in it. Freed memory goes
-back to the system at once. `peak` is one shape on all numbers of ranks, with nothing recomputed and with every stage,
-against the memory of one rank divided by their number. `longest` (frames) and `batch` (samples) are the most that stay
-within the budget a rank, found by doubling and bisection of measured peaks, as in the two figures of Ring
-Self-Attention (Li et al., arXiv 2105.13120): there against tensor parallelism, with attention that keeps its matrix,
-which none here does. Its run of 114K tokens is one sequence with sparse attention (Linformer): here one frame of as
-many patches, by ring attention and by its sparse form, and the longest such frame that fits `--long-budget`.
+Measured is resident memory at its highest during forward and backward, above what the process held just before, plus
+the weights that the rank has; optimizer states, which depend on weights alone, are not in it. Freed memory goes back to
+the system at once. `peak` is one shape on all numbers of ranks, with nothing recomputed and with every stage, against
+the memory of one rank divided by their number. `longest` (frames) and `batch` (samples) are the most that stay within
+the budget (MiB a rank), found by doubling and bisection of measured peaks, as in the two figures of Ring Self-Attention
+(Li et al., arXiv 2105.13120): there against tensor parallelism, with attention that keeps its matrix, which none here
+does. `--limit`: the most frames that are tried.
 """
 
-import argparse
-import gc
-import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,97 +23,55 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 
-from benchmarks.common import Panel, Series, figure, write_down
-from benchmarks.methods.hosts import GIVE_PAGES, Ranks, serve, stoppable
-from benchmarks.methods.rivals import COLOURS, METHODS, Shape, Step, circumstances
+from benchmarks.common import Series, circumstances, figure, line, options, table, write_down
+from benchmarks.methods.hosts import GIVE_PAGES, Ranks, highest, serve, stoppable
+from benchmarks.methods.rivals import METHODS, Shape, Step, by_ranks
 
 FINE = 16  # bisection ends within a sixteenth
-LONG = {"hidden": 32, "heads": 1, "depth": 1, "frames": 1}  # attention to all keys takes minutes for a long sequence
+HEAD = "method", "ranks", "MiB a rank", "stages recomputed"
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes; VmHWM is the highest since it was last reset."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def peak(method: str, shape: dict[str, int], recompute: str) -> tuple[int, float]:
-    """Bytes of a step on this rank, its weights and what forward and backward took at most; and their seconds."""
+def peak(method: str, shape: dict[str, int], recompute: str) -> int:
+    """Bytes of a step on this rank: its weights, and what forward and backward took at most."""
     step = Step(method, Shape(**shape), recompute)
-    gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before, began = resident(), time.perf_counter()
-    step.backward(step.forward())
-    seconds = time.perf_counter() - began
-    took = resident("VmHWM") - before + step.weights[0]
-    del step
-    gc.collect()
-    return took, seconds
+    return highest(lambda: step.backward(step.forward()))[0] + step.weights[0]
 
 
-def most(fits: Callable[[int], bool], limit: int, fine: int = FINE) -> int:
-    """The largest count that fits, to a part in `fine`: doubled until one does not, then bisected. 0 if 1 does not."""
+def most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest count that fits, to a part in FINE: doubled until one does not, then bisected. 0 if 1 does not."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high
     high = min(high, limit + 1)
-    while low and high - low > max(1, low // fine):
+    while low and high - low > max(1, low // FINE):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-class Measure:
-    """Peaks of a method on some ranks: the largest of them, in bytes."""
-
-    def __init__(self, ranks: Ranks, method: str) -> None:
-        self.ranks, self.method = ranks, method
-
-    def __call__(self, shape: Shape, recompute: str = "no") -> int:
-        return self.timed(shape, recompute)[0]
-
-    def timed(self, shape: Shape, recompute: str = "no") -> tuple[int, float]:
-        """With the seconds of the slowest."""
-        found = self.ranks.ask("peak", method=self.method, shape=vars(shape), recompute=recompute)
-        return max(took for took, _ in found), max(seconds for _, seconds in found)
-
-    def warm(self, shape: Shape) -> None:
-        """Load what is loaded once, and make connections."""
-        small = replace(shape, frames=2 * self.ranks.size, side=4, wide=0)
-        for recompute in ("no", "again"):
-            self(small, recompute)
+def largest_peak(ranks: Ranks, method: str, shape: Shape, recompute: str = "no") -> int:
+    return max(ranks.ask("peak", method=method, shape=vars(shape), recompute=recompute))
 
 
-def of_method(measure: Measure, shape: Shape, budget: int, unit: int, limit: int) -> dict[str, Any]:
+def of_method(ranks: Ranks, method: str, shape: Shape, budget: int, unit: int, limit: int) -> dict[str, Any]:
     """One row. `longest` is in frames, of which `unit` are added at a time so that they divide over all ranks."""
-    measure.warm(shape)
-    row: dict[str, Any] = {"method": measure.method, "ranks": measure.ranks.size}
-    row["peak"], row["recomputed"] = measure(shape), measure(shape, "again")
-    row["longest"] = unit * most(lambda k: measure(replace(shape, frames=k * unit)) <= budget, limit // unit)
+    measure = partial(largest_peak, ranks, method)
+    for recompute in ("no", "again"):  # load what is loaded once, and make connections
+        measure(replace(shape, frames=2 * ranks.size, side=4), recompute)
     short = replace(shape, frames=unit)
-    row["batch"] = most(lambda k: measure(replace(short, batch=k)) <= budget, limit // unit)
-    return row
+    return {
+        "method": method, "ranks": ranks.size, "peak": measure(shape), "recomputed": measure(shape, "again"),
+        "longest": unit * most(lambda k: measure(replace(shape, frames=k * unit)) <= budget, limit // unit),
+        "batch": most(lambda k: measure(replace(short, batch=k)) <= budget, limit // unit),
+    }  # fmt: skip
 
 
-def of_long(measure: Measure, shape: Shape, budget: int, limit: int) -> list[dict[str, Any]]:
-    """Two rows: attention to all keys, and to `shape.low_rank` sums; `longest` is in tokens of one frame."""
-    rows = []
-    for low_rank in (0, shape.low_rank):
-        one = replace(shape, low_rank=low_rank)
-        measure.warm(one)
-        took, seconds = measure.timed(one)
-        rows.append({"ranks": measure.ranks.size, "low_rank": low_rank, "peak": took, "seconds": seconds})
-    rows[-1]["longest"] = shape.wide * most(lambda k: measure(replace(one, side=k)) <= budget, limit, 2 * FINE)
-    return rows
-
-
-def show(row: dict[str, Any], one: dict[str, Any]) -> str:
-    cells = [METHODS[row["method"]] if row["ranks"] > 1 else "one rank", str(row["ranks"])]
-    for key in ("peak", "recomputed"):
-        cells.append(f"{row[key] / 2**20:.0f} ({row[key] * row['ranks'] / one[key]:.2f})")
-    cells += [f"{row[key]} ({row[key] / max(one[key], 1):.1f}x)" for key in ("longest", "batch")]
-    return "| " + " | ".join(cells) + " |"
+def cells(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """A row of the table; in brackets beside that of one rank: N times the memory, and as many times as long."""
+    memory = (f"{row[key] / 2**20:.0f} ({row[key] * row['ranks'] / one[key]:.2f})" for key in ("peak", "recomputed"))
+    counts = (f"{row[key]} ({row[key] / max(one[key], 1):.1f}×)" for key in ("longest", "batch"))
+    return [METHODS[row["method"]] if row["ranks"] > 1 else "one rank", str(row["ranks"]), *memory, *counts]
 
 
 def picture(found: dict[str, Any]) -> str:
@@ -131,61 +85,37 @@ def picture(found: dict[str, Any]) -> str:
     ):
         ideal = [one[key] * scale * (1 / n if key == "peak" else n) for n in sizes]
         series = [Series("in proportion", "#9198a1", list(enumerate(ideal)), dashed=True)]
-        for method in found["methods"]:
-            mine = sorted((r for r in rows if r["method"] == method or r["ranks"] == 1), key=lambda r: r["ranks"])
-            series.append(
-                Series(METHODS[method], COLOURS[method], [(sizes.index(r["ranks"]), r[key] * scale) for r in mine])
-            )
-        panels.append(Panel(title, list(map(str, sizes)), series, "ranks", unit=unit))
+        panels.append(by_ranks(title, rows, found["methods"], key, unit, scale, series))
     return figure("Memory by method", panels, "dashed: in proportion to the ranks, from one rank's")
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Memory a rank of a training step, and what fits a budget of it.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="1 among them")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--budget", type=float, default=128, help="MiB a rank")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--frames", type=int, default=64)
-    parser.add_argument("--side", type=int, default=8, help="patches a side of a frame")
-    parser.add_argument("--limit", type=int, default=1024, help="frames at most, and rows of patches of a long frame")
-    parser.add_argument("--long", type=int, nargs="*", default=[448, 256], help="patches of one long frame; or nothing")
-    parser.add_argument("--long-budget", type=float, default=256, help="MiB a rank")
-    parser.add_argument("--low-rank", type=int, default=32, help="sums of keys that Linformer attends to")
-    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
-    options = parser.parse_args(arguments)
-    if 1 not in options.ranks:
-        parser.error("--ranks: all is compared with 1, so it has to be among them")
+    o = options(
+        __doc__, arguments, {"methods": METHODS}, ranks=[1, 2, 4], methods=list(METHODS), budget=128.0, hidden=64,
+        depth=2, frames=64, side=8, limit=1024, out=None,
+    )  # fmt: skip
+    if 1 not in o.ranks:
+        raise SystemExit("--ranks: all is compared with 1, so it has to be among them")
     if not Path("/proc/self/clear_refs").exists():
         print("skipped: resident memory is read from /proc, which only Linux has")
         return 0
-    shape = Shape(options.hidden, max(8, *options.ranks), options.depth, 1, options.frames, options.side)
-    budget, unit = int(options.budget * 2**20), max(options.ranks)
-    found = circumstances(shape, arguments) | {"budget": budget, "methods": options.methods, "rows": []}
-    if options.long:
-        side, wide = options.long
-        long = Shape(**LONG, side=side, wide=wide, low_rank=options.low_rank)
-        found["long"] = {"shape": vars(long), "budget": int(options.long_budget * 2**20), "rows": []}
-    print("| method | ranks | MiB a rank (x ranks / one rank's) | recomputed | longest, frames | batch |")
-    print("|---|---|---|---|---|---|")
+    shape = Shape(o.hidden, max(8, *o.ranks), o.depth, 1, o.frames, o.side)
+    budget, unit = int(o.budget * 2**20), max(o.ranks)
+    rows: list[dict[str, Any]] = []
+    print("\n".join(table([*HEAD, "longest, frames", "batch"], [])))
     with stoppable():
-        for n in sorted(options.ranks):
+        for n in sorted(o.ranks):
             with Ranks(__file__, n, pages=GIVE_PAGES) as ranks:
-                for method in options.methods if n > 1 else ["dsp"]:  # one rank alone has no method
-                    found["rows"].append(of_method(Measure(ranks, method), shape, budget, unit, options.limit))
-                    print(show(found["rows"][-1], found["rows"][0]), flush=True)
-                if options.long:
-                    for row in of_long(Measure(ranks, "ring"), long, found["long"]["budget"], options.limit):
-                        found["long"]["rows"].append(row)
-                        print(row, flush=True)
-    print("wrote", write_down("memory", options.out, found, picture(found)))
+                for method in o.methods if n > 1 else ["dsp"]:  # one rank alone has no method
+                    rows.append(of_method(ranks, method, shape, budget, unit, o.limit))
+                    print(line(cells(rows[-1], rows[0])), flush=True)
+    found = circumstances(arguments) | {"shape": asdict(shape), "budget": budget, "methods": o.methods, "rows": rows}
+    write_down("memory", o.out, found, picture(found))
     return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        logging.getLogger("dsp").setLevel(logging.ERROR)  # a frame alone is embedded whole, every time
         serve({"peak": peak})
     else:
         sys.exit(main(sys.argv[1:]))

@@ -11,17 +11,13 @@ while it runs is not in it, nor what an allocator keeps. A clip is 16:9:
 frames beyond the third latent one take no more but for their pixels.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
-
-import argparse
 import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -29,7 +25,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import Panel, Series, figure, write_down
+from benchmarks.common import Panel, Series, circumstances, figure, options, write_down
+from benchmarks.memory.by_method import most
 from zoo.training.together import together
 from zoo.video.codec import Autoencoder
 
@@ -97,44 +94,29 @@ def rank_of(codec: Autoencoder, n: int, rank: int, size: tuple[int, int]) -> int
         dist.destroy_process_group()
 
 
-def largest(codec: Autoencoder, budget: int) -> tuple[int, int]:
-    """Latent rows and columns, 9 to 16, of the largest clip that one process decodes within a budget."""
-    low, high = 1, 1
-    while peak(codec, 9 * high, 16 * high) <= budget:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak(codec, 9 * middle, 16 * middle) <= budget else (low, middle)
-    return 9 * low, 16 * low
-
-
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=8, help="GB that one process may hold")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
-    options = parser.parse_args(arguments)
+    o = options(__doc__, arguments, budget=8.0, ranks=[1, 2, 4], out=None)
     codec = decoder()
     weights = sum(p.numel() * p.element_size() for p in codec.module.parameters())
-    size = largest(codec, int(options.budget * GB))
+    side = most(lambda k: peak(codec, 9 * k, 16 * k) <= o.budget * GB, 2**16)
+    size = 9 * side, 16 * side
     found: dict[int, list[int]] = {}
-    for n in options.ranks:
+    for n in o.ranks:
         ends = [0] if n == 1 else [0, n // 2, n - 1]  # inner ranks have two neighbours
         found[n] = [peak(codec, *size) if n == 1 else rank_of(codec, n, rank, size) for rank in dict.fromkeys(ends)]
         print(f"{n} ranks: {max(found[n]) / GB:.2f} GB, of which weights {weights / GB:.2f}", flush=True)
     rows, columns = (8 * n for n in size)
-    ideal = [weights + (max(found[options.ranks[0]]) - weights) / n for n in options.ranks]
+    most_held = {n: max(each) for n, each in found.items()}
+    ideal = [weights + (most_held[o.ranks[0]] - weights) / n for n in o.ranks]
     data = {"rows": rows, "columns": columns, "frames": 1 + 4 * (FRAMES - 1), "weights": weights, "peak": found}
     series = [
-        Series("a rank holds", "#1f77b4", [(i, max(found[n]) / GB) for i, n in enumerate(options.ranks)]),
+        Series("a rank holds", "#1f77b4", [(i, most_held[n] / GB) for i, n in enumerate(o.ranks)]),
         Series("weights, and 1/N of the rest", "#999999", [(i, nbytes / GB) for i, nbytes in enumerate(ideal)]),
     ]
-    panel = Panel(
-        f"AutoencoderKLWan, {rows} x {columns} pixels", list(map(str, options.ranks)), series, "ranks", unit="GB"
-    )
+    title = f"AutoencoderKLWan, {rows} x {columns} pixels"
+    panel = Panel(title, list(map(str, o.ranks)), series, "ranks", unit="GB")
     note = f"float32, decoding without gradients or tiles; weights {weights / GB:.2f} GB"
-    written = write_down("decoding", options.out, data, figure("Peak memory of decoding", [panel], note))
-    print(f"wrote {written}: {rows} x {columns} pixels")
+    write_down("decoding", o.out, circumstances(arguments) | data, figure("Peak memory of decoding", [panel], note))
 
 
 if __name__ == "__main__":

@@ -10,29 +10,26 @@ blocks in place of ours, of the same sizes, with its chunks and its checkpoints.
 `--ways` compares the values of train.checkpoint_activations on two ranks instead, and writes a table.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
-import argparse
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import dsp
 import train
-from benchmarks.common import write_down
+from benchmarks.common import ROOT, STYLE, circumstances, line, options, table, text, write_down
+from benchmarks.methods.hosts import GIVE_PAGES, Ranks, highest, serve
+from benchmarks.methods.rivals import all_ranks
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
 from zoo.training.model import compile_and_recompute
@@ -94,23 +91,16 @@ class OpenFold(nn.Module):
         return m, z
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes; VmHWM is the highest since it was last reset."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def one_step(
-    kind: str, residues: int, rows: int, dtype: torch.dtype, report: Path | None, way: str, depth: int
-) -> None:
-    """Forward, backward and update of a fresh model on this rank; what it took goes to `report`."""
+def step(kind: str, residues: int, rows: int, precision: str, way: str, depth: int) -> dict[str, Any]:
+    """Forward, backward and update of a fresh model on this rank: what it took. Rank 0 keeps the gradients."""
+    dtype = getattr(torch, precision)
     torch.set_default_dtype(dtype)
     shape = [f"data.residues={residues}", f"data.rows={rows}", "data.extra_rows=0", "data.path=/", "dry_run=true"]
     shape.append("objective.recycles=0")  # what further passes take is time: they keep nothing
     overrides = [f"model.overrides.{key}={value}" for key, value in (MODEL | {"depth": depth}).items()]
     shape.append(f"train.checkpoint_activations={way}")
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
+    mesh = all_ranks()
     task: Any = cfg.create_task(config, mesh)
     task.train = OneProtein(residues, rows)
     model = task.model()
@@ -125,60 +115,42 @@ def one_step(
         compile_and_recompute(config, model)
         dsp.parallelize(objective, mesh, gather_output=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before, began, used = resident(), time.perf_counter(), time.process_time()
-    batch = task.batch(objective, 1, 0, 0, 1)
-    batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
-    with dsp.count_comm() as comm:
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        batch = task.batch(objective, 1, 0, 0, 1)
+        batch = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
         terms = train.mean_losses(objective(**batch))
         loss = torch.stack(list(terms.values())).sum()
         loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-    optimizer.step()
-    took = {
-        "bytes": resident("VmHWM") - before, "seconds": time.perf_counter() - began, "loss": loss.item(),
-        "cpu": time.process_time() - used,
-        "sent": sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute)),
-    }  # fmt: skip
-    if report:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, took)
-        if dist.get_rank() == 0:
-            torch.save({"ranks": gathered, "gradients": gradients}, report)
+        found["loss"] = loss.item()
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        optimizer.step()
 
-
-def worker(kind: str, residues: int, rows: int, dtype: str, report: str, way: str, depth: int) -> None:
-    dist.init_process_group("gloo")
-    one_step(kind, 24, 8, getattr(torch, dtype), None, way, depth)
-    one_step(kind, residues, rows, getattr(torch, dtype), Path(report), way, depth)
-    dist.destroy_process_group()
+    dist.barrier()
+    used = time.process_time()
+    with dsp.count_comm() as comm:
+        found["bytes"], found["seconds"] = highest(run)
+    found["cpu"] = time.process_time() - used
+    found["sent"] = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
+    if dist.get_rank() == 0:
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        torch.save(gradients, found.setdefault("file", os.environ["STORE"].removeprefix("file://") + ".pt"))
+    return found
 
 
 def measure(
-    kind: str, ranks: int, residues: int, rows: int, dtype: str = "float32", way: str = "stages", depth: int = 1
+    kind: str, ranks: int, residues: int, rows: int, precision: str = "float32", way: str = "stages", depth: int = 1
 ) -> dict[str, Any]:
     """{"ranks": what every rank took, "gradients": those of rank 0, averaged}, of fresh processes."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as directory:
-        probe.bind(("127.0.0.1", 0))
-        port, report = probe.getsockname()[1], str(Path(directory) / "report.pt")
-        probe.close()
-        processes = []
-        for rank in range(ranks):
-            # freed memory goes back to the system at once, so that what is resident is what is held
-            environment = os.environ | {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
-            }  # fmt: skip
-            command = [sys.executable, __file__, "worker", kind, str(residues), str(rows), dtype, report]
-            command += [way, str(depth)]
-            processes.append(subprocess.Popen(command, env=environment))
-        if any(process.wait() for process in processes):
-            raise SystemExit(f"{kind} on {ranks} ranks failed")
-        return torch.load(report)
+    with Ranks(__file__, ranks, pages=GIVE_PAGES) as processes:
+        settings = {"kind": kind, "precision": precision, "way": way, "depth": depth}
+        processes.ask("step", residues=24, rows=8, **settings)
+        each = processes.ask("step", residues=residues, rows=rows, **settings)
+        return {"ranks": each, "gradients": torch.load(each[0]["file"])}
 
 
 def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -195,86 +167,68 @@ def picture(rows: list[dict[str, Any]], title: str) -> str:
     """Bars of MiB a rank, and for more than one rank the share that would be perfect."""
     one = next(row["mib"] for row in rows if row["kind"] == "dsp" and row["ranks"] == 1)
     top, left, height, scale = 46, 176, 30, 350 / max(row["mib"] for row in rows)
-    parts = []
+    parts = [text(left, 26, title, "", "start")]
     for i, row in enumerate(rows):
-        y = top + i * (height + 12)
-        name = (
-            "OpenFold3, 1 process"
-            if row["kind"] == "openfold3"
-            else f"dsp, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
-        )
-        fill = "#9198a1" if row["kind"] == "openfold3" else "#3b82f6"
-        parts.append(f'<text x="{left - 10}" y="{y + 20}" text-anchor="end">{name}</text>')
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{row["mib"] * scale:.1f}" height="{height}" rx="3" fill="{fill}"/>'
-        )
-        parts.append(f'<text x="{left + row["mib"] * scale + 8:.1f}" y="{y + 20}">{row["mib"]:.0f} MiB</text>')
-        if row["kind"] == "dsp" and row["ranks"] > 1:
-            x = left + one / row["ranks"] * scale
-            parts.append(f'<path d="M{x:.1f} {y - 3}V{y + height + 3}" class="ideal"/>')
+        y, long, ours = top + i * (height + 12), row["mib"] * scale, row["kind"] == "dsp"
+        name = f"dsp, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" if ours else "OpenFold3, 1 process"
+        parts.append(text(left - 10, y + 20, name, "", "end"))
+        size = f'x="{left}" y="{y}" width="{long:.1f}" height="{height}" rx="3"'
+        parts.append(f'<rect {size} fill="{"#3b82f6" if ours else "#9198a1"}"/>')
+        parts.append(text(left + long + 8, y + 20, f"{row['mib']:.0f} MiB", "", "start"))
+        if ours and row["ranks"] > 1:
+            ideal = left + one / row["ranks"] * scale
+            parts.append(f'<path d="M{ideal:.1f} {y - 3}V{y + height + 3}" stroke="#d64541" stroke-width="2"/>')
     bottom = top + len(rows) * (height + 12)
-    style = (
-        'text { font: 13px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 } '
-        ".ideal { stroke: #d64541; stroke-width: 2 } .soft { fill: #59636e } "
-        "@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .soft { fill: #9198a1 } }"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 {bottom + 26}" width="620" height="{bottom + 26}">'
-        f"<style>{style}</style>"
-        f'<text x="{left}" y="26">{title}</text>{"".join(parts)}'
-        f'<text x="{left}" y="{bottom + 14}" class="soft">'
-        "red: the memory of one rank, divided by the ranks</text></svg>\n"
-    )
+    parts.append(text(left, bottom + 14, "red: the memory of one rank, divided by the ranks", "soft", "start"))
+    size = f'viewBox="0 0 620 {bottom + 26}" width="620" height="{bottom + 26}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 
 
 def compare_ways(residues: int, rows: int, depth: int) -> None:
     """Compare the ways to recompute activations on two ranks."""
-    print("| train.checkpoint_activations | MiB a rank | MiB sent | seconds of CPU | loss | gradients differ by |")
-    print("|---|---|---|---|---|---|")
-    found: dict[str, Any] = {}
+    head = "train.checkpoint_activations", "MiB a rank", "MiB sent", "seconds of CPU", "loss", "gradients differ by"
+    print("\n".join(table(head, [])))
+    kept: dict[str, Tensor] = {}
     for way in ("none", "stages", "blocks", "both"):
-        found[way] = result = measure("dsp", 2, residues, rows, way=way, depth=depth)
-        most = {key: max(rank[key] for rank in result["ranks"]) for key in ("bytes", "sent", "cpu")}
-        off, loss = furthest(result["gradients"], found["none"]["gradients"]), result["ranks"][0]["loss"]
-        held, sent = most["bytes"] / 2**20, most["sent"] / 2**20
-        print(f"| {way} | {held:.0f} | {sent:.0f} | {most['cpu']:.1f} | {loss:.6f} | {off:.0e} |", flush=True)
+        found = measure("dsp", 2, residues, rows, way=way, depth=depth)
+        kept = kept or found["gradients"]
+        most = {key: max(rank[key] for rank in found["ranks"]) for key in ("bytes", "sent", "cpu")}
+        numbers = (f"{most['bytes'] / 2**20:.0f}", f"{most['sent'] / 2**20:.0f}", f"{most['cpu']:.1f}")
+        off = furthest(found["gradients"], kept)
+        print(line([way, *numbers, f"{found['ranks'][0]['loss']:.6f}", f"{off:.0e}"]), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ways", action="store_true")
-    parser.add_argument("--residues", type=int)
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
-    options = parser.parse_args()
-    options.residues = options.residues or (160 if options.ways else 512)
-    options.rows = options.rows or (32 if options.ways else 64)
-    if options.ways:
-        compare_ways(options.residues, options.rows, options.depth)
-        return
-    rows, found = [], {}
-    print("| | ranks | MiB a rank | of one rank's share | seconds | loss | gradients differ by |")
-    print("|---|---|---|---|---|---|---|")
-    for kind, ranks in RUNS:
-        found[kind, ranks] = result = measure(kind, ranks, options.residues, options.rows)
-        mib = max(rank["bytes"] for rank in result["ranks"]) / 2**20
-        seconds, loss = max(rank["seconds"] for rank in result["ranks"]), result["ranks"][0]["loss"]
-        rows.append({"kind": kind, "ranks": ranks, "mib": mib, "seconds": seconds, "loss": loss})
-        share, off = "", ""
-        if kind == "dsp" and ranks > 1:
-            one = next(row["mib"] for row in rows if row["kind"] == "dsp" and row["ranks"] == 1)
-            rows[-1] |= {"share": mib * ranks / one, "off": furthest(result["gradients"], found["dsp", 1]["gradients"])}
-            share, off = f"{rows[-1]['share']:.2f}", f"{rows[-1]['off']:.0e}"
-        print(f"| {kind} | {ranks} | {mib:.0f} | {share} | {seconds:.0f} | {loss:.6f} | {off} |", flush=True)
-    settings = {"residues": options.residues, "rows": options.rows, "torch": torch.__version__, "model": MODEL}
-    title = f"Memory a rank of one training step, {options.residues} residues"
-    write_down("fold-memory", options.out, {**settings, "runs": rows}, picture(rows, title))
+def main(arguments: Sequence[str]) -> int:
+    o = options(__doc__, arguments, ways=False, residues=0, rows=0, depth=8, out=None)
+    residues, rows = o.residues or (160 if o.ways else 512), o.rows or (32 if o.ways else 64)
+    if o.ways:
+        compare_ways(residues, rows, o.depth)
+        return 0
+    runs: list[dict[str, Any]] = []
+    alone: dict[str, Any] = {}
+    print("\n".join(table(["", "ranks", "MiB a rank", "of one rank's share", "seconds", "loss", "gradients off"], [])))
+    for kind, n in RUNS:
+        if kind == "openfold3" and find_spec(kind) is None:
+            print("openfold3 is not installed: its bar is left out")
+            continue
+        found = measure(kind, n, residues, rows)
+        mib, seconds = (max(rank[key] for rank in found["ranks"]) for key in ("bytes", "seconds"))
+        row = {"kind": kind, "ranks": n, "mib": mib / 2**20, "seconds": seconds, "loss": found["ranks"][0]["loss"]}
+        if kind == "dsp":
+            alone = alone or found | row
+            off = furthest(found["gradients"], alone["gradients"])
+            row |= {"share": row["mib"] * n / alone["mib"], "off": off} if n > 1 else {}
+        runs.append(row)
+        print(line([kind, n, f"{row['mib']:.0f}", f"{row.get('share', 1):.2f}", f"{seconds:.0f}",
+                    f"{row['loss']:.6f}", f"{row.get('off', 0):.0e}"]), flush=True)  # fmt: skip
+    settings = {"residues": residues, "rows": rows, "model": MODEL, "runs": runs}
+    title = f"Memory a rank of one training step, {residues} residues"
+    write_down("fold-memory", o.out, circumstances(arguments) | settings, picture(runs, title))
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        kind, residues, rows, dtype, report, way, depth = sys.argv[2:]
-        worker(kind, int(residues), int(rows), dtype, report, way, int(depth))
+    if sys.argv[1:] == ["serve"]:
+        serve({"step": step})
     else:
-        main()
+        sys.exit(main(sys.argv[1:]))

@@ -14,9 +14,6 @@ Links drop nothing here, as those that collectives run over: they keep 400 ms of
 q, k and v lost some that three small ones did not, and TCP takes 200 ms to send them again.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
-
-import argparse
 import copy
 import itertools
 import os
@@ -26,19 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import dsp
-from benchmarks.common import write_down
+from benchmarks.common import circumstances, options, write_down
 from benchmarks.methods import cluster
 from benchmarks.methods.contenders import Circumstance, by_diffusers
 from benchmarks.methods.hosts import Hosts, Ranks, serve, stoppable, why_not
+from benchmarks.methods.rivals import all_ranks, rate_name
 
 METHODS = ("dsp", "diffusers")
 SIZES = ("real", "small")
@@ -83,11 +79,10 @@ class Step:
 
     def __init__(self, name: str, method: str, model: nn.Module, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
         if method == "dsp":
-            dsp.parallelize(model, mesh, {"": LINES[name]})
+            dsp.parallelize(model, all_ranks(), {"": LINES[name]})
         else:
-            model = by_diffusers(model, mesh, Circumstance(), {}).model.args[0]
+            model = by_diffusers(model, all_ranks(), Circumstance(), {}).model.args[0]
         self.model = model
 
     def forward(self) -> Tensor:
@@ -123,8 +118,7 @@ def build(model: str, size: str) -> list[float]:
     losses = []
     for method in METHODS:
         own = copy.deepcopy(bare, {id(p): p for p in bare.parameters()})
-        step: Any = Step(model, method, own, inputs)
-        cluster.STEPS[method] = step
+        step = cluster.STEPS[method] = Step(model, method, own, inputs)
         loss = step.forward()
         step.backward(loss)
         losses.append(float(loss))
@@ -132,41 +126,30 @@ def build(model: str, size: str) -> list[float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Wan and CogVideoX on emulated hosts, as root.")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--models", nargs="+", choices=list(LINES), default=list(LINES))
-    parser.add_argument("--rates", type=float, nargs="+", default=[100, 300, 0], help="Mbit/s")
-    parser.add_argument("--rounds", type=int, default=6, help="an even number: a method runs slower after itself")
-    parser.add_argument("--out", type=Path, help="for OUT.json")
-    options = parser.parse_args(arguments)
-    if options.rounds % 2:
-        parser.error("--rounds must be even: in each round another method is first, and by that slower")
+    o = options(
+        __doc__, arguments, {"sizes": SIZES, "models": LINES}, ranks=4, sizes=list(SIZES), models=list(LINES),
+        rates=[100.0, 300.0, 0.0], rounds=6, out=None,
+    )  # fmt: skip
+    if o.rounds % 2:
+        raise SystemExit("--rounds must be even: in each round another method is first, and by that slower")
     if reason := why_not():
         print(f"skipped: hosts cannot be emulated here: {reason}")
         return 0
     found: list[dict[str, Any]] = []
-    with stoppable(), Hosts(options.ranks, keeps=400) as hosts, Ranks(__file__, options.ranks, hosts) as ranks:
-        for size, model in itertools.product(options.sizes, options.models):
+    with stoppable(), Hosts(o.ranks, keeps=400) as hosts, Ranks(__file__, o.ranks, hosts) as ranks:
+        for size, model in itertools.product(o.sizes, o.models):
             hosts.rate(None)
             losses = ranks.ask("build", model=model, size=size)[0]
             assert abs(losses[0] - losses[1]) <= 1e-4 * abs(losses[1]), losses
-            for rate, mode in itertools.product(options.rates, cluster.MODES):
+            for rate, mode in itertools.product(o.rates, cluster.MODES):
                 hosts.rate(rate or None)
-                times: dict[str, list[list[float]]] = {m: [] for m in METHODS}
-                for i, method in cluster.in_turn(METHODS, options.rounds):
-                    taken = cluster.slowest(ranks.ask("timed", name=method, mode=mode))
-                    if i >= 0:
-                        times[method].append(taken)
-                rows = cluster.rows_of(times)
+                ask = lambda name, mode=mode: ranks.ask("timed", name=name, mode=mode)  # noqa: E731
+                times = cluster.take_turns(METHODS, o.rounds, ask)
+                rows = {method: cluster.row_of(rounds, times["dsp"]) for method, rounds in times.items()}
                 found.append({"size": size, "model": model, "rate": rate, "mode": mode, "rows": rows})
-                ratio, own = rows["diffusers"]["ratio"], rows["dsp"]["seconds"]["median"]
-                print(
-                    f"{size:<6}{model:<11}{cluster.rate_name(rate):<10}{mode:<7}DSP {own:.3f} s, diffusers' Ulysses "
-                    f"{ratio['median']:.2f} x that ({ratio['least']:.2f} to {ratio['most']:.2f})",
-                    flush=True,
-                )
-    write_down("cluster-models", options.out, {"ranks": options.ranks, "steps": found})
+                for method, row in rows.items():
+                    cluster.show(f"{size} {model}, {rate_name(rate)}, {mode}: {method}", row)
+    write_down("cluster-models", o.out, circumstances(arguments) | {"ranks": o.ranks, "steps": found})
     return 0
 
 

@@ -1,14 +1,13 @@
 """Sequence parallelism by others, and by dsp, on the same small models: the tables of docs/conformance.md.
 
     python benchmarks/methods/conformance.py               runs every method and writes what became of it into the page
-    python benchmarks/methods/conformance.py dsp "ring"    these alone: the others' columns stay as they are
+    python benchmarks/methods/conformance.py --methods dsp ring    these alone: the others' columns stay as they are
 
 A cell is one model under one method in one circumstance on N ranks: gloo, float64, N processes of its own, a limit of
 time. Each rank computes the model by itself first, then in parallel; the output and the gradient of every parameter
 are compared. Needs diffusers, and deepspeed for its own column.
 """
 
-import argparse
 import importlib.metadata
 import linecache
 import multiprocessing
@@ -35,10 +34,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.methods.contenders import EVEN, METHODS, MODELS, ROOT, Circumstance, Method, call, make
-from benchmarks.models.zoo_tables import fill
+from benchmarks.common import DOCS, fill, options, table
+from benchmarks.methods.contenders import EVEN, METHODS, MODELS, Circumstance, Method, call, make
 
-PAGE = ROOT / "docs/conformance.md"
+PAGE = DOCS / "conformance.md"
 LIMIT, GRACE = 120.0, 3.0  # seconds: of a cell, after a rank has raised
 
 
@@ -235,8 +234,7 @@ def over_ranks(found: dict[Cell, Answer], say: Callable[[Cell, Answer], str]) ->
 
 def entries(name: str, answers: dict[Cell, Answer]) -> dict[str, Entries]:
     """The entries that a method's answers put into each table."""
-    found: dict[str, Entries] = {table: {} for table in TABLES}
-    method = METHODS[name]
+    method, found = METHODS[name], {title: Entries() for title in TABLES}
     version = f"{method.package} {importlib.metadata.version(method.package).split('+')[0]}"
     columns = zip(TABLES["methods"][1], (version, method.how, time.strftime("%Y-%m-%d")))
     found["methods"] = {(name, column): text for column, text in columns}
@@ -250,34 +248,31 @@ def entries(name: str, answers: dict[Cell, Answer]) -> dict[str, Entries]:
                 what = "backward" if part == "backward" else cell.circumstance
                 where += [what] * (what not in where)
     for (model, circumstance), group in groups.items():
-        table, before = ("attention", "") if model == "attention" else ("models", f"{model}: ")
-        found[table][before + circumstance, name] = over_ranks(group, entry)
+        title, before = ("attention", "") if model == "attention" else ("models", f"{model}: ")
+        found[title][before + circumstance, name] = over_ranks(group, entry)
         for row, way in WAYS.items() if circumstance == EVEN else ():
             say = partial(lambda way, cell, answer: word(cell, answer[way], True) if way in answer else "", way)
-            found[table][before + row, name] = over_ranks(group, say)
+            found[title][before + row, name] = over_ranks(group, say)
     lines = (f"{', '.join(where)}: {kind}, `{says}`" for (kind, _), (says, where) in said.items())
     found["errors"][name, "says"] = "<br>".join(lines).replace("|", "/") or "nothing"
     return found
 
 
-def read(page: str, table: str) -> Entries:
-    lines = page.partition(f"<!-- table: {table} -->\n")[2].partition("<!-- end -->")[0].splitlines()
+def read(page: str, name: str) -> Entries:
+    lines = page.partition(f"<!-- table: {name} -->\n")[2].partition("<!-- end -->")[0].splitlines()
     head, *rows = [[text.strip() for text in line.strip("|").split("|")] for line in lines] or [[""]]
     return {(row[0], column): text for row in rows for column, text in zip(head[1:], row[1:])}
 
 
-def lines_of(table: str, found: Entries) -> Iterator[str]:
-    rows, columns = TABLES[table]
-    yield "| " + " | ".join(["", *columns]) + " |"
-    yield "|" + "---|" * (len(columns) + 1)
-    for row in rows:
-        yield "| " + " | ".join([row, *(found.get((row, column), "") for column in columns)]) + " |"
-
-
 def written(page: str, found: dict[str, Entries]) -> str:
     """The page with these entries in place of those that it had."""
-    both = {table: read(page, table) | found.get(table, {}) for table in TABLES}
-    return fill(page, {table: partial(lines_of, table, both[table]) for table in TABLES})
+    made = {}
+    for name, (rows, columns) in TABLES.items():
+        both = read(page, name) | found.get(name, {})
+        made[name] = table(
+            ["", *columns], ([row, *(both.get((row, column), "") for column in columns)] for row in rows)
+        )
+    return fill(page, made)
 
 
 def prepare() -> None:
@@ -295,12 +290,9 @@ def prepare() -> None:
         deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing to be compiled
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(METHODS)}")
-    names = parser.parse_args().methods or list(METHODS)
+def main() -> None:
     prepare()
-    for name in names:
+    for name in options(__doc__, choices={"methods": METHODS}, methods=list(METHODS)).methods:
         try:
             importlib.metadata.version(METHODS[name].package)
         except importlib.metadata.PackageNotFoundError:
@@ -311,3 +303,7 @@ if __name__ == "__main__":
             answers[cell] = measure(cell)
             print(f"{name}, {cell.model}, {cell.circumstance}, {cell.ranks}: {entry(cell, answers[cell])}", flush=True)
         PAGE.write_text(written(PAGE.read_text(), entries(name, answers)))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,20 +5,15 @@ which torch and diffusers ask of CUDA kernels alone. All that is replaced stands
 `kernel_for_diffusers`, `unequal_all_gather` and `by_diffusers`, each with its reason.
 """
 
-# ruff: noqa: C408, E402 (the repository is put on the path first)
+# ruff: noqa: C408
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist

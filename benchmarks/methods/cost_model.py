@@ -16,13 +16,11 @@ Each (ranks, link, method) is then predicted by what was fitted without it: with
 of the sweep and of scaling. The second part takes the hardware from data sheets, and nothing from the first.
 """
 
-import argparse
 import itertools
 import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -38,10 +36,8 @@ import torch
 from scipy.optimize import nnls
 
 import dsp
-import dsp.embedded
-import zoo
-from benchmarks.common import Panel, Series, figure, write_down
-from benchmarks.methods.rivals import COLOURS, METHODS, ROOT, Shape
+from benchmarks.common import RESULTS, ROOT, Panel, Series, circumstances, figure, options, write_down
+from benchmarks.methods.rivals import COLOURS, METHODS, TABLE_9, Shape, rate_name
 from dsp.embedded import Timing
 from dsp.hardware import all_reduced
 from zoo.training import config as cfg
@@ -89,24 +85,16 @@ class Measured:
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> "Measured":
-        shape, points = Shape(**found["shape"]), []
-
-        def add(kind: str, mode: str, ranks: int, rate: float, method: str, shape: Shape, row: dict[str, Any]) -> None:
-            s = row["seconds"]
-            points.append(
-                Point(kind, mode, ranks, rate, method, shape, s["median"], (s["most"] - s["least"]) / s["median"])
-            )
-
-        sweep = found["sweep"]
-        for one in sweep["rates"]:
-            for mode, rows in one["modes"].items():
-                for method, row in rows.items():
-                    add("sweep", mode, sweep["ranks"], one["rate"], method, shape, row)
+        shape, sweep, points = Shape(**found["shape"]), found["sweep"], []
+        rows = [
+            {"kind": "sweep", "mode": mode, "ranks": sweep["ranks"], "rate": one["rate"], "method": method, **row}
+            for one in sweep["rates"] for mode, rows in one["modes"].items() for method, row in rows.items()
+        ]  # fmt: skip
+        for row in [*rows, *({"rate": found["scaling_rate"], **row} for row in found["scaling"])]:
+            larger = replace(shape, batch=shape.batch * (row["ranks"] if row["kind"] == "weak" else 1))
+            of, s = (row[key] for key in ("kind", "mode", "ranks", "rate", "method")), row["seconds"]
+            points.append(Point(*of, larger, s["median"], (s["most"] - s["least"]) / s["median"]))
         links = {one["rate"]: {k: 125e3 * v for k, v in one["measured"].items()} for one in sweep["rates"]}
-        for row in found["scaling"]:
-            n, kind = row["ranks"], row["kind"]
-            larger = replace(shape, batch=shape.batch * (n if kind == "weak" else 1))
-            add(kind, row["mode"], n, found["scaling_rate"], row["method"], larger, row)
         if found["scaling_rate"] not in links:
             raise SystemExit(f"the link of the scaling, {found['scaling_rate']} Mbit/s, is not measured in the sweep")
         return cls(points, links, found["cores"], sweep["recompute"])
@@ -114,21 +102,14 @@ class Measured:
 
 @cache
 def plan(shape: Shape, method: str, ranks: int, mode: str, recompute: str) -> dsp.Plan:
-    with torch.device("meta"):
-        model = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
-        inputs = model.example_inputs(shape.batch, frames=shape.frames, height=2 * shape.side, width=2 * shape.side)
+    how = {"recompute": recompute != "no" and mode == "train", "save_exchanges": recompute == "saved"}
     with torch.no_grad() if mode == "infer" else nullcontext():
-        return dsp.embedded.plan(
-            model, kwargs=inputs, size=ranks, method=method, recompute=recompute != "no" and mode == "train",
-            save_exchanges=recompute == "saved", gather_output=False,
-        )  # fmt: skip
+        return shape.plan(method, ranks, **how)
 
 
 @cache
 def weights(shape: Shape) -> int:
-    with torch.device("meta"):
-        model = zoo.create("transformer2d", hidden=shape.hidden, heads=shape.heads, depth=shape.depth)
-    return sum(p.numel() for p in model.parameters())
+    return sum(p.numel() for p in shape.bare("meta")[0].parameters())
 
 
 def hardware(values: dict[str, float], point: Point, measured: Measured) -> dsp.Hardware:
@@ -201,19 +182,19 @@ def calibration(measured: Measured) -> dict[str, Any]:
 
 def show_calibration(found: dict[str, Any]) -> None:
     print("fitted: " + ", ".join(f"{name} {value:.3g}" for name, value in found["parameters"].items()))
-    print(f"{'':<13}{'ranks':>5}{'Mbit/s':>8}  {'':<15}{'measured':>9}{'predicted':>10}{'error':>8}{'spread':>8}")
     for row in found["points"]:
+        name = f"{row['kind']} {row['mode']} {row['ranks']} ranks, {rate_name(row['rate'])}, {METHODS[row['method']]}"
         mark = "  over" if abs(row["error"]) > AIM else ""
         print(
-            f"{row['kind']:<7}{row['mode']:<6}{row['ranks']:>5}{row['rate'] or 'none':>8}  {METHODS[row['method']]:<15}"
-            f"{row['seconds']:9.3f}{row['predicted']:10.3f}{row['error']:+8.1%}{row['spread']:8.0%}{mark}"
+            f"{name:<55}{row['seconds']:8.3f} s, predicted {row['predicted']:8.3f}{row['error']:+8.1%}, rounds differ "
+            f"by {row['spread']:.0%}{mark}"
         )
-    print(
-        f"leave-one-out error: median {found['median']:.1%}, worst {found['worst']:.1%}, "
-        f"{found['over']} of {len(found['points'])} over {AIM:.0%}"
-    )
     again = found["repeats"]
-    print(f"the {again['count']} measured twice differ by {again['median']:.1%}, at most {again['worst']:.1%}")
+    print(
+        f"leave-one-out error: median {found['median']:.1%}, worst {found['worst']:.1%}, {found['over']} of "
+        f"{len(found['points'])} over {AIM:.0%}; the {again['count']} measured twice differ by {again['median']:.1%}, "
+        f"at most {again['worst']:.1%}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- prediction
@@ -230,7 +211,6 @@ TABLE_4 = {  # sp of each method on 128 GPUs for 128, 256, 512 and 1024 frames; 
 }  # fmt: skip
 WEAK = {"720m": ((64, (1, 2, 4, 8)), (256, (8, 16, 32))), "3b": ((16, (1, 2, 4, 8)), (128, (8, 16, 32, 64)))}
 STRONG = {"720m": ((64, (1, 2, 4, 8)), (256, (8, 16, 32, 64))), "3b": ((16, (1, 2, 4, 8)), (128, (8, 16, 32, 64)))}
-TABLE_9 = {"dsp": 914, "ulysses": 5828, "megatron_lm": 8412, "megatron_sp": 51908}  # ms at 8M tokens
 CLUSTERS = ((8, "h100"), (128, "h100"), (1024, "h100"), (128, "a100"), (8, "l40s"))
 MODELS = (("720m", 64), ("720m", 256), ("3b", 128), ("3b", 1024))  # and frames
 MOST_SP = 64
@@ -409,19 +389,24 @@ def best_table() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------- picture
 
 
+def lines(rows: list[dict[str, Any]], x: str, key: str, dashed: bool = False) -> tuple[list[Any], list[Series]]:
+    """What is along x, and a line of each method; rings where `fits` is False."""
+    places, found = list(dict.fromkeys(row[x] for row in rows)), []
+    for method in METHODS:
+        mine = [(places.index(row[x]), row) for row in rows if row["method"] == method]
+        large = [i for i, row in mine if not row.get("fits", True)]
+        points = [(i, row[key]) for i, row in mine]
+        found += [Series(METHODS[method], COLOURS[method], points, dashed, large)] if points else []
+    return places, found
+
+
 def picture(found: dict[str, Any]) -> str:
-    points = [row for row in found["calibration"]["points"] if row["kind"] == "sweep"]
-    rates = list(dict.fromkeys(row["rate"] for row in points))
     panels = []
     for mode, title in (("train", "A training step"), ("infer", "A forward")):
-        series = []
-        for method in METHODS:
-            mine = [row for row in points if (row["mode"], row["method"]) == (mode, method)]
-            for key, dashed in (("seconds", False), ("predicted", True)):
-                line = [(rates.index(row["rate"]), row[key]) for row in mine]
-                if line:
-                    series.append(Series(METHODS[method], COLOURS[method], line, dashed))
-        labels = [f"{rate / 1000:g} G" if rate >= 1000 else f"{rate:g} M" if rate else "no limit" for rate in rates]
+        rows = [row for row in found["calibration"]["points"] if (row["kind"], row["mode"]) == ("sweep", mode)]
+        (rates, measured), (_, predicted) = lines(rows, "rate", "seconds"), lines(rows, "rate", "predicted", True)
+        labels = [rate_name(rate).removesuffix("bit/s") for rate in rates]
+        series = [one for pair in zip(measured, predicted) for one in pair]
         panels.append(Panel(f"{title}: measured, predicted", labels, series, "rate of a link, bit/s", True, "s"))
     for kind, title, key, unit in (
         ("one sample", "3B, 4M tokens on all ranks", "seconds", "s a step"),
@@ -430,13 +415,7 @@ def picture(found: dict[str, Any]) -> str:
         rows = [
             row | {"each": row["tokens_per_s"] / row["ranks"] / 1e3} for row in found["ranks"] if row["kind"] == kind
         ]
-        sizes = sorted({row["ranks"] for row in rows})
-        series = []
-        for method in METHODS:
-            line = [(sizes.index(row["ranks"]), row[key]) for row in rows if row["method"] == method]
-            large = [sizes.index(row["ranks"]) for row in rows if row["method"] == method and not row["fits"]]
-            if line:
-                series.append(Series(METHODS[method], COLOURS[method], line, hollow=large))
+        sizes, series = lines(rows, "ranks", key)
         panels.append(Panel(title, list(map(str, sizes)), series, "H100s", kind == "one sample", unit))
     note = (
         "dashed: predicted by a fit without the point; below, from data sheets alone\n"
@@ -446,33 +425,23 @@ def picture(found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="The cost model: calibrated, and for clusters of H100s.")
-    parser.add_argument("--measured", type=Path, default=ROOT / "benchmarks/results/cluster.json")
-    parser.add_argument("--out", type=Path, help="for OUT.json and OUT.svg")
-    parser.add_argument("--only-calibration", action="store_true", help="print it and write nothing")
-    options = parser.parse_args(arguments)
-    if not options.measured.exists():
-        print(f"there is no {options.measured}: python benchmarks/methods/cluster.py measures it")
+    o = options(__doc__, arguments, measured=RESULTS / "cluster.json", out=None, only_calibration=False)
+    if not o.measured.exists():
+        print(f"there is no {o.measured}: python benchmarks/methods/cluster.py measures it")
         return 1
-    read = json.loads(options.measured.read_text())
-    found: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/methods/cost_model.py", *arguments]),
-        "date": time.strftime("%Y-%m-%d"),
+    read = json.loads(o.measured.read_text())
+    found = circumstances(arguments) | {
         "measured": {key: read[key] for key in ("date", "cores", "processor", "shape")},
         "aim": AIM, "patches": PATCHES, "calibration": calibration(Measured.read(read)),
     }  # fmt: skip
     show_calibration(found["calibration"])
-    if options.only_calibration:
+    if o.only_calibration:
         return 0
-    parts = {
-        "figure_5": figure_5, "figure_6": lambda: scaling(WEAK, True), "figure_7": lambda: scaling(STRONG, False),
-        "table_9": table_9, "ranks": over_ranks, "best": best_table,
+    found |= {
+        "figure_5": figure_5(), "figure_6": scaling(WEAK, True), "figure_7": scaling(STRONG, False),
+        "table_9": table_9(), "ranks": over_ranks(), "best": best_table(),
     }  # fmt: skip
-    for name, make in parts.items():
-        began = time.perf_counter()
-        found[name] = make()
-        print(f"{name}: {len(found[name])} predictions in {time.perf_counter() - began:.0f} s", flush=True)
-    print("wrote", write_down("cost-model", options.out, found, picture(found)))
+    write_down("cost-model", o.out, found, picture(found))
     return 0
 
 

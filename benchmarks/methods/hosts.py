@@ -8,6 +8,7 @@ has no delay of its own: a link has a rate here, and the latency of a kernel.
 """
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,18 @@ def sent() -> int:
         if name.strip() == device:
             return int(numbers.split()[8])
     raise RuntimeError(f"there is no network device {device!r} in /proc/net/dev")
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of this process; VmHWM is the highest since it was last reset."""
+    found = re.search(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024  # type: ignore[index]
+
+
+def highest(run: Callable[[], object]) -> tuple[int, float]:
+    """Bytes that were resident at most during a call above what was before it, and seconds."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before, began = resident(), time.perf_counter()
+    run()
+    return resident("VmHWM") - before, time.perf_counter() - began

@@ -16,20 +16,10 @@ others communicate inside, and send again, or keep what they received (`saved`).
 values home in fp32, one hop more than there are others.
 """
 
-# ruff: noqa: E402 (the repository is put on the path first)
-
-import os
-import platform
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
@@ -41,19 +31,16 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import dsp.embedded
 import zoo
+from benchmarks.common import Panel, Series
 
 METHODS = {
-    "dsp": "DSP",
-    "ulysses": "Ulysses",
-    "ring": "ring attention",
-    "megatron_lm": "Megatron-LM",
+    "dsp": "DSP", "ulysses": "Ulysses", "ring": "ring attention", "megatron_lm": "Megatron-LM",
     "megatron_sp": "Megatron-SP",
-}
-COLOURS = {
-    "dsp": "#3b82f6", "ulysses": "#f59e0b", "ring": "#10b981", "megatron_lm": "#ec4899", "megatron_sp": "#8b5cf6",
 }  # fmt: skip
+COLOURS = dict(zip(METHODS, ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6")))
 RECOMPUTE = ("no", "again", "saved")  # what backward does of forward: nothing; every stage; but not what it sent
 PAPER = {"dsp": "2M/N", "ulysses": "4M/N", "ring": "2M", "megatron_lm": "8M", "megatron_sp": "8M"}
+TABLE_9 = {"dsp": 914, "ulysses": 5828, "megatron_lm": 8412, "megatron_sp": 51908}  # paper: ms at 8M tokens
 
 
 def formula(method: str, n: int) -> dict[str, float]:
@@ -68,9 +55,28 @@ def formula(method: str, n: int) -> dict[str, float]:
     return {phase: unit * (n - 1) / n for phase, unit in zip(("forward", "backward", "recompute"), units)}
 
 
+def rate_name(megabits: float) -> str:
+    if not megabits:
+        return "no limit"
+    return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
+
+
+def by_ranks(
+    title: str, rows: Sequence[dict[str, Any]], methods: Sequence[str], key: str, unit: str, scale: float = 1,
+    series: Sequence[Series] = (),
+) -> Panel:  # fmt: skip
+    """A panel of one line a method over the number of ranks; one rank alone has no method."""
+    sizes, lines = sorted({r["ranks"] for r in rows}), list(series)
+    for method in methods:
+        mine = sorted((r for r in rows if r["method"] == method or r["ranks"] == 1), key=lambda r: r["ranks"])
+        points = [(sizes.index(r["ranks"]), r[key] * scale) for r in mine]
+        lines.append(Series(METHODS[method], COLOURS[method], points))
+    return Panel(title, list(map(str, sizes)), lines, "ranks", unit=unit)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A model and its inputs; a frame is `side` x `wide` patches, or square. `low_rank`: sums of keys, if not 0."""
+    """A model and its inputs; a frame is `side` x `side` patches."""
 
     hidden: int = 64
     heads: int = 8
@@ -78,12 +84,10 @@ class Shape:
     batch: int = 1
     frames: int = 64
     side: int = 16
-    wide: int = 0
-    low_rank: int = 0
 
     @property
     def places(self) -> int:
-        return self.side * (self.wide or self.side)
+        return self.side**2
 
     @property
     def tokens(self) -> int:
@@ -94,22 +98,25 @@ class Shape:
         """M: bytes of an activation (b t s c), in fp32."""
         return 4 * self.tokens * self.hidden
 
+    def bare(self, device: str) -> tuple[Any, dict[str, Tensor]]:
+        """The model as it starts, and example inputs."""
+        with torch.device(device):
+            model: Any = zoo.create("transformer2d", hidden=self.hidden, heads=self.heads, depth=self.depth)
+            lengths = {"frames": self.frames, "height": 2 * self.side, "width": 2 * self.side}
+            return model, model.example_inputs(self.batch, **lengths)
+
     def model(self) -> Any:
         """The same weights on all ranks; none is zero, and no gradient vanishes."""
         torch.manual_seed(0)
-        low_rank = (self.low_rank, self.places) if self.low_rank else None
-        model = zoo.create("transformer2d", hidden=self.hidden, heads=self.heads, depth=self.depth, low_rank=low_rank)
+        model, _ = self.bare("cpu")
         for p in model.parameters():
             nn.init.normal_(p, std=0.5 / p.shape[-1] ** 0.5 if p.ndim > 1 else 0.02)
         return model
 
     def inputs(self, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere.
-
-        So is a single frame, which nobody can have a part of before it is embedded.
-        """
-        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh and self.frames > 1 else (1, 0)
-        whole = (self.batch, 4, self.frames, 2 * self.side, 2 * (self.wide or self.side))
+        """Each rank makes its own frames alone, as train.py does; without a mesh all of them, the same everywhere."""
+        n, rank = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
+        whole = (self.batch, 4, self.frames, 2 * self.side, 2 * self.side)
         if n == 1:
             torch.manual_seed(1)
             x = torch.randn(whole)
@@ -119,6 +126,10 @@ class Shape:
             meta = torch.empty(whole, device="meta")
             x = DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=meta.shape, stride=meta.stride())
         return {"x": x, "timestep": torch.full((self.batch,), 500.0)}
+
+    def plan(self, method: str, ranks: int, **how: Any) -> dsp.Plan:
+        model, inputs = self.bare("meta")
+        return dsp.embedded.plan(model, kwargs=inputs, size=ranks, method=method, gather_output=False, **how)
 
 
 @cache
@@ -166,20 +177,3 @@ class Step:
         own = [(p.to_local() if isinstance(p, DTensor) else p, isinstance(p, DTensor)) for p in self.model.parameters()]
         each = [(p.numel() * p.element_size(), cut) for p, cut in own]
         return sum(b for b, _ in each), sum(b for b, cut in each if not cut)
-
-
-def circumstances(shape: Shape, arguments: Sequence[str]) -> dict[str, Any]:
-    """When, where and how something was measured."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
-    script = Path(sys.argv[0]).resolve()
-    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    return {
-        "command": " ".join(["python", name, *arguments]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cores": os.cpu_count(),
-        "processor": names[0] if names else platform.machine(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__.split("+")[0],
-        "shape": asdict(shape),
-    }

@@ -12,27 +12,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
-import warnings
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.common import DOCS, line, on_ranks, options
 from benchmarks.models import diffusers_models
-from benchmarks.models.diffusers_models import Case
+from benchmarks.models.diffusers_models import Case, errors
 from dsp.slices import cast
 from dsp.text import human
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/your-own-model.md"
-MARK, END = "<!-- table: other fields -->\n", "<!-- end of other fields -->"
+PAGE = DOCS / "your-own-model.md"
 
 
 def neural_operator() -> nn.Module:
@@ -96,46 +92,23 @@ CASES: dict[str, Case] = {
     "monai's SegResNet": Case(medical, lambda: {"x": torch.randn(1, 1, 24, 16, 20)}, "x=b c d h w"),
     "fair-esm's MSATransformer": Case(alignment, lambda: {"tokens": torch.randint(4, 24, (1, 13, 20))}, "tokens=b r c"),
 }
-HEAD = "| model | the one line | N | output | gradients | largest share | sends, forward |"
+HEAD = "model", "the one line", "N", "output", "gradients", "largest share", "sends, forward"
 
 
-def row(name: str, n: int, found: Mapping[str, Any]) -> str:
-    errors = f"{found['output']:.0e} | {max(found['inputs'], found['parameters']):.0e}"
-    return f"| {name} | `{CASES[name].line}` | {n} | {errors} | {found['share']:.2f} | {human(found['planned'])} |"
-
-
-def _rank(rank: int, n: int, store: str, names: list[str], out: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("sp",))
-    for name in names:
-        found = diffusers_models.held(mesh, CASES[name])
-        if rank == 0:
-            print(made := row(name, n, found), flush=True)
-            with open(out, "a") as file:
-                file.write(made + "\n")
-    dist.destroy_process_group()
+def row(mesh: DeviceMesh, name: str) -> str:
+    found = diffusers_models.held(mesh, CASES[name])
+    share = f"{found['share']:.2f}", human(found["planned"])
+    return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(found), *share])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of models")
-    parser.add_argument("--write", action="store_true", help="to the page")
-    args = parser.parse_args()
-    names = [name for name in CASES if any(part in name for part in args.only)]
-    with tempfile.TemporaryDirectory() as at:
-        for n in args.ranks:
-            torch.multiprocessing.start_processes(
-                _rank, (n, f"{at}/store{n}", names, f"{at}/rows"), nprocs=n, start_method="fork"
-            )
-        made = Path(f"{at}/rows").read_text().splitlines()
-    rows = [line for name in names for line in made if line.startswith(f"| {name} |")]
-    if args.write:
-        before, _, rest = PAGE.read_text().partition(MARK)
-        table = "\n".join([HEAD, "|---" * 7 + "|", *rows])
-        PAGE.write_text(f"{before}{MARK}{table}\n{END}{rest.split(END, 1)[1]}")
+    o = options(__doc__, ranks=[2, 3], only=[""], write=False)
+    names = [name for name in CASES if any(part in name for part in o.only)]
+    place = {"page": PAGE, "name": "other fields", "cases": list(CASES), "head": HEAD}
+    for n in o.ranks:
+        on_ranks(
+            n, diffusers_models.make_rows, names, row, partial(diffusers_models.write, **place) if o.write else None
+        )
 
 
 if __name__ == "__main__":

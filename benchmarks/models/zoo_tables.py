@@ -14,7 +14,7 @@ bytes of residual over N ranks; each number is what one rank sends:
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import dsp
 import zoo
+from benchmarks.common import DOCS, fill, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/zoo.md"
+PAGE = DOCS / "zoo.md"
 RANKS = 8
 VIDEO = {"frames": 64, "height": 64, "width": 64}
 
@@ -43,28 +44,29 @@ class Entry:
 
 
 ENTRIES = [
-    Entry("Transformer-2D 720M", "transformer2d", "720m", sublayers=28 * 4),
-    Entry("Transformer-2D 3B", "transformer2d", "3b", sublayers=36 * 4),
-    Entry("STDiT v1 XL/2", "stdit", "v1-XL/2", sublayers=28 * 4),
-    Entry("STDiT v2 XL/2", "stdit", "v2-XL/2", sublayers=28 * 4),
-    Entry("STDiT v3 XL/2", "stdit", "v3-XL/2", sublayers=28 * 6),
-    Entry("STDiT v3 3B/2", "stdit", "v3-3B/2", sublayers=28 * 6),
-    Entry("Latte V1 XL/2", "latte", "XL/2", sublayers=28 * 2),
-    Entry("Latte V2 XL/2", "latte", "XL/2", sublayers=28 * 2, options={"variant": 2}),
-    Entry("Latte V3 XL/2", "latte", "XL/2", sublayers=28 * 3, options={"variant": 3}),
-    Entry("Latte V4 XL/2", "latte", "XL/2", sublayers=28 * 2, options={"variant": 4}),
-    Entry("Latte-1, text", "latte", "T2V", sublayers=28 * 5),
-    Entry("Axial video XL/2, in turn", "axial_video", "XL/2", sublayers=27 * 2),
-    Entry("Axial video XL/2, summed", "axial_video", "XL/2", sublayers=9 * 2, options={"order": "summed"}),
-    Entry("ST-Mamba B/2, st", "st_mamba", "B/2", sublayers=24),
-    Entry("ST-Mamba B/2, sst", "st_mamba", "B/2", sublayers=24, options={"order": "sst", "mixer": "mamba2"}),
-    Entry("ST-RWKV-6 B/2", "st_rwkv", "B/2", sublayers=24 * 2),
-    Entry("HunyuanVideo 13B", "hunyuan", "13B", sublayers=20 * 2 + 40),
-    Entry("Wan 2.1 1.3B", "wan", "1.3B", sublayers=30 * 3),
-    Entry("Wan 2.1 14B", "wan", "14B", sublayers=40 * 3),
+    Entry(title, *name.split(maxsplit=1), sublayers=sublayers, options=options)
+    for title, name, sublayers, options in (
+        ("Transformer-2D 720M", "transformer2d 720m", 28 * 4, {}),
+        ("Transformer-2D 3B", "transformer2d 3b", 36 * 4, {}),
+        ("STDiT v1 XL/2", "stdit v1-XL/2", 28 * 4, {}),
+        ("STDiT v2 XL/2", "stdit v2-XL/2", 28 * 4, {}),
+        ("STDiT v3 XL/2", "stdit v3-XL/2", 28 * 6, {}),
+        ("STDiT v3 3B/2", "stdit v3-3B/2", 28 * 6, {}),
+        ("Latte V1 XL/2", "latte XL/2", 28 * 2, {}),
+        ("Latte V2 XL/2", "latte XL/2", 28 * 2, {"variant": 2}),
+        ("Latte V3 XL/2", "latte XL/2", 28 * 3, {"variant": 3}),
+        ("Latte V4 XL/2", "latte XL/2", 28 * 2, {"variant": 4}),
+        ("Latte-1, text", "latte T2V", 28 * 5, {}),
+        ("Axial video XL/2, in turn", "axial_video XL/2", 27 * 2, {}),
+        ("Axial video XL/2, summed", "axial_video XL/2", 9 * 2, {"order": "summed"}),
+        ("ST-Mamba B/2, st", "st_mamba B/2", 24, {}),
+        ("ST-Mamba B/2, sst", "st_mamba B/2", 24, {"order": "sst", "mixer": "mamba2"}),
+        ("ST-RWKV-6 B/2", "st_rwkv B/2", 24 * 2, {}),
+        ("HunyuanVideo 13B", "hunyuan 13B", 20 * 2 + 40, {}),
+        ("Wan 2.1 1.3B", "wan 1.3B", 30 * 3, {}),
+        ("Wan 2.1 14B", "wan 14B", 40 * 3, {}),
+    )
 ]
-
-
 PAIRS = [(r, n) for r in (768, 2048) for n in (2, 4, 8, 16)]  # residues, ranks
 
 
@@ -95,25 +97,22 @@ def mib(count: float) -> str:
     return f"{count / 2**20:,.1f}" if count else "0"
 
 
-def video_table(entries: Sequence[Entry] = ENTRIES) -> Iterator[str]:
-    yield "| model | parameters | M, MiB | attends or scans along | switches | DSP | Ulysses | ring | Megatron |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+def video_table(entries: Sequence[Entry] = ENTRIES) -> Iterable[str]:
+    rows = []
     for row in map(measure, entries):
         each, k = row.residual / RANKS, min(row.mixers.values())
-        yield (
-            f"| {row.entry.title} | {row.parameters / 1e6:,.0f}M | {mib(row.residual)} "
-            f"| {', '.join(f'{dim} {n}×' for dim, n in row.mixers.items())} | {row.plan.calls['forward']} "
-            f"| {mib(row.plan.bytes['forward'])} "
-            f"| {mib(k * 4 * each * (RANKS - 1) / RANKS)} | {mib(k * 2 * each * (RANKS - 1))} "
-            f"| {mib(row.entry.sublayers * 2 * each * (RANKS - 1))} |"
-        )
+        along = ", ".join(f"{dim} {n}×" for dim, n in row.mixers.items())
+        rivals = (k * 4 * each * (RANKS - 1) / RANKS, k * 2 * each * (RANKS - 1))
+        sent = map(mib, (row.plan.bytes["forward"], *rivals, row.entry.sublayers * 2 * each * (RANKS - 1)))
+        name = [row.entry.title, f"{row.parameters / 1e6:,.0f}M", mib(row.residual)]
+        rows.append([*name, along, row.plan.calls["forward"], *sent])
+    head = "model", "parameters", "M, MiB", "attends or scans along", "switches", "DSP", "Ulysses", "ring", "Megatron"
+    return table(head, rows)
 
 
-def pair_table(sizes: Sequence[tuple[int, int]] = PAIRS) -> Iterator[str]:
+def pair_table(sizes: Sequence[tuple[int, int]] = PAIRS) -> Iterable[str]:
     """A block of the Evoformer, as the difference of two models: FastFold's schedule (arXiv 2203.00854) by formula."""
-    yield "| s | r | ranks | collectives | DSP, MiB | FastFold, MiB | DSP / FastFold |"
-    yield "|---|---|---|---|---|---|---|"
-    s = 512
+    s, rows = 512, []
     for r, n in sizes:
         plans = []
         for depth in (2, 3):
@@ -125,7 +124,8 @@ def pair_table(sizes: Sequence[tuple[int, int]] = PAIRS) -> Iterator[str]:
             getattr(plans[1], kind)["forward"] - getattr(plans[0], kind)["forward"] for kind in ("bytes", "calls")
         )
         fastfold = 2 * (n - 1) / n * (r * r * (272 + 512 / n) + s * r * (32 + 512 / n))
-        yield f"| {s} | {r} | {n} | {calls} | {mib(sent)} | {mib(fastfold)} | {sent / fastfold:.2f} |"
+        rows.append([s, r, n, calls, mib(sent), mib(fastfold), f"{sent / fastfold:.2f}"])
+    return table(["s", "r", "ranks", "collectives", "DSP, MiB", "FastFold, MiB", "DSP / FastFold"], rows)
 
 
 def stages_list() -> Iterator[str]:
@@ -144,18 +144,9 @@ def stages_list() -> Iterator[str]:
 TABLES = {"video": video_table, "pair": pair_table, "stages": stages_list}
 
 
-def fill(page: str, tables: Mapping[str, Callable[[], Iterator[str]]] = TABLES) -> str:
-    """The page with every table between its marks, `<!-- table: name -->` and `<!-- end -->`, made anew."""
-    for name, table in tables.items():
-        before, mark, rest = page.partition(f"<!-- table: {name} -->\n")
-        if mark:
-            page = before + mark + "\n".join(table()) + "\n" + rest[rest.index("<!-- end -->") :]
-    return page
-
-
 if __name__ == "__main__":
+    made = {name: [*make()] for name, make in TABLES.items()}
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(fill(PAGE.read_text()))
+        PAGE.write_text(fill(PAGE.read_text(), made))
     else:
-        for make in TABLES.values():
-            print("\n".join(make()), end="\n\n")
+        print("\n\n".join("\n".join(lines) for lines in made.values()))

@@ -13,7 +13,7 @@ Layout = Any
 Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
 Copies = frozenset[Layout]  # layouts of one value
 
-FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective (measured in benchmarks/README.md)
+FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective: to pack more costs more than a call
 
 
 class Infeasible(ValueError):

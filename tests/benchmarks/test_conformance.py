@@ -218,7 +218,7 @@ def test_what_is_not_installed_is_said(script, tmp_path: Path) -> None:
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.modules['deepspeed'] = None\n")
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), "DeepSpeed"],
+        [sys.executable, str(SCRIPT), "--methods", "DeepSpeed"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(dsp.__file__).parents[1])])},
         capture_output=True,
         text=True,

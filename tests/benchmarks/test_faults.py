@@ -29,22 +29,9 @@ class Found:
 
 def test_damaged_files_end_in_an_error_of_their_reader(inputs, tmp_path):
     found = Found()
-    for name, data in inputs.hostile():
-        if name in ("short.pdb", "far.pdb"):
-            (tmp_path / "latents").mkdir(exist_ok=True)
-            assert inputs.read(tmp_path, name, data, found)
-    inputs.mutations(tmp_path, 400, random.Random(1), found)
+    inputs.mutations(tmp_path, 600, random.Random(1), found)
     assert found.broken == []
-    assert found.found["mutations"]["refused"] > 100
-
-
-@pytest.mark.slow
-def test_files_and_configurations(inputs, tmp_path):
-    found = Found()
-    inputs.files(tmp_path, 40, random.Random(2), found)
-    inputs.configs(tmp_path, 40, None, found)
-    assert found.broken == []
-    assert found.found["configs"]["told_in_one_line"] == 40
+    assert found.found["mutations"]["refused"] > 200
 
 
 @pytest.mark.long
@@ -53,16 +40,7 @@ def test_a_few_of_every_kind(inputs, tmp_path):
     import subprocess
     import sys
 
-    counts = {
-        "kills": 2,
-        "launchers": 1,
-        "hangs": 2,
-        "damages": 6,
-        "configs": 5,
-        "files": 8,
-        "mutations": 50,
-        "memory": 1,
-    }
+    counts = {"kills": 2, "launchers": 1, "hangs": 2, "damages": 6, "mutations": 50, "memory": 1}
     command = [sys.executable, str(ROOT / "benchmarks/faults/faults.py"), "--steps", "30"]
     command += ["--out", str(tmp_path / "out.json")]
     done = subprocess.run(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.paths import ROOT
 
@@ -59,7 +60,7 @@ def test_the_parts_fit_the_budget(script) -> None:
 
 def test_missing_packages_are_named(script, monkeypatch, capsys) -> None:
     gpu, runner = script("gpu"), script("gpu_parts.runner")
-    parts = [*script("gpu_parts.alone").PARTS, *script("gpu_parts.host").PARTS]
+    parts = [*script("gpu_parts.trainer").PARTS, *script("gpu_parts.host").PARTS]
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
     assert set(runner.missing(parts)) == {"omegaconf", "sklearn", "PIL", "diffusers"}
     assert gpu.installing(["sklearn", "PIL"]) == "pip install scikit-learn pillow"
@@ -93,6 +94,32 @@ def test_the_rates_of_the_cost_model_are_found(script) -> None:
     assert calibrate.fitted(machine, rows, {})["error, worst"] > 0.5
     alone = {k: {**row, "measured, s": row["touched"] / 2e12} for k, row in rows.items()}
     assert calibrate.fitted(machine, alone, {})["stream"] == pytest.approx(0.5)  # where one rate explains all
+
+
+def selective_scan(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, delta_softplus: bool) -> Any:
+    """The definition that mamba_ssm gives for its kernel: u and delta (b d n), A (d k), B and C (b k n), D (d)."""
+    state, out, delta = 0.0, [], torch.nn.functional.softplus(delta)
+    for i in range(u.shape[2]):
+        step = delta[:, :, i, None]
+        state = (step * A).exp() * state + step * B[:, None, :, i] * u[:, :, i, None]
+        out.append((state * C[:, None, :, i]).sum(-1) + D * u[:, :, i])
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize(("kernel", "right"), [(selective_scan, True), (lambda u, *_, **__: u.clone(), False)])
+def test_the_kernel_of_mamba_is_compared_with_its_definition(script, monkeypatch, kernel: Any, right: bool) -> None:
+    correct, machine = script("gpu_parts.correct"), script("gpu_parts").Machine("cpu", "no GPU")
+    assert "is not installed" in correct.scanned(machine, torch.float32)["note"]
+    monkeypatch.setattr(correct.mamba, "mamba_kernel", lambda: kernel)
+    monkeypatch.setattr(correct.mamba, "has_data_on_cuda", lambda x: True)
+    assert correct.scanned(machine, torch.float32)["ok"] is right
+
+
+def test_a_step_that_is_skipped_changes_nothing(script, monkeypatch) -> None:
+    trainer, machine = script("gpu_parts.trainer"), script("gpu_parts").Machine("cpu", "no GPU")
+    assert trainer.skipped(machine)["ok"]
+    monkeypatch.setattr(trainer, "skipping", lambda optimizer, taken: None)
+    assert not trainer.skipped(machine)["ok"]
 
 
 def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
@@ -130,7 +157,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
     tables = script("methods.rival_tables")
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    table = "\n".join(tables.gpu_table())
+    table = "\n".join(tables.lines_of("gpu"))
     assert "| parts that are right | 5 of 7 |" in table
     assert "| 65,536 tokens/s, MFU 47.0%, 64 GiB, 20% outside of products and attention |" in table
     assert "| 80% to 90%, at 4,000 GB/s |" in table

@@ -240,10 +240,6 @@ def test_the_tree_is_the_tree() -> None:
             at.append(folder.rstrip("/"))
 
 
-def test_the_picture_of_the_switch_is_drawn_by_its_script(script) -> None:
-    assert (ROOT / "docs/images/switch.svg").read_text() == script("micro.plot_switch").picture()
-
-
 def test_the_sample_is_small_and_moves() -> None:
     from PIL import Image
 

@@ -417,6 +417,13 @@ def test_a3m(tmp_path):
     np.testing.assert_array_equal(read_alignment(tmp_path / "b.a3m.gz").msa, alignment.msa)
 
 
+def test_a_name_may_be_blank(tmp_path):
+    path = tmp_path / "two.a3m"
+    path.write_text(">q\nAC\n\0> \t\nDEF\n")
+    found = read_alignment(path)
+    assert (found.names, found.lengths) == (("q ",), (2, 3))
+
+
 def test_a_gap_in_the_query_of_an_a3m_is_no_column(tmp_path):
     """As in FASTA: what a row has there is left out, with its insertions before and after."""
     alignment = read_alignment(write(tmp_path / "a.a3m", [("q", "-MK--V"), ("r", "CMaKDccEgV"), ("s", "-M---V")]))

@@ -156,7 +156,8 @@ def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ..
         return Alignment(*block, source, lengths, copies, mates)
     lengths = tuple(block.msa.shape[1] for block in blocks)
     starts = [0, *np.cumsum(lengths)]
-    names = (" ".join(block.names[0].split()[0] for block in blocks), *(n for b in blocks for n in b.names[1:]))
+    query = " ".join("".join(block.names[0].split()[:1]) for block in blocks)
+    names = (query, *(name for block in blocks for name in block.names[1:]))
     msa = np.full((len(names), sum(lengths)), GAP, np.uint8)
     deletions, row = np.zeros(msa.shape, np.uint16), 1
     for block, start, end in zip(blocks, starts, starts[1:]):
