@@ -139,12 +139,13 @@ def started(folder: Path, *command: str) -> str:
 
 @pytest.mark.parametrize(("page", "code", "n"), [*programs()])
 def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, page: Path, code: str, n: int) -> None:
-    """In new processes, in a folder of its own: with nothing that the page lacks, such as a seed."""
+    """In new processes, in a folder of its own or in the checkout: with nothing that the page lacks, such as a seed."""
     (tmp_path / "page.py").write_text(code)
     assert n or "mesh" not in code
     if "import deepspeed" in code:
         pytest.importorskip("deepspeed")
-    printed = started(tmp_path, *(["-m", "dsp.launch", "--nproc-per-node", str(n)] if n else []), "page.py")
+    launch = ["-m", "dsp.launch", "--nproc-per-node", str(n)] if n else []
+    printed = started(ROOT if '"tests/' in code else tmp_path, *launch, str(tmp_path / "page.py"))
     assert "NOT OK" not in printed
     if page == README:
         assert printed.count("check over 4 ranks in float64: ok") == 1  # printed once
