@@ -130,7 +130,7 @@ def programs() -> Iterator[Any]:
 
 
 def started(folder: Path, *command: str) -> str:
-    """What a new process prints, which has to end well."""
+    """The output of a new process, which has to end well."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
     done = launched([sys.executable, *command], cwd=folder, env=env)
     assert not done.returncode, done.stderr
