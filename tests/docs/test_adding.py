@@ -108,7 +108,7 @@ def test_a_task_that_lacks_something_says_what(folder, name):
         (["data.yaml", "data.name=digits", "task=nextframes"], "DATA of task=nextframes has no options of that name"),
     ],
 )
-def test_a_part_that_is_not_there(folder, arguments, message):
+def test_missing_parts_are_named(folder, arguments, message):
     def made():
         config = cfg.load(arguments)
         task = cfg.create_task(config)
@@ -153,7 +153,7 @@ def test_a_data_set_that_lacks_something_says_what(name):
     assert [line.split(":")[0].strip() for line in str(error.value).split("\n")[1:]] == [name]
 
 
-def test_clips_of_what_there_is():
+def test_clips_from_a_list():
     x = torch.arange(2 * 5 * 2 * 2.0).view(2, 5, 2, 2)
     for items in ([x], iter([x]), [(x, 3)], [{"x": x, "label": torch.tensor(3)}]):
         found = Clips(items, classes=4).clip(0, 0, range(1, 3))

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.paths import ROOT, TESTS
 from tests.support.runs import Heard, launched
 from tests.support.slow import long, slow
 from tools.mutations import FAULTS
+from zoo.training import config as cfg
 
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -98,80 +100,96 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
 
 
 LONGER = [path for path in PAGES if path.stem in ("embedded", "planning", "adding", "fold-long")]
-RUN = [path for path in PAGES if path not in (*LONGER, FRAMEWORKS)]
+RUN = [path for path in ALL if path not in (*LONGER, FRAMEWORKS)]
 
 
 @pytest.mark.parametrize("path", [*RUN, *map(slow, LONGER)], ids=lambda path: path.name)
 def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     code = python(path)
-    n = 3 if any("mesh" in block.text for block in code) else 1
+    n = (4 if path == README else 3) if any("mesh" in block.text for block in code) else 1
     printed = ranks(on_rank, n, str(path.relative_to(ROOT)), [(block.text, block.line) for block in code])
     compare(path, code, printed[0])
-
-
-def test_the_readme_runs(ranks) -> None:
-    """Blocks that speak of a mesh on four ranks, all others in this one process."""
-    code = python(README)
-    assert any("dsp.check" in block.text for block in code)
-    printed = []
-    for block in code:
-        piece = [(block.text, block.line)]
-        if "mesh" in block.text:
-            printed += ranks(on_rank, 4, "README.md", piece)[0]
-        else:
-            printed += execute("README.md", piece, {})
-    compare(README, code, printed)
-
-
-@pytest.mark.slow
-def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
-    """Its blocks that make a mesh, word for word, in new processes: with nothing that the page lacks; printed once."""
-    (code,) = [block.text for block in python(README) if "init_device_mesh" in block.text]
-    (tmp_path / "example.py").write_text(code)
-    command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "4", "example.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"}
-    done = launched(command, cwd=tmp_path, env=env)
-    assert not done.returncode, done.stderr
-    assert done.stdout.count("check over 4 ranks in float64: ok") == 1
-    assert "NOT OK" not in done.stdout
 
 
 LONG = "embedded adding planning your-own-model how-it-works numerics".split()  # and in one process they run anyway
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        (long if page.stem in LONG else slow)(page, id=page.name)
-        for page in PAGES
-        if page != FRAMEWORKS and python(page)
-    ],
-)
-def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, path: Path) -> None:
-    """Its blocks as one script, in new processes: with nothing that the page lacks, such as a seed."""
-    code = "".join(block.text for block in python(path))
-    (tmp_path / "page.py").write_text(code)
-    start = ["-m", "dsp.launch", "--nproc-per-node", "3"] if "init_device_mesh(" in code else []
-    assert start or "mesh" not in code
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *start, str(tmp_path / "page.py")]
-    done = launched(command, cwd=ROOT, env=env)
+def programs() -> Iterator[Any]:
+    """Programs as a user saves and starts them: the blocks of a page as one file, of frameworks.md each by itself."""
+    for page in ALL:
+        code = [block.text for block in python(page)]
+        if page == FRAMEWORKS:
+            yield from (slow(page, text, 4, id=f"{page.name}-{i}") for i, text in enumerate(code))
+        elif code:
+            n = 4 if page == README else 3
+            mark = long if page.stem in LONG else slow
+            yield mark(page, "".join(code), n if "init_device_mesh(" in "".join(code) else 0, id=page.name)
+        for block in blocks(page):  # for a process of its own alone; `(...)` stands for what the reader has
+            if block.language == "py" and "(...)" not in block.text:
+                yield slow(page, block.text, 0, id=f"{page.name}-py")
+
+
+def started(folder: Path, *command: str) -> str:
+    """The output of a new process, which has to end well."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
+    done = launched([sys.executable, *command], cwd=folder, env=env)
     assert not done.returncode, done.stderr
-    assert "NOT OK" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("page", "code", "n"), [*programs()])
+def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, page: Path, code: str, n: int) -> None:
+    """In new processes, in a folder of its own or in the checkout: with nothing that the page lacks, such as a seed."""
+    (tmp_path / "page.py").write_text(code)
+    assert n or "mesh" not in code
+    if "import deepspeed" in code:
+        pytest.importorskip("deepspeed")
+    launch = ["-m", "dsp.launch", "--nproc-per-node", str(n)] if n else []
+    printed = started(ROOT if '"tests/' in code else tmp_path, *launch, str(tmp_path / "page.py"))
+    assert "NOT OK" not in printed
+    if page == README:
+        assert printed.count("check over 4 ranks in float64: ok") == 1  # printed once
+    if f"```py\n{code}" in page.read_text():
+        assert f"```text\n{printed}```" in page.read_text()
+
+
+def test_every_block_of_a_page_is_of_a_language_that_the_tests_know() -> None:
+    known = {"python", "py", "bash", "yaml", "text", "bibtex", ""}  # reports and stages have none
+    assert {block.language for path in ALL for block in blocks(path)} <= known
+
+
+def test_the_configurations_of_the_pages_are_read(tmp_path: Path) -> None:
+    """But for those of adding.md, which test_adding.py trains."""
+    for path in ALL:
+        for block in blocks(path):
+            if block.language == "yaml" and path.stem != "adding":
+                (tmp_path / "page.yaml").write_text(block.text)
+                cfg.load([str(tmp_path / "page.yaml")], shown=True)
+
+
+COMMANDS = [
+    (line.split("#")[0].strip(), path)
+    for path in ALL
+    for block in blocks(path)
+    if block.language == "bash"
+    for line in block.text.splitlines()
+]
+
+
+STANDS_FOR = r"CONFIG|=latents"  # a file and a folder of the reader's
+LOOKS = [line for line, _ in COMMANDS if re.search("dry_run=|help=", line) and not re.search(STANDS_FOR, line)]
+
+
+@pytest.mark.parametrize("line", [long(line) for line in LOOKS])
+def test_commands_that_start_no_run(line: str) -> None:
+    started(ROOT, *line.split()[1:])
 
 
 def test_the_commands_are_there_and_name_what_exists() -> None:
-    bash = [
-        (line.strip(), path.read_text())
-        for path in ALL
-        for block in blocks(path)
-        if block.language == "bash"
-        for line in block.text.splitlines()
-    ]
-    assert {MAIN_JOB, SUITE} <= {line for line, _ in bash}
-    for line, page in bash:
-        for name in re.findall(r"[\w./-]+\.(?:py|yaml|txt)\b", line.split("#")[0]):
-            there = (ROOT / name).exists() or f"Save this as `{name}`" in page
+    assert {MAIN_JOB, SUITE} <= {line for line, _ in COMMANDS}
+    for line, path in COMMANDS:
+        for name in re.findall(r"[\w./-]+\.(?:py|yaml|txt)\b", line):
+            there = (ROOT / name).exists() or f"Save this as `{name}`" in path.read_text()
             assert there, f"{line!r} names {name}, which does not exist"
 
 

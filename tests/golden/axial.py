@@ -1,4 +1,4 @@
-"""The numbers of tests/zoo/test_axial_image.py, from the authors' code (github.com/google-research/google-research):
+"""The numbers of tests/zoo/test_golden.py, from the authors' code (github.com/google-research/google-research):
 
     pip install tensorflow-cpu==2.21.0
     python tests/golden/axial.py DIR     # with DIR/axial/nn.py and DIR/axial/transformers.py

@@ -1,4 +1,4 @@
-"""The numbers of tests/zoo/test_golden_latte.py, from the authors' code (github.com/Vchitect/Latte):
+"""The numbers of tests/zoo/test_golden.py, from the authors' code (github.com/Vchitect/Latte):
 
     git clone https://github.com/Vchitect/Latte && git -C Latte checkout b27c24a17487e3c33ae4e92364521303d0f14845
     python tests/golden/latte.py Latte
@@ -81,4 +81,4 @@ def numbers(checkout: str, case: str) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({case: numbers(sys.argv[1], case) for case in CASES}, indent=1))
+    print(json.dumps({case: numbers(sys.argv[1], case) for case in CASES}, separators=(",", ":")))

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
+from tests.support.cases import build
+from tests.support.refusals import refused
 from zoo.video.diffusion import (
     IDDPM,
     RectifiedFlow,
@@ -40,21 +43,24 @@ class Fixed(nn.Module):
         return torch.cat([a * x + bias for a in self.a], dim=1)
 
 
-def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tensors(seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=random) * 2 - 1, torch.randn(shape, generator=random)
+    return torch.rand(SHAPE, generator=random) * 2 - 1, torch.randn(SHAPE, generator=random)
 
 
-# ------------------------------------------------------------------------------------------------------- objectives
+X, NOISE = tensors()
+TIMESTEP = torch.tensor([3, 800])
+
+
+# Objectives
 
 
 def test_rectified_flow_states_open_sora_convention():
-    x, noise = tensors(*SHAPE)
     u = torch.tensor([0.25, 0.75])
     model = Fixed(2)
-    loss, weight = RectifiedFlow(model)(x, noise, u)
-    x_u = (1 - u.view(2, 1, 1, 1, 1)) * x + u.view(2, 1, 1, 1, 1) * noise
-    torch.testing.assert_close(loss, (x - noise - model(x_u, 1000 * u)[:, :3]) ** 2)
+    loss, weight = RectifiedFlow(model)(X, NOISE, u)
+    x_u = (1 - u.view(2, 1, 1, 1, 1)) * X + u.view(2, 1, 1, 1, 1) * NOISE
+    torch.testing.assert_close(loss, (X - NOISE - model(x_u, 1000 * u)[:, :3]) ** 2)
     assert torch.equal(model.seen[0], 1000 * u)
     assert loss.shape == weight.shape == SHAPE
     assert weight.eq(1).all()
@@ -76,21 +82,19 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_iddpm_noising_matches_diffusers():
-    x, noise = tensors(*SHAPE)
     for step in (0, 1, 500, 999):
         timestep = torch.full((2,), step)
-        ours = IDDPM(nn.Identity()).q_sample(x, noise, timestep)
-        assert_close(ours, reference("DDPMScheduler").add_noise(x, noise, timestep))
+        ours = IDDPM(nn.Identity()).q_sample(X, NOISE, timestep)
+        assert_close(ours, reference("DDPMScheduler").add_noise(X, NOISE, timestep))
 
 
 def test_iddpm_mean_and_learned_variance_match_diffusers():
     objective, scheduler = IDDPM(nn.Identity()), reference("DDPMScheduler", variance_type="learned_range")
-    x_s, noise = tensors(*SHAPE)
-    v = tensors(*SHAPE, seed=1)[0]
+    x_s, v = X, tensors(seed=1)[0]
     for step in (1, 2, 500, 999):  # diffusers clamps the variance of step 0 instead of taking that of step 1
-        mean, log_variance = objective.p_mean_variance(noise, v, x_s, torch.full((2,), step))
+        mean, log_variance = objective.p_mean_variance(NOISE, v, x_s, torch.full((2,), step))
         random = torch.Generator().manual_seed(0)
-        theirs = scheduler.step(torch.cat([noise, v], 1), step, x_s, generator=random).prev_sample
+        theirs = scheduler.step(torch.cat([NOISE, v], 1), step, x_s, generator=random).prev_sample
         drawn = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
         assert_close(mean + (0.5 * log_variance).exp() * drawn, theirs)
         assert_close(log_variance, scheduler._get_variance(step, predicted_variance=v))
@@ -99,22 +103,20 @@ def test_iddpm_mean_and_learned_variance_match_diffusers():
 def test_iddpm_bound_is_the_kl_of_torch_distributions_and_teaches_only_the_variance():
     from torch.distributions import Normal, kl_divergence
 
-    x, noise = tensors(*SHAPE)
-    timestep = torch.tensor([3, 800])
-    model = Fixed(2)
+    timestep, model = TIMESTEP, Fixed(2)
     objective = IDDPM(model)
-    loss, weight = objective(x, noise, timestep)
-    x_s = objective.q_sample(x, noise, timestep)
+    loss, weight = objective(X, NOISE, timestep)
+    x_s = objective.q_sample(X, NOISE, timestep)
     predicted, v = model(x_s, timestep).chunk(2, dim=1)
     mean, log_variance = objective.p_mean_variance(predicted, v, x_s, timestep)
-    true_mean, true_log_variance = objective.posterior(x, x_s, timestep)
+    true_mean, true_log_variance = objective.posterior(X, x_s, timestep)
     truth = Normal(true_mean, (0.5 * true_log_variance).exp().expand(SHAPE))
     kl = kl_divergence(truth, Normal(mean, (0.5 * log_variance).exp()))
-    torch.testing.assert_close(loss, (noise - predicted) ** 2 + kl / math.log(2), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, (NOISE - predicted) ** 2 + kl / math.log(2), atol=1e-4, rtol=1e-4)
     assert loss.shape == weight.shape == SHAPE
     # The noise half learns from the squared error alone: the gradient of its scale a[0] is that of the plain loss.
     grad = torch.autograd.grad(loss.mean(), model.a)[0]
-    plain = torch.autograd.grad(((noise - predicted) ** 2).mean(), model.a)[0]
+    plain = torch.autograd.grad(((NOISE - predicted) ** 2).mean(), model.a)[0]
     assert grad[0].item() == pytest.approx(plain[0].item(), rel=1e-5)
     assert plain[1] == 0
     assert grad[1].abs() > 0
@@ -128,54 +130,42 @@ def test_iddpm_first_step_is_the_likelihood_of_256_bins():
     for mean, std in ((0.1, 0.3), (-0.95, 0.05), (1.2, 0.1)):
         total = log_likelihood(values, torch.tensor(mean), torch.tensor(std).log()).exp().sum()
         assert total.item() == pytest.approx(1, abs=1e-3)
-    x, noise = tensors(*SHAPE)
     model = Fixed(2)
     objective, zero = IDDPM(model), torch.zeros(2, dtype=torch.long)
-    loss, _ = objective(x, noise, zero)
-    x_s = objective.q_sample(x, noise, zero)
+    loss, _ = objective(X, NOISE, zero)
+    x_s = objective.q_sample(X, NOISE, zero)
     predicted, v = model(x_s, zero).chunk(2, dim=1)
     mean, log_variance = objective.p_mean_variance(predicted, v, x_s, zero)
-    bound = -log_likelihood(x, mean, 0.5 * log_variance) / math.log(2)
-    torch.testing.assert_close(loss, (noise - predicted) ** 2 + bound)
-
-
-def test_iddpm_of_a_model_without_variance_is_the_squared_error():
-    x, noise = tensors(*SHAPE)
-    model, timestep = Fixed(1), torch.tensor([0, 40])
-    objective = IDDPM(model)
-    expected = (noise - model(objective.q_sample(x, noise, timestep), timestep)) ** 2
-    torch.testing.assert_close(objective(x, noise, timestep)[0], expected)
+    bound = -log_likelihood(X, mean, 0.5 * log_variance) / math.log(2)
+    torch.testing.assert_close(loss, (NOISE - predicted) ** 2 + bound)
 
 
 @pytest.mark.parametrize("kind", [RectifiedFlow, IDDPM])
 def test_objective_of_a_slice_is_the_slice_of_the_objective(kind):
     """Sharding along t or w relies on this: bit for bit, uneven and empty slices too."""
-    x, noise = tensors(*SHAPE)
     objective = kind(Fixed(2))
     timestep = objective.sample_timestep(torch.tensor([0.0001, 0.6]))
-    whole = objective(x, noise, timestep)[0]
+    whole = objective(X, NOISE, timestep)[0]
     for dim, parts in ((2, [3, 1, 0]), (4, [2, 4])):
-        shards = zip(x.split(parts, dim), noise.split(parts, dim))
+        shards = zip(X.split(parts, dim), NOISE.split(parts, dim))
         torch.testing.assert_close(torch.cat([objective(*s, timestep)[0] for s in shards], dim), whole, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [RectifiedFlow, IDDPM])
 def test_weight_is_per_element(kind):
-    x, noise = tensors(*SHAPE)
     objective = kind(Fixed())
     timestep = objective.sample_timestep(torch.tensor([0.2, 0.6]))
     frames = torch.tensor([1.0, 0.0, 1.0, 0.5]).view(1, 1, 4, 1, 1)
-    assert torch.equal(objective(x, noise, timestep, weight=frames)[1], frames.expand(SHAPE))
+    assert torch.equal(objective(X, NOISE, timestep, weight=frames)[1], frames.expand(SHAPE))
     assert torch.equal(
-        objective(x, noise, timestep, weight=torch.tensor([1.0, 3.0]))[1][:, 0, 0, 0, 0], torch.tensor([1.0, 3.0])
+        objective(X, NOISE, timestep, weight=torch.tensor([1.0, 3.0]))[1][:, 0, 0, 0, 0], torch.tensor([1.0, 3.0])
     )
 
 
 def test_stages_are_those_of_the_model_under_the_objective():
     assert RectifiedFlow(Fixed()).stages == {
         "": "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w",
-        "model.blocks.*": "b [t] s [c]",
-        "model.out": "b t s [c], context=b [l c]",
+        **{f"model.{name}": stage for name, stage in Fixed.stages.items() if name},
     }
     assert list(IDDPM(nn.Identity()).stages) == [""]
 
@@ -183,12 +173,11 @@ def test_stages_are_those_of_the_model_under_the_objective():
 def test_an_objective_survives_meta_and_to_empty():
     with torch.device("meta"):
         objective = IDDPM(Fixed(2))
-    loss, _ = objective(*(t.to("meta") for t in tensors(*SHAPE)), torch.zeros(2, dtype=torch.long, device="meta"))
+    loss, _ = objective(X.to("meta"), NOISE.to("meta"), torch.zeros(2, dtype=torch.long, device="meta"))
     assert loss.shape == SHAPE
     objective.to_empty(device="cpu")
-    x, noise = tensors(*SHAPE)
     timestep = torch.tensor([5, 6])
-    assert torch.equal(objective.q_sample(x, noise, timestep), IDDPM(nn.Identity()).q_sample(x, noise, timestep))
+    assert torch.equal(objective.q_sample(X, NOISE, timestep), IDDPM(nn.Identity()).q_sample(X, NOISE, timestep))
 
 
 def test_timesteps_are_quantiles_of_the_training_distribution():
@@ -202,8 +191,7 @@ def test_timesteps_are_quantiles_of_the_training_distribution():
     assert IDDPM(nn.Identity()).sample_timestep(torch.tensor([0.99999999])).item() == 999
     assert RectifiedFlow(nn.Identity()).validation_levels(2).tolist() == pytest.approx([0.3375, 0.6625], abs=1e-3)
     assert IDDPM(nn.Identity()).validation_levels(4).tolist() == [125, 375, 625, 875]
-    with pytest.raises(ValueError, match="n >= 1"):
-        RectifiedFlow(nn.Identity()).validation_levels(0)
+    refused("n >= 1", RectifiedFlow(nn.Identity()).validation_levels, 0)
 
 
 def test_uniform_and_shifted_levels():
@@ -227,60 +215,61 @@ def test_the_shift_of_a_size_is_open_soras(size):
     assert shift_at(3.0, None, 123) == 3.0
 
 
-def test_velocity_matches_diffusers():
-    x, noise = tensors(*SHAPE)
-    model, timestep = Fixed(1), torch.tensor([3, 800])
-    objective = IDDPM(model, velocity=True)
-    target = reference("DDPMScheduler", prediction_type="v_prediction").get_velocity(x, noise, timestep)
-    predicted = model(objective.q_sample(x, noise, timestep), timestep)
-    assert_close(objective(x, noise, timestep)[0], (target - predicted) ** 2)
-
-
-def test_a_learned_variance_is_bounded_alike_whatever_is_predicted():
-    """A model of the noise and one of the velocity that say the same have the same bound."""
-    x, noise = tensors(*SHAPE)
-    timestep, place = torch.tensor([3, 800]), tensors(*SHAPE, seed=1)[0]
-    tables = linear_schedule()
-    signal, sigma = (tables[name][timestep].float().view(-1, 1, 1, 1, 1) for name in ("signal", "noise"))
-    bounds = []
-    for velocity in (False, True):
-        predicted = signal * (noise + 0.1) - sigma * x_of(x, noise, signal, sigma) if velocity else noise + 0.1
-        objective = IDDPM(Says(torch.cat([predicted, place], 1)), velocity=velocity)
-        target = signal * noise - sigma * x if velocity else noise
-        bounds.append(objective(x, noise, timestep)[0] - (target - predicted) ** 2)
-    torch.testing.assert_close(*bounds, atol=1e-4, rtol=1e-4)
-
-
-class Says(nn.Module):
-    """A model that always says the same."""
-
-    def __init__(self, said: Tensor) -> None:
-        super().__init__()
-        self.said = said
-
-    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
-        return self.said
-
-
-def x_of(x: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-    """The data that a model which says `noise` + 0.1 takes x_s to be made of."""
-    return (signal * x + sigma * noise - sigma * (noise + 0.1)) / signal
-
-
 @pytest.mark.parametrize("velocity", [False, True])
-def test_min_snr_matches_diffusers(velocity):
+def test_velocity_and_min_snr_match_diffusers(velocity):
     from diffusers.training_utils import compute_snr
 
-    x, noise = tensors(*SHAPE)
-    model, timestep = Fixed(1), torch.tensor([3, 800])
-    ratio = compute_snr(reference("DDPMScheduler"), timestep)
+    model, scheduler = Fixed(1), reference("DDPMScheduler", prediction_type="v_prediction")
+    plain, found = (IDDPM(model, velocity=velocity, min_snr=s)(X, NOISE, TIMESTEP) for s in (None, 5.0))
+    target = scheduler.get_velocity(X, NOISE, TIMESTEP) if velocity else NOISE
+    assert_close(plain[0], (target - model(IDDPM(model).q_sample(X, NOISE, TIMESTEP), TIMESTEP)) ** 2)
+    ratio = compute_snr(scheduler, TIMESTEP)
     weight = torch.minimum(ratio, torch.tensor(5.0)) / (ratio + 1 if velocity else ratio)
-    plain, found = (IDDPM(model, velocity=velocity, min_snr=s)(x, noise, timestep) for s in (None, 5.0))
     assert_close(found[0], plain[0] * weight.view(-1, 1, 1, 1, 1).float())
     assert torch.equal(found[1], plain[1])
 
 
-# --------------------------------------------------------------------------------------------------------- samplers
+def test_a_learned_variance_is_bounded_alike_whatever_is_predicted():
+    """A model of the noise and one of the velocity that say the same have the same bound."""
+    signal, sigma = (linear_schedule()[name][TIMESTEP].float().view(-1, 1, 1, 1, 1) for name in ("signal", "noise"))
+    bounds = []
+    for velocity in (False, True):
+        error = 0.1 / signal if velocity else 0.1  # what is said to be noise + 0.1 makes x smaller
+        target = signal * NOISE - sigma * X if velocity else NOISE
+        said = torch.cat([target + error, tensors(seed=1)[0]], 1)
+        objective = IDDPM(lambda x, timestep, said=said: said, velocity=velocity)
+        bounds.append(objective(X, NOISE, TIMESTEP)[0] - error**2)
+    torch.testing.assert_close(*bounds, atol=1e-4, rtol=1e-4)
+
+
+# Clean frames
+
+
+@pytest.mark.parametrize("wrap", [RectifiedFlow, IDDPM])
+def test_clean_frames_are_seen_without_noise_and_not_judged(wrap):
+    objective = wrap(build("stdit-v3").float())
+    inputs = objective.model.example_inputs(2)
+    inputs["x_mask"] = torch.tensor([[True] * 5, [False, True, True, False, True]])
+    inputs["timestep"] = torch.tensor([0.5, 0.9]) if wrap is RectifiedFlow else torch.tensor([500, 900])
+    noise, seen = torch.randn_like(inputs["x"]), []
+    objective.model.embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    loss, weight = objective(noise=noise, **inputs)
+    objective(noise=noise, **{k: v for k, v in inputs.items() if k != "x_mask"})
+    masked, plain = seen
+    clean = ~inputs["x_mask"][:, None, :, None, None].expand_as(weight)
+    assert torch.equal(weight, (~clean).float())
+    assert torch.equal(masked[~clean], plain[~clean])
+    torch.testing.assert_close(masked[clean], inputs["x"][clean], rtol=0, atol=0 if wrap is RectifiedFlow else 0.1)
+    assert loss.shape == inputs["x"].shape
+
+
+def test_the_first_version_knows_no_clean_frames():
+    model = build("stdit-v1").float()
+    given = model.example_inputs() | {"x_mask": torch.ones(1, 5, dtype=torch.bool)}
+    refused("a model built with version='v1' takes no x_mask", model, **given)
+
+
+# Samplers
 
 
 def walked(scheduler, model, x, sign=1, **options):
@@ -291,63 +280,67 @@ def walked(scheduler, model, x, sign=1, **options):
     return x
 
 
-@pytest.mark.parametrize(("steps", "eta"), [(1, 0.0), (5, 0.0), (50, 0.0), (10, 1.0)])
-def test_ddim_matches_diffusers(steps, eta):
-    scheduler = reference("DDIMScheduler", timestep_spacing="trailing")
+@pytest.mark.parametrize(
+    ("steps", "eta", "velocity"), [(1, 0, False), (5, 0, False), (50, 0, False), (10, 1, False), (10, 0, True)]
+)
+def test_ddim_matches_diffusers(steps, eta, velocity):
+    kind = "v_prediction" if velocity else "epsilon"
+    scheduler = reference("DDIMScheduler", timestep_spacing="trailing", prediction_type=kind)
     scheduler.set_timesteps(steps)
-    model, noise = Fixed(2), tensors(*SHAPE)[1]
     ours, theirs = ({"eta": eta, name: torch.Generator().manual_seed(3)} for name in ("random", "generator"))
-    assert_close(ddim(model, noise, steps, **ours), walked(scheduler, model, noise, **theirs))
+    model = Fixed(2)
+    assert_close(ddim(model, NOISE, steps, velocity=velocity, **ours), walked(scheduler, model, NOISE, **theirs))
 
 
-@pytest.mark.parametrize("steps", [1, 7, 25])
-def test_euler_matches_diffusers(steps):
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
-    model, noise = Fixed(2), tensors(*SHAPE)[1]
-    assert_close(euler(model, noise, steps), walked(scheduler, model, noise, sign=-1))  # its velocity is noise - x
-
-
-@pytest.mark.parametrize("shift", [3.0, 0.5])
-def test_a_shifted_euler_matches_diffusers(shift):
+@pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (7, 1.0), (25, 1.0), (7, 3.0), (7, 0.5)])
+def test_euler_matches_diffusers(steps, shift):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    scheduler.set_timesteps(sigmas=[1 - i / 7 for i in range(7)])
-    model, noise = Fixed(2), tensors(*SHAPE)[1]
-    assert_close(euler(model, noise, 7, shift=shift), walked(scheduler, model, noise, sign=-1))
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    model = Fixed(2)
+    # its velocity is noise - x
+    assert_close(euler(model, NOISE, steps, shift=shift), walked(scheduler, model, NOISE, sign=-1))
 
 
-def test_ddim_of_a_velocity_matches_diffusers():
-    scheduler = reference("DDIMScheduler", timestep_spacing="trailing", prediction_type="v_prediction")
-    scheduler.set_timesteps(10)
-    model, noise = Fixed(2), tensors(*SHAPE)[1]
-    assert_close(ddim(model, noise, 10, velocity=True), walked(scheduler, model, noise))
+def test_a_model_of_the_published_velocity_moves_noise_to_its_data():
+    """By the objective's own sampler, and by diffusers'."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    class Perfect(nn.Module):
+        flow_sign = zoo.create("wan", "test").flow_sign
+
+        def forward(self, x, timestep):
+            return (x - target) / (timestep.view(-1, 1, 1, 1, 1) / 1000)  # noise - target
+
+    target = torch.full_like(NOISE, 0.7)
+    assert RectifiedFlow(Perfect())(target, NOISE, torch.tensor([0.4]))[0].max() < 1e-10
+    torch.testing.assert_close(euler(Perfect(), NOISE, 3), target)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    torch.testing.assert_close(walked(scheduler, Perfect(), NOISE), target)
 
 
 @pytest.mark.parametrize("sampler", [euler, ddim])
 def test_guidance_pushes_away_from_the_null_class(sampler):
-    model, noise = Fixed(), tensors(*SHAPE)[1]
+    model = Fixed()
     label, null = torch.tensor([3, 7]), torch.tensor([10, 10])
     calls: list[tuple[int, int]] = []
     guided = sampler(
-        model, noise, 1, guidance=3.0, uncond={"label": null}, label=label, on_step=lambda i, n: calls.append((i, n))
+        model, NOISE, 1, guidance=3.0, uncond={"label": null}, label=label, on_step=lambda i, n: calls.append((i, n))
     )
     shifted = null + 3 * (label - null)  # the model is affine in its label
-    assert_close(guided, sampler(model, noise, 1, label=shifted))
+    assert_close(guided, sampler(model, NOISE, 1, label=shifted))
     assert calls == [(1, 1)]
     assert not guided.requires_grad
     model.seen.clear()
-    sampler(model, noise, 4, label=label, uncond={"label": null})
+    sampler(model, NOISE, 4, label=label, uncond={"label": null})
     assert len(model.seen) == 4  # guidance 1 needs no second call
 
 
 @pytest.mark.parametrize("sampler", [euler, ddim])
 def test_held_frames_are_shown_as_in_training_and_come_back_untouched(sampler):
     """The loop written out, with a model whose frames depend on one another."""
-    clean, noise = tensors(*SHAPE)
     x_mask = torch.tensor([[False, True, True, True], [False, False, True, True]])
     label, null = torch.tensor([3, 7]), torch.tensor([10, 10])
     fixed, seen = Fixed(), []
@@ -357,18 +350,18 @@ def test_held_frames_are_shown_as_in_training_and_come_back_untouched(sampler):
         return fixed(x, timestep, label) + x.mean(2, keepdim=True)
 
     made = x_mask[:, None, :, None, None].expand(SHAPE)
-    result = sampler(model, noise, 3, guidance=2.0, uncond={"label": null}, clean=clean, x_mask=x_mask, label=label)
-    assert torch.equal(result[~made], clean[~made])
+    result = sampler(model, NOISE, 3, guidance=2.0, uncond={"label": null}, clean=X, x_mask=x_mask, label=label)
+    assert torch.equal(result[~made], X[~made])
     assert len(seen) == 6
-    shown = clean
+    shown = X
     if sampler is ddim:  # step 0 of 1000 is not quite without noise
-        shown = IDDPM(nn.Identity()).q_sample(clean, noise, torch.zeros(2, dtype=torch.long))
+        shown = IDDPM(nn.Identity()).q_sample(X, NOISE, torch.zeros(2, dtype=torch.long))
     for x, mask in seen:
         torch.testing.assert_close(x[~made], shown[~made], atol=1e-6, rtol=0)
         assert mask is x_mask
 
     abar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
-    x = torch.where(made, noise, shown)
+    x = torch.where(made, NOISE, shown)
     with torch.no_grad():
         for i in range(3):
             step = torch.full((2,), 1000 * (1 - i / 3) if sampler is euler else [999, 666, 332][i])
@@ -386,22 +379,17 @@ def test_held_frames_are_shown_as_in_training_and_come_back_untouched(sampler):
 
 
 def test_samplers_refuse_what_they_cannot_do():
-    model, noise = Fixed(), tensors(*SHAPE)[1]
-    with pytest.raises(ValueError, match="uncond"):
-        euler(model, noise, 2, guidance=2.0)
-    with pytest.raises(ValueError, match="steps"):
-        euler(model, noise, 0)
-    with pytest.raises(ValueError, match="1 <= steps <= 1000"):
-        ddim(model, noise, 1001)
-    with pytest.raises(ValueError, match="go together"):
-        euler(model, noise, 2, clean=noise)
+    model = Fixed()
+    refused("uncond", euler, model, NOISE, 2, guidance=2.0)
+    refused("steps", euler, model, NOISE, 0)
+    refused("1 <= steps <= 1000", ddim, model, NOISE, 1001)
+    refused("go together", euler, model, NOISE, 2, clean=NOISE)
     with pytest.raises(ValueError, match=r"needs clean= of the same shape, got \[2, 3, 1, 5, 6\]"):
-        ddim(model, noise, 2, clean=noise[:, :, :1], x_mask=torch.ones(2, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="random"):
-        ddim(model, noise, 2, eta=0.5)
+        ddim(model, NOISE, 2, clean=NOISE[:, :, :1], x_mask=torch.ones(2, 4, dtype=torch.bool))
+    refused("random", ddim, model, NOISE, 2, eta=0.5)
 
 
-# ------------------------------------------------------------------------------------------------------------ noise
+# Noise
 
 
 def test_noise_of_a_frame_depends_on_nothing_else():
@@ -439,7 +427,7 @@ def test_uniform_numbers_are_functions_of_their_key():
     assert draws.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
-# -------------------------------------------------------------------------------------------------- linear denoiser
+# Linear denoiser
 
 
 def gaussian(n: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -480,8 +468,7 @@ def test_linear_denoiser_uses_classes():
         denoiser = fit_linear_denoiser(train, labels, covariance=covariance)
         assert denoiser.loss(validation, levels, its_labels).item() == pytest.approx(expected, rel=0.02)
     assert linear_denoiser_loss(train, validation, levels).item() > expected * 1.05
-    with pytest.raises(ValueError, match="'full'"):
-        fit_linear_denoiser(train, covariance="full")
+    refused("'full'", fit_linear_denoiser, train, covariance="full")
 
 
 class Velocity(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.support.oracles import close, copy_weights, randomise
+from tests.support.refusals import refused
 from zoo.protein import embedding, evoformer, layers, pairformer, templates
 from zoo.protein.openfold import openfold_names
 
@@ -68,15 +69,9 @@ def masks(dtype: torch.dtype, *, symmetric: bool = False) -> tuple[Tensor, Tenso
 
 
 def compare(
-    model: nn.Module,
-    oracle: nn.Module,
-    version: int,
-    run: Callable[..., Any],
-    run_oracle: Callable[..., Any],
-    shapes: list[tuple[int, ...]],
-    dtype: torch.dtype,
-    names: Callable[[str], list[str]] | None = None,
-) -> None:
+    model: nn.Module, oracle: nn.Module, version: int, run: Callable[..., Any], run_oracle: Callable[..., Any],
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, names: Callable[[str], list[str]] | None = None,
+) -> None:  # fmt: skip
     """Outputs, gradients of inputs and of all parameters agree; every oracle parameter has one of ours."""
     names = names or openfold_names(version)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
@@ -169,26 +164,13 @@ class GlobalColumns(msa.MSAColumnGlobalAttention):
         return super().forward(m, mask)
 
 
-def of_alignments(
-    ours: nn.Module,
-    oracle: nn.Module,
-    version: int,
-    dtype: torch.dtype,
-    names: Callable[[str], list[str]] | None = None,
-) -> None:
-    _, msa_mask, pair_mask = masks(dtype)
-    compare(
-        stack(ours.eval()), stack(oracle.eval()), version,
-        lambda m, z: ours(m, z, msa_mask, pair_mask), lambda m, z: oracle(m, z, msa_mask, pair_mask, _mask_trans=False),
-        [MSA, PAIR], dtype, names,
-    )  # fmt: skip
+def pairformer_oracle(make: Any, **more: Any) -> nn.Module:
+    config = {k: v for k, v in SMALL.items() if "msa" not in k and k not in ("c_m", "c_hidden_opm")}
+    single = {"c_s": C_S, "c_hidden_pair_bias": 4, "no_heads_pair_bias": 3}
+    return make(**config, **single, **more, transition_type="swiglu").eval()
 
 
-@EVERY_DTYPE
-@pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize("opm_first", [False, True])
-def test_evoformer_blocks_agree_with_openfold(opm_first: bool, extra: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
+def evoformer_pair(opm_first: bool, extra: bool) -> tuple[nn.Module, nn.Module, int, Any]:
     config = evoformer.Config(**OURS, c_e=C_M, extra_heads=3, extra_head_dim=4, opm_first=opm_first)
     oracle = evoformer_oracle(EvoformerBlock, opm_first, eps=1e-8)
     if extra:
@@ -198,33 +180,44 @@ def test_evoformer_blocks_agree_with_openfold(opm_first: bool, extra: bool, dtyp
         before, column, layer = name.partition("column.") if extra else (name, "", "")
         return [f"{before}msa_att_col.{n}" for n in global_names(layer)] if column else openfold_names(2)(name)
 
-    of_alignments(evoformer.Block(config, extra=extra), oracle, 2, dtype, names)
+    return evoformer.Block(config, extra=extra), oracle, 2, names
 
 
-@EVERY_DTYPE
-def test_msa_block_agrees_with_openfold(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
+def msa_pair() -> tuple[nn.Module, nn.Module, int, Any]:
     oracle = MSAModuleBlock(**SMALL, eps=1e-8, transition_type="swiglu", opm_first=True)
-    of_alignments(pairformer.MSABlock(pairformer.Config(**OURS)), oracle, 3, dtype)
+    return pairformer.MSABlock(pairformer.Config(**OURS)), oracle, 3, None
 
 
-def pairformer_oracle(make: Any, **more: Any) -> nn.Module:
-    config = {k: v for k, v in SMALL.items() if "msa" not in k and k not in ("c_m", "c_hidden_opm")}
-    single = {"c_s": C_S, "c_hidden_pair_bias": 4, "no_heads_pair_bias": 3}
-    return make(**config, **single, **more, transition_type="swiglu").eval()
+def pairformer_pair() -> tuple[nn.Module, nn.Module, int, Any]:
+    config = pairformer.Config(**OURS, single_heads=3, single_head_dim=4)
+    return pairformer.PairformerBlock(config), pairformer_oracle(PairFormerBlock), 3, None
 
 
 @EVERY_DTYPE
-def test_pairformer_block_agrees_with_openfold(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *((evoformer_pair, (opm_first, extra)) for opm_first in (False, True) for extra in (False, True)),
+        (msa_pair, ()), (pairformer_pair, ()),
+    ],
+)  # fmt: skip
+def test_blocks_agree_with_openfold(make: Any, options: tuple, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours = pairformer.PairformerBlock(pairformer.Config(**OURS, single_heads=3, single_head_dim=4)).eval()
-    oracle = pairformer_oracle(PairFormerBlock)
-    mask, _, pair_mask = masks(dtype)
+    ours, oracle, version, names = make(*options)
+    ours, oracle = ours.eval(), oracle.eval()
+    residues, msa_mask, pair_mask = masks(dtype)
+    shape, mask = ((2, R, C_S), residues) if make is pairformer_pair else (MSA, msa_mask)
     compare(
-        stack(ours), stack(oracle), 3,
-        lambda s, z: ours(s, z, mask, pair_mask), lambda s, z: oracle(s, z, mask, pair_mask, _mask_trans=False),
-        [(2, R, C_S), PAIR], dtype,
+        stack(ours), stack(oracle), version,
+        lambda x, z: ours(x, z, mask, pair_mask), lambda x, z: oracle(x, z, mask, pair_mask, _mask_trans=False),
+        [shape, PAIR], dtype, names,
     )  # fmt: skip
+
+
+def alike(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert b.std() > 0.1
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item())
 
 
 @torch.no_grad()
@@ -242,29 +235,21 @@ def test_evoformer_takes_the_weights_of_an_openfold_stack(opm_first: bool) -> No
     wanted = oracle(m, z, msa_mask, pair_mask, _mask_trans=False)
     for block in model.blocks:
         m, z = block(m, z, msa_mask, pair_mask)
-    for got, expect in zip((m, z, model.single(m[:, 0])), wanted):
-        assert expect.std() > 0.1
-        torch.testing.assert_close(got, expect, rtol=0, atol=1e-5 * expect.abs().max().item())
+    alike((m, z, model.single(m[:, 0])), wanted)
 
-    with pytest.raises(ValueError, match="unknown: more"):
-        zoo.from_reference("evoformer", {**state, "more": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"missing: blocks\.1\.msa_att_row\.mha\.linear_g\.bias"):
-        gone = {k: v for k, v in state.items() if k != "blocks.1.msa_att_row.mha.linear_g.bias"}
-        zoo.from_reference("evoformer", gone)
-    with pytest.raises(ValueError, match=r"of another model; missing: 'linear\.weight'"):
-        zoo.from_reference("evoformer", {})
+    name = "blocks.1.msa_att_row.mha.linear_g.bias"
+    refused("unknown: more", zoo.from_reference, "evoformer", {**state, "more": torch.zeros(1)})
+    refused(f"missing: {name}", zoo.from_reference, "evoformer", {k: v for k, v in state.items() if k != name})
+    refused(r"of another model; missing: 'linear\.weight'", zoo.from_reference, "evoformer", {})
 
 
 @torch.no_grad()
 def test_pairformer_takes_the_weights_of_an_openfold_trunk() -> None:
     torch.manual_seed(0)
     more = {"no_blocks": 2, **STACK}
-    oracle = nn.ModuleDict(
-        {
-            "msa_module": MSAModuleStack(**SMALL, **more, transition_type="swiglu", opm_first=True).eval(),
-            "pairformer_stack": pairformer_oracle(PairFormerStack, **{k: v for k, v in more.items() if k != "eps"}),
-        }
-    ).double()
+    msa_module = MSAModuleStack(**SMALL, **more, transition_type="swiglu", opm_first=True).eval()
+    trunk = pairformer_oracle(PairFormerStack, **{k: v for k, v in more.items() if k != "eps"})
+    oracle = nn.ModuleDict({"msa_module": msa_module, "pairformer_stack": trunk}).double()
     randomise(oracle)
     state = {**oracle.state_dict(), "diffusion_module.linear_s.weight": torch.zeros(1)}
     model = zoo.from_reference("pairformer", state).double().eval()
@@ -272,17 +257,13 @@ def test_pairformer_takes_the_weights_of_an_openfold_trunk() -> None:
     assert model.config == pairformer.Config(**ours)
     mask, msa_mask, pair_mask = masks(torch.float64)
     m, z, s = (torch.randn(shape, dtype=torch.float64) for shape in (MSA, PAIR, (2, R, C_S)))
-    wanted_z = oracle["msa_module"](m, z, msa_mask, pair_mask, _mask_trans=False)
-    wanted_s, wanted_z = oracle["pairformer_stack"](s, wanted_z, mask, pair_mask, _mask_trans=False)
-    for msa_block in model.msa_blocks:
-        m, z = msa_block(m, z, msa_mask, pair_mask)
+    wanted = trunk(s, msa_module(m, z, msa_mask, pair_mask, _mask_trans=False), mask, pair_mask, _mask_trans=False)
+    for block in model.msa_blocks:
+        m, z = block(m, z, msa_mask, pair_mask)
     for block in model.blocks:
         s, z = block(s, z, mask, pair_mask)
-    for got, expect in ((s, wanted_s), (z, wanted_z)):
-        assert expect.std() > 0.1
-        torch.testing.assert_close(got, expect, rtol=0, atol=1e-5 * expect.abs().max().item())
-    with pytest.raises(ValueError, match="missing: 'msa_module"):
-        zoo.from_reference("pairformer", {})
+    alike((s, z), wanted)
+    refused("missing: 'msa_module", zoo.from_reference, "pairformer", {})
 
 
 def test_relative_positions_agree_with_openfold() -> None:

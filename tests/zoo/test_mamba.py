@@ -1,18 +1,18 @@
 """Mamba mixers against transformers' and mambapy's, and blocks of them against transformers' whole backbones."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import nn
 
 import zoo
 from tests.support.oracles import agree, copy_weights, randomise
+from tests.support.refusals import refused
 from tests.support.scan_oracles import all_in_float64
 from zoo.video.mamba import Mamba1, Mamba1Direction, Mamba2, mixer_from_reference, reference_names
-from zoo.video.scan_model import Block, Norm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,31 +30,69 @@ MAMBA2 = {
 }  # fmt: skip
 
 
-def names(name):
+class Both(nn.Module):
+    """Two Mamba-2 mixers of transformers' that share their projections and their norm, one run backward."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ahead, self.back = Mamba2Mixer(config, 0), Mamba2Mixer(config, 0)
+        self.back.in_proj, self.back.out_proj, self.back.norm = self.ahead.in_proj, self.ahead.out_proj, self.ahead.norm
+
+    def forward(self, x):
+        return self.ahead(x) + self.back(x.flip(1)).flip(1)
+
+
+def vision_mamba():
+    vim = pytest.importorskip("mambapy.vim")
+    return vim.VMambaBlock(vim.MambaConfig(32, 1, d_state=5, expand_factor=3, d_conv=3, divide_output=False))
+
+
+def one_name(name):
     return [reference_names(name)]
 
 
-def compare(model, oracle, names, dtype, tolerance):
+def both_names(name):
+    direction = "back." if name.startswith("back.") else "ahead."
+    return [direction + reference_names(name.removeprefix("back.").removeprefix("ahead."))]
+
+
+def vision_names(name):
+    return ["A_log_b" if name == "back.A_log" else reference_names(name)]
+
+
+def mamba2(groups):
+    return Mamba2Config(**MAMBA2, n_groups=groups)
+
+
+MIXERS = {  # ours, theirs, the names of parameters
+    "mamba1": (lambda: Mamba1(32, 5, 3, 3), lambda: MambaMixer(MambaConfig(**MAMBA), 0), one_name),
+    **{
+        f"mamba2 of {groups} groups": (
+            partial(Mamba2, 32, 6, head_dim=8, groups=groups), partial(lambda g: Mamba2Mixer(mamba2(g), 0), groups),
+            one_name,
+        )
+        for groups in (1, 2, 4)
+    },
+    "mamba2 in both directions": (
+        lambda: Mamba2(32, 6, head_dim=8, groups=2, bidirectional=True), lambda: Both(mamba2(2)), both_names,
+    ),
+    "mambapy's vision mamba": (lambda: Mamba1(32, 5, 3, 3, bidirectional=True), vision_mamba, vision_names),
+}  # fmt: skip
+
+
+@precisions
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_mixer_is_that_of_its_source(kind, dtype, tolerance):
     """After the weights were taken over: output, gradient of the input and of every weight."""
     torch.manual_seed(0)
+    model, oracle, names = MIXERS[kind]
+    oracle = oracle()
     randomise(oracle)
-    model, oracle = model.to(dtype), oracle.to(dtype)
+    model, oracle = model().to(dtype), oracle.to(dtype)
     copy_weights(model, oracle, names)
     x = torch.randn(3, 20, 32, dtype=dtype)
     with all_in_float64(dtype):
         agree(model, oracle, names, lambda model, x: model(x), lambda oracle, x: oracle(x), x, tolerance)
-
-
-@precisions
-def test_mamba1_is_transformers(dtype, tolerance):
-    compare(Mamba1(32, 5, 3, 3), MambaMixer(MambaConfig(**MAMBA), 0), names, dtype, tolerance)
-
-
-@precisions
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_mamba2_is_transformers(groups, dtype, tolerance):
-    oracle = Mamba2Mixer(Mamba2Config(**MAMBA2, n_groups=groups), 0)
-    compare(Mamba2(32, 6, head_dim=8, groups=groups), oracle, names, dtype, tolerance)
 
 
 def selective_scan_ref(u, delta, A, B, C, D):
@@ -89,68 +127,31 @@ def test_the_kernel_of_mamba_is_given_what_it_takes(monkeypatch):
     assert seen == [[(2, 96, 9), (2, 96, 9), (96, 5), (2, 5, 9), (2, 5, 9), (96,)]]
 
 
-class Both(nn.Module):
-    """Two Mamba-2 mixers of transformers' that share their projections and their norm, one run backward."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.ahead, self.back = Mamba2Mixer(config, 0), Mamba2Mixer(config, 0)
-        self.back.in_proj, self.back.out_proj, self.back.norm = self.ahead.in_proj, self.ahead.out_proj, self.ahead.norm
-
-    def forward(self, x):
-        return self.ahead(x) + self.back(x.flip(1)).flip(1)
-
-
 @precisions
-def test_mamba2_in_both_directions(dtype, tolerance):
-    def names(name):
-        direction = "back." if name.startswith("back.") else "ahead."
-        return [direction + reference_names(name.removeprefix("back.").removeprefix("ahead."))]
-
-    oracle = Both(Mamba2Config(**MAMBA2, n_groups=2))
-    compare(Mamba2(32, 6, head_dim=8, groups=2, bidirectional=True), oracle, names, dtype, tolerance)
-
-
-@precisions
-def test_mamba1_in_both_directions_is_mambapys_vision_mamba(dtype, tolerance):
-    vim = pytest.importorskip("mambapy.vim")
-
-    def names(name):
-        return ["A_log_b" if name == "back.A_log" else reference_names(name)]
-
-    oracle = vim.VMambaBlock(vim.MambaConfig(32, 1, d_state=5, expand_factor=3, d_conv=3, divide_output=False))
-    compare(Mamba1(32, 5, 3, 3, bidirectional=True), oracle, names, dtype, tolerance)
-
-
-@precisions
+@pytest.mark.parametrize("prefix", ["", "backbone."])
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
-def test_blocks_are_transformers_backbone(kind, dtype, tolerance):
-    """With gates of one, and no other modulation, blocks over space are a language model that reads every frame."""
+def test_a_model_starts_from_a_language_model(kind, prefix, dtype, tolerance):
+    """With gates of one, and no other modulation, its blocks are the language model, each along an axis of its own."""
     torch.manual_seed(0)
-    if kind == "mamba1":
-        oracle = MambaModel(MambaConfig(**MAMBA))
-    else:
-        oracle = Mamba2Model(Mamba2Config(**MAMBA2, n_groups=2, layer_norm_epsilon=1e-5))
+    one = kind == "mamba1"
+    oracle = MambaModel(MambaConfig(**MAMBA)) if one else Mamba2Model(mamba2(2))
     randomise(oracle)
-    oracle = oracle.to(dtype)
-    groups = {} if kind == "mamba1" else {"groups": 2}
-    blocks = []
-    for i in range(2):
-        mixer = mixer_from_reference(oracle.state_dict(), f"layers.{i}.mixer.", **groups)
-        blocks.append(Block(32, "s", [Norm(32)], [mixer]).to(dtype))
-        nn.init.zeros_(blocks[-1].modulation.linear.weight)
-        with torch.no_grad():
-            blocks[-1].modulation.linear.bias.copy_(torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(32))
-            blocks[-1].norms[0].weight.copy_(oracle.layers[i].norm.weight)
-    x, cond = torch.randn(2, 3, 8, 32, dtype=dtype), torch.zeros(2, 32, dtype=dtype)
-    with all_in_float64(dtype), torch.no_grad():
-        theirs = oracle(inputs_embeds=rearrange(x, "b t s c -> (b t) s c"), use_cache=False).last_hidden_state
-        ours = oracle.norm_f(rearrange(blocks[1](blocks[0](x, cond), cond), "b t s c -> (b t) s c"))
+    state = {prefix + name: value for name, value in oracle.state_dict().items()}
+    model = zoo.from_reference("st_mamba", state, **({} if one else {"groups": 2})).to(dtype)
+    assert (model.config.depth, model.config.mixer, model.config.bidirectional) == (2, kind, False)
+    assert model(**model.example_inputs()).shape == (1, 4, 5, 8, 8)
+    ours = x = torch.randn(2, 1, 8, 32, dtype=dtype)
+    for block, over in zip(model.running(), "st"):
+        nn.init.zeros_(block.modulation.linear.weight)
+        with torch.no_grad(), all_in_float64(dtype):
+            block.modulation.linear.bias.copy_(torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(32))
+            ours = ours.transpose(1, 2) if over == "t" else ours
+            ours = block(ours, torch.zeros(2, 32, dtype=dtype))
+    with torch.no_grad(), all_in_float64(dtype):
+        theirs = oracle.to(dtype)(inputs_embeds=x[:, 0], use_cache=False).last_hidden_state
+        ours = oracle.norm_f(ours[:, :, 0])
     assert theirs.std() > 0.1
     assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
-
-
-# Published names
 
 
 def test_a_mixer_of_both_directions_loads_from_vision_mamba():
@@ -161,32 +162,18 @@ def test_a_mixer_of_both_directions_loads_from_vision_mamba():
     assert torch.equal(mixer_from_reference(vision, "layers.0.mixer.")(x), both(x))
 
 
-def test_other_weights_are_refused():
-    state = MambaMixer(MambaConfig(**MAMBA), 0).state_dict()
-    with pytest.raises(ValueError, match=r"no Mamba mixer under the prefix 'layers\.0\.'"):
-        mixer_from_reference(state, "layers.0.")
-    with pytest.raises(ValueError, match=r"unknown: in_proj\.bias"):
-        mixer_from_reference({**state, "in_proj.bias": torch.zeros(192)})
-    with pytest.raises(ValueError, match=r"missing: dt_proj\.bias"):
-        mixer_from_reference({name: value for name, value in state.items() if name != "dt_proj.bias"})
-    with pytest.raises(ValueError, match="these weights are of another model"):
-        zoo.from_reference("st_mamba", state)
+@pytest.mark.parametrize(
+    ("changes", "prefix", "message"),
+    [
+        ({}, "layers.0.", r"no Mamba mixer under the prefix 'layers\.0\.'"),
+        ({"in_proj.bias": torch.zeros(192)}, "", r"unknown: in_proj\.bias"),
+        ({"dt_proj.bias": None}, "", r"missing: dt_proj\.bias"),
+    ],
+)
+def test_other_weights_are_refused(changes, prefix, message):
+    state = MambaMixer(MambaConfig(**MAMBA), 0).state_dict() | changes
+    refused(message, mixer_from_reference, {name: value for name, value in state.items() if value is not None}, prefix)
+    refused("these weights are of another model", zoo.from_reference, "st_mamba", state)
     layers = MambaModel(MambaConfig(**MAMBA)).state_dict()
     with pytest.raises(ValueError, match=r"missing: layers\.1\.norm\.weight"):
         zoo.from_reference("st_mamba", {k: v for k, v in layers.items() if k != "layers.1.norm.weight"})
-
-
-@pytest.mark.parametrize("prefix", ["", "backbone."])
-@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
-def test_a_model_starts_from_a_language_model(kind, prefix):
-    torch.manual_seed(0)
-    oracle = MambaModel(MambaConfig(**MAMBA)) if kind == "mamba1" else Mamba2Model(Mamba2Config(**MAMBA2, n_groups=2))
-    randomise(oracle)
-    state = {prefix + name: value for name, value in oracle.state_dict().items()}
-    model = zoo.from_reference("st_mamba", state, **({"groups": 2} if kind == "mamba2" else {}))
-    assert (model.config.depth, model.config.mixer, model.config.bidirectional) == (2, kind, False)
-    x = torch.randn(2, 9, 32)
-    for block, layer in zip(model.running(), oracle.layers):
-        torch.testing.assert_close(block.mixers[0](x), layer.mixer(x), rtol=1e-4, atol=1e-5)
-        assert torch.equal(block.norms[0].weight, layer.norm.weight)
-    assert model(**model.example_inputs()).shape == (1, 4, 5, 8, 8)

@@ -1,12 +1,16 @@
-"""MP4 files, read again by the decoder that plays them; titles under clips."""
+"""MP4 files, read again by the decoder that plays them; GIFs, by Pillow; titles under clips."""
 
 import sys
 from fractions import Fraction
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.support.clips import played
+from tests.support.refusals import refused
 from zoo.pictures import GAP, GREY, LINE, save_gif, save_mp4, tile, title
 
 
@@ -31,7 +35,7 @@ def test_an_mp4_plays_as_it_was(tmp_path, channels, fps):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a.mp4"]
 
 
-def test_colours_stay_what_they_are(tmp_path):
+def test_an_mp4_keeps_its_colours(tmp_path):
     """A matrix other than the one the file names would move saturated colours by tens of levels."""
     colours = torch.tensor([[200, 30, 20], [20, 190, 40], [30, 40, 210]], dtype=torch.uint8)
     video = colours.repeat_interleave(32, 0).T[None, :, None, None].expand(1, 3, 3, 64, 96)
@@ -48,11 +52,35 @@ def test_odd_sizes_repeat_a_row_and_a_column_and_clips_go_side_by_side(tmp_path)
     assert played(tmp_path / "two.mp4")[0].shape == (2, 66, 2 * 68 + GAP, 3)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_gif_shows_the_grid(tmp_path, channels):
+    video = torch.linspace(-1, 1, 3 * channels * 4 * 16 * 16).view(3, channels, 4, 16, 16)
+    save_gif(tmp_path / "samples" / "a.gif", video, fps=10)
+    with Image.open(tmp_path / "samples" / "a.gif") as gif:
+        assert gif.n_frames == 4
+        assert gif.size == (2 * 64 + GAP, 2 * 64 + GAP)  # three clips on a 2 x 2 grid, enlarged four times
+        assert gif.info["duration"] == 100
+        gif.seek(2)
+        grid = torch.from_numpy(np.array(gif.convert("RGB"))).int()
+    expected = ((video[1, :, 2] + 1) * 127.5).round().repeat_interleave(4, 1).repeat_interleave(4, 2)
+    shown = grid[:64, 66:].permute(2, 0, 1)[:channels]
+    assert (shown - expected).abs().max() <= (0 if channels == 1 else 16)  # 256 colours
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["a.gif"]
+
+
+def test_a_gif_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    refused(r"\(n c t h w\).*\(2, 4, 3, 8, 8\)", save_gif, tmp_path / "a.gif", torch.zeros(2, 4, 3, 8, 8))
+    save_gif(tmp_path / "a.gif", torch.zeros(1, 1, 2, 8, 8))
+    before = (tmp_path / "a.gif").read_bytes()
+    monkeypatch.setattr(Image.Image, "save", mock.Mock(side_effect=OSError("No space left on device")))
+    refused("No space", save_gif, tmp_path / "a.gif", torch.ones(1, 1, 2, 8, 8), error=OSError)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
+    assert (tmp_path / "a.gif").read_bytes() == before
+
+
 def test_an_mp4_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"\(n c t h w\).*\(2, 4, 3, 8, 8\)"):
-        save_mp4(tmp_path / "a.mp4", torch.zeros(2, 4, 3, 8, 8))
-    with pytest.raises(ValueError, match="fps above 0, got 0"):
-        save_mp4(tmp_path / "a.mp4", smooth(1, 3, 2, 64, 64), fps=0)
+    refused(r"\(n c t h w\).*\(2, 4, 3, 8, 8\)", save_mp4, tmp_path / "a.mp4", torch.zeros(2, 4, 3, 8, 8))
+    refused("fps above 0, got 0", save_mp4, tmp_path / "a.mp4", smooth(1, 3, 2, 64, 64), fps=0)
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ValueError, match=r"writing MP4 needs PyAV: pip install -e '\.\[video\]'"):
         save_mp4(tmp_path / "a.mp4", smooth(1, 3, 2, 64, 64))

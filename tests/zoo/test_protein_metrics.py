@@ -1,4 +1,4 @@
-"""Metrics, floors, pictures and the objective of proteins, each against loops or somebody else's implementation."""
+"""Metrics, floors, pictures and the objective of proteins, against loops or others' code; the objective over ranks."""
 
 import math
 import warnings
@@ -18,6 +18,8 @@ import dsp
 import zoo
 from dsp.tensors import tensors_in
 from tests.support.beside import averaged, beside
+from tests.support.refusals import refused
+from tests.support.runs import Heard
 from tests.support.slow import long, slow
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
@@ -34,6 +36,7 @@ from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
 from zoo.training.model import recomputed_modules, repeated_stages
 from zoo.training.show.protein import Predicted
+from zoo.training.tasks.protein import structure_inputs
 
 
 def every_protein():
@@ -47,7 +50,7 @@ def real(name):
     return tuple(torch.from_numpy(array) for array in arrays)
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
+# Metrics
 
 
 @pytest.mark.parametrize("name", ["1ubq", "2q2k"])
@@ -126,7 +129,7 @@ def test_masked_accuracy_and_average():
     assert average([{"a": 1.0}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}
 
 
-# ------------------------------------------------------------------------------------------------------------ distogram
+# Distogram
 
 
 def test_distances_from_a_distogram():
@@ -142,7 +145,7 @@ def test_distances_from_a_distogram():
     assert even.item() == pytest.approx(19.2 / 64)
 
 
-# -------------------------------------------------------------------------------------------------------------- picture
+# Picture
 
 
 def test_a_contact_map_shows_what_was_found(tmp_path):
@@ -168,19 +171,20 @@ def test_a_contact_map_shows_what_was_found(tmp_path):
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     map_ = ContactMap("1ubq", torch.zeros(76, 76), *real("1ubq"))
     monkeypatch.setattr(Image.Image, "save", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        save_contact_maps(tmp_path / "a.png", [map_])
+    refused("No space", save_contact_maps, tmp_path / "a.png", [map_], error=OSError)
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------------ objective
+# Objective
 
 
-def batch(count=2, residues=13, rows=8, extra=0):
+def batch(count=2, residues=13, rows=8, extra=0, structure=False):
     data = PottsFamilies(families=count, residues=residues - 1, rows=rows + extra, sweeps=2)
     samples = [draw(data.protein(i), 0, i, residues=residues, rows=rows, extra=extra) for i in range(count)]
     parts = [e.alignment() | e.single() | e.pairs() | (e.extra_alignment() if extra else {}) for e in samples]
-    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    parts = [part | (structure_inputs(e) if structure else {}) for part, e in zip(parts, samples)]
+    inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    return {name: x.double() if x.is_floating_point() and structure else x for name, x in inputs.items()}
 
 
 def build(model="evoformer", **overrides) -> nn.Module:
@@ -228,8 +232,11 @@ def whole_gradients(model, mesh):
     return {n: g.full_tensor() for n, g in grads.items()}
 
 
-def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], fsdp: bool = False) -> None:
-    overrides = {"depth": 1} | ({"extra_depth": int(extra > 0)} if model == "evoformer" else {})
+STRUCTURE = {"structure": 2, "structure_heads": 2}
+
+
+def parity(mesh, model, extra=0, recycles=(0,), fsdp=False, **structure) -> list[str]:
+    overrides = {"depth": 1, **structure} | ({"extra_depth": int(extra > 0)} if model == "evoformer" else {})
     single, parallel = build(model, **overrides), build(model, **overrides)
     dsp.parallelize(parallel, mesh, gather_output=False)
     if fsdp:  # as train.py does it
@@ -238,20 +245,28 @@ def parity(mesh: DeviceMesh, model: str, extra: int, recycles: tuple[int, ...], 
             fully_shard(stage, mesh=mesh)
         fully_shard(parallel.model, mesh=mesh)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # as in train.py
-    for passes in recycles:
-        single.zero_grad()
-        inputs = batch(residues=11, rows=7, extra=extra) | {"recycles": passes}
-        gradients = whole_gradients if fsdp else averaged
-        beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients)
+    gradients = whole_gradients if fsdp else averaged
+    with Heard() as heard:
+        for passes in recycles:
+            single.zero_grad()
+            inputs = batch(residues=11, rows=7, extra=extra, structure=bool(structure)) | {"recycles": passes}
+            beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients, rounds=1 + bool(structure))
+    return heard.texts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "n", "fsdp"),
-    [("pairformer", 2, False), slow("evoformer", 3, True), long("evoformer", 3, False), long("pairformer", 2, True)],
-)
-def test_recycled_passes_in_parallel(ranks, model, n, fsdp):
-    ranks(parity, n, model, 5 if (model, n) == ("evoformer", 3) else 0, (2, 0), fsdp)
+    ("n", "model", "options"),
+    [
+        (3, "pairformer", STRUCTURE), slow(2, "evoformer", {**STRUCTURE, "extra": 2}),
+        slow(4, "evoformer", {**STRUCTURE, "extra": 2}), slow(2, "pairformer", {"recycles": (2, 0)}),
+        slow(3, "evoformer", {"recycles": (2, 0), "extra": 5, "fsdp": True}),
+        long(3, "evoformer", {"recycles": (2, 0), "extra": 5}),
+        long(2, "pairformer", {"recycles": (2, 0), "fsdp": True}),
+    ],
+)  # fmt: skip
+def test_losses_and_every_gradient(ranks, n, model, options):
+    """On uneven parts, of recycled passes and of structures; and what is sent is what the plan says."""
+    assert ranks(partial(parity, **options), n, model)[0] == []
 
 
 def moved(mesh: DeviceMesh, model: str, recycles: int, way: str):
@@ -278,7 +293,7 @@ def test_a_recycled_pass_is_planned_as_it_is_sent(ranks, model, way):
         assert thrice[phase] == once[phase]
 
 
-def test_the_frequency_floor_against_loops():
+def test_the_frequency_baseline_against_loops():
     data = PottsFamilies(families=6, residues=12, rows=7, sweeps=2)
     samples = [draw(data.protein(i), 0, i, residues=13, rows=7) for i in range(6)]
     samples = [e.alignment() | e.single() | e.pairs() for e in samples]

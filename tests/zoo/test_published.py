@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shutil
 import sys
 import warnings
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zoo
 from tests.support.paths import ROOT
-from tests.support.runs import launched
+from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.training import UserError
 from zoo.video.codec import TextEncoder
@@ -91,19 +90,25 @@ def asked(folder: Path, **more: Any) -> dict[str, Any]:
     return {"prompt": PROMPTS, "negative_prompt": "blurred", "first_frame": first, "seed": 7, **SIZE, **more}
 
 
+def sampled(folder: Path, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The latents that a pipeline draws, and its clips."""
+    pipe, drawn = zoo.pipeline(folder, dtype="fp32"), []
+    sample = pipe.published.sample
+    pipe.published.sample = lambda *args, **kwargs: drawn.append(sample(*args, **kwargs)) or drawn[-1]
+    try:
+        clips = pipe.sample(*args, **options)
+    finally:
+        pipe.close()
+    return torch.cat(drawn), clips
+
+
 @pytest.mark.parametrize("guidance", [4.0, slow(1.0)])
 @pytest.mark.parametrize("name", [slow(name) if name == "wan-2.2-i2v" else name for name in PIPELINES])
 def test_clips_are_those_of_diffusers(folders: dict[str, Path], name: str, guidance: float) -> None:
-    pipe, drawn = zoo.pipeline(folders[name], dtype="fp32"), []
-    try:
-        sample = pipe.published.sample
-        pipe.published.sample = lambda *args, **kwargs: drawn.append(sample(*args, **kwargs)) or drawn[-1]
-        clips = pipe.sample(**asked(folders[name], steps=3, guidance=guidance))
-    finally:
-        pipe.close()
+    drawn, clips = sampled(folders[name], **asked(folders[name], steps=3, guidance=guidance))
     latents = theirs(folders[name], 3, guidance, True)
     assert latents.std() > 0.1
-    torch.testing.assert_close(torch.cat(drawn), latents, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(drawn, latents, rtol=1e-4, atol=1e-4)
     pixels = theirs(folders[name], 3, guidance, False).transpose(1, 2)
     assert clips.shape == pixels.shape == (2, 3, 5, 32, 48)
     assert (clips.float() - pixels * 255).abs().max() <= 1
@@ -129,7 +134,7 @@ def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name:
     whole_world(on_ranks, n, folders[name], one, branches)
 
 
-# ---------------------------------------------------------------------------------------------------------------- STDiT
+# STDiT
 
 
 @pytest.fixture(scope="module")
@@ -157,31 +162,25 @@ def open_sora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_open_sora_is_sampled_as_it_samples(open_sora: Path) -> None:
     """Rectified flow as Open-Sora 1.2 writes it: levels from 1 to 1/steps, shifted by the size of the clip."""
-    pipe, drawn = zoo.pipeline(open_sora, dtype="fp32"), []
-    try:
-        sample = pipe.published.sample
-        pipe.published.sample = lambda *args, **kwargs: drawn.append(sample(*args, **kwargs)) or drawn[-1]
-        pipe.sample("a boat", frames=5, height=32, width=48, steps=4, guidance=3.0, seed=7, fps=12.0)
-        encoder = TextEncoder.load(open_sora)
-        (text,) = encoder.encode(["a boat"])
-        state = load_file(open_sora / "transformer/model.safetensors")
-        model = zoo.from_reference("stdit", state)
-        z = torch.randn(1, 4, 5, 8, 12, generator=torch.Generator().manual_seed(7))
-        told = {"height": torch.tensor([32.0]), "width": torch.tensor([48.0]), "fps": torch.tensor([12.0])}
-        ratio = (5 * 8 * 12 / 4096) ** 0.5
-        levels = [ratio * u / (1 + (ratio - 1) * u) for u in (1, 0.75, 0.5, 0.25, 0)]
-        contexts = text[None], state["y_embedder.y_embedding"][None, : len(text)]
-        with torch.no_grad():
-            for now, then in pairwise(levels):
-                t = torch.tensor([1000 * now])
-                cond, free = (model(z, t, context=context, **told)[:, :4] for context in contexts)
-                z = z + (now - then) * (free + 3.0 * (cond - free))
-    finally:
-        pipe.close()
-    torch.testing.assert_close(drawn[0], z, rtol=1e-4, atol=1e-4)
+    drawn, _ = sampled(
+        open_sora, "a boat", frames=5, height=32, width=48, steps=4, guidance=3.0, seed=7, fps=12.0
+    )  # fmt: skip
+    (text,) = TextEncoder.load(open_sora).encode(["a boat"])
+    state = load_file(open_sora / "transformer/model.safetensors")
+    model = zoo.from_reference("stdit", state)
+    z = torch.randn(1, 4, 5, 8, 12, generator=torch.Generator().manual_seed(7))
+    told = {name: torch.tensor([value]) for name, value in (("height", 32.0), ("width", 48.0), ("fps", 12.0))}
+    ratio = (5 * 8 * 12 / 4096) ** 0.5
+    levels = [ratio * u / (1 + (ratio - 1) * u) for u in (1, 0.75, 0.5, 0.25, 0)]
+    contexts = text[None], state["y_embedder.y_embedding"][None, : len(text)]
+    with torch.no_grad():
+        for now, then in pairwise(levels):
+            cond, free = (model(z, torch.tensor([1000 * now]), context=c, **told)[:, :4] for c in contexts)
+            z = z + (now - then) * (free + 3.0 * (cond - free))
+    torch.testing.assert_close(drawn, z, rtol=1e-4, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------- command line, errors
+# Command line, errors
 
 
 def infer(*arguments: Any) -> int:
@@ -220,7 +219,7 @@ def test_the_command_line(folders: dict[str, Path], tmp_path: Path, capsys: Any,
         ("wan", ["--steps", 0], "--steps 0: must be at least 1"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_invalid_sampling_options_are_refused(
     folders: dict[str, Path], name: str, given: list[Any], said: str, capsys: Any, tmp_path: Path
 ) -> None:
     asked = ["--prompt", "a boat"] * ("--prompt" not in given)
@@ -229,13 +228,12 @@ def test_what_cannot_be_done_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_that_are_damaged_are_said(folders: dict[str, Path], tmp_path: Path) -> None:
-    def refused(change: Any, said: str) -> None:
+def test_damaged_pipelines_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    def damaged(change: Any, said: str) -> None:
         shutil.rmtree(tmp_path / "there", ignore_errors=True)
         shutil.copytree(folders["wan"], tmp_path / "there")
         change(tmp_path / "there")
-        with pytest.raises(UserError, match=said):
-            zoo.pipeline(tmp_path / "there")
+        refused(said, zoo.pipeline, tmp_path / "there", error=UserError)
 
     config = Path("transformer/config.json")
     named = json.loads((folders["wan"] / config).read_text())
@@ -245,27 +243,12 @@ def test_folders_that_are_damaged_are_said(folders: dict[str, Path], tmp_path: P
         ({"num_layers": 3}, "these weights are of another model; missing: blocks.2."),
         ({"num_attention_heads": None}, "config.json: TypeError"),
     ):
-        refused(lambda home, changes=changes: (home / config).write_text(json.dumps(named | changes)), said)
-    refused(lambda home: (home / config).write_text("{"), "config.json: damaged")
-    refused(lambda home: shutil.rmtree(home / "vae"), "is not the folder of a model")
-    refused(lambda home: shutil.rmtree(home / "scheduler"), "scheduler_config.json is not there")
-    refused(lambda home: shutil.copytree(home / "transformer", home / "transformer_2"), "no boundary_ratio")
-    refused(lambda home: (home / "transformer/diffusion_pytorch_model.safetensors").write_bytes(b"x"), "not readable")
-    with pytest.raises(UserError, match="is not the folder of a pipeline"):
-        zoo.pipeline(tmp_path / "nothing")
+        damaged(lambda home, changes=changes: (home / config).write_text(json.dumps(named | changes)), said)
+    damaged(lambda home: (home / config).write_text("{"), "config.json: damaged")
+    damaged(lambda home: shutil.rmtree(home / "vae"), "is not the folder of a model")
+    damaged(lambda home: shutil.rmtree(home / "scheduler"), "scheduler_config.json is not there")
+    damaged(lambda home: shutil.copytree(home / "transformer", home / "transformer_2"), "no boundary_ratio")
+    damaged(lambda home: (home / "transformer/diffusion_pytorch_model.safetensors").write_bytes(b"x"), "not readable")
+    refused("is not the folder of a pipeline", zoo.pipeline, tmp_path / "nothing", error=UserError)
     with pytest.raises(UserError, match="dtype 'int8': expected one of fp32, bf16, fp16"):
         zoo.pipeline(folders["wan"], dtype="int8")
-
-
-# ------------------------------------------------------------------------------------------------ as the pages show it
-
-
-@pytest.mark.slow
-def test_the_pages_example_prints_what_it_shows(tmp_path: Path) -> None:
-    page = (ROOT / "docs/video.md").read_text()
-    ((code, shown),) = re.findall(r"```py\n(.*?)```\n\n```text\n(.*?)```", page, re.S)
-    (tmp_path / "page.py").write_text(code)
-    done = launched([sys.executable, "page.py"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown
-    assert (tmp_path / "samples/seed-0.gif").is_file()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.oracles import randomise
 from tests.support.paths import STRUCTURES
+from tests.support.refusals import refused
 from zoo.data.protein.example import draw
 from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.given import find
@@ -58,13 +59,20 @@ def by_loops(
     return z + (total / len(sequence)).relu() @ model.update.out.weight.T
 
 
+def embedder(samples: int, residues: int, templates: int) -> tuple[TemplateEmbedder, Tensor, list[Tensor]]:
+    """A model, pairs (b i j c), and templates: sequence, backbone, places, what is seen of each residue."""
+    torch.manual_seed(0)
+    model = TemplateEmbedder(6, 8, 1).double().eval()
+    randomise(model)
+    given = template_inputs(samples, residues, templates).values()
+    z = torch.randn(samples, residues, residues, 6, dtype=torch.float64, requires_grad=True)
+    return model, z, [x.double() if x.is_floating_point() else x for x in given]
+
+
 @torch.no_grad()
 def test_the_update_is_that_of_the_algorithm() -> None:
-    torch.manual_seed(0)
-    model, r = TemplateEmbedder(6, 8, 1).double().eval(), 7
-    randomise(model)
-    z, asym_id = torch.randn(2, r, r, 6).double(), torch.tensor([[0, 0, 0, 0, 0, 1, 1]] * 2)
-    given = [x.double() if x.is_floating_point() else x for x in template_inputs(2, r, 3).values()]
+    model, z, given = embedder(2, 7, 3)
+    asym_id = torch.tensor([[0, 0, 0, 0, 0, 1, 1]] * 2)
     given[2][0, 0, 0] = given[2][0, 0, 1] + 1  # nearer than the first bin
     found = model(z, asym_id, *given)
     for sample in range(2):
@@ -73,41 +81,17 @@ def test_the_update_is_that_of_the_algorithm() -> None:
     assert (found - z).std() > 0.1
 
 
-@torch.no_grad()
-def test_space_may_turn_and_what_is_not_seen_says_nothing() -> None:
-    torch.manual_seed(0)
-    model, r = TemplateEmbedder(6, 8, 1).double().eval(), 6
-    randomise(model)
-    z, asym_id = torch.randn(1, r, r, 6).double(), torch.zeros(1, r, dtype=torch.long)
-    sequence, backbone, beta, seen = (
-        x.double() if x.is_floating_point() else x for x in template_inputs(1, r).values()
-    )
-    expect = model(z, asym_id, sequence, backbone, beta, seen)
-    turn = torch.linalg.qr(torch.randn(3, 3).double())[0]
-    turn = turn * turn.det()
-    turned = model(z, asym_id, sequence, backbone @ turn.T + 5, beta @ turn.T + 5, seen)
-    torch.testing.assert_close(turned, expect)
-    mirrored = model(z, asym_id, sequence, -backbone, -beta, seen)
-    assert (mirrored - expect).abs().max() > 1e-3
-
-    hidden = torch.zeros_like(seen)
+def test_a_residue_that_is_not_seen_says_nothing_and_costs_no_gradient() -> None:
+    model, z, (sequence, backbone, beta, seen) = embedder(1, 6, 1)
+    asym_id, hidden = torch.zeros(1, 6, dtype=torch.long), torch.zeros_like(seen)
     empty = model(z, asym_id, sequence, 0 * backbone, 0 * beta, hidden)
     torch.testing.assert_close(model(z, asym_id, sequence, backbone, beta, hidden), empty)
-    assert empty.isfinite().all()
     assert (empty - z).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="has no template"):
-        model(z, asym_id, *(x[:, :0] for x in (sequence, backbone, beta, seen)))
-
-
-def test_no_gradient_is_lost_where_nothing_is_seen() -> None:
-    torch.manual_seed(0)
-    model, r = TemplateEmbedder(6, 8, 1), 5
-    z = torch.randn(1, r, r, 6, requires_grad=True)
-    sequence, backbone, beta, seen = template_inputs(1, r).values()
-    model(z, torch.zeros(1, r).long(), sequence, 0 * backbone, 0 * beta, seen & False).square().sum().backward()
+    empty.square().sum().backward()
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
+    refused("has no template", model, z, asym_id, *(x[:, :0] for x in (sequence, backbone, beta, seen)))
 
 
 # The data
@@ -150,13 +134,12 @@ def test_each_chain_has_the_chain_that_fits_it(whole: Protein) -> None:
     assert (only.letters[half:] == GAP).all()
 
 
-def test_a_stranger_is_refused(whole: Protein) -> None:
+def test_a_template_of_another_protein_is_refused(whole: Protein) -> None:
     stranger = replace(whole, name="stranger", sequence="W" * 30 + "C" * 40)
-    with pytest.raises(ValueError, match="no chain of it is like one of 1A8O"):
-        align(whole, stranger)
+    refused("no chain of it is like one of 1A8O", align, whole, stranger)
 
 
-def test_an_example_has_them_cropped_and_padded(whole: Protein) -> None:
+def test_templates_of_an_example_are_cropped_and_padded(whole: Protein) -> None:
     protein = replace(whole, templates=(align(whole, relative(whole, KEPT)),))
     example = draw(protein, 0, residues=40, rows=1, templates=2)
     found, (template,) = example.relatives(), example.protein.templates
@@ -181,7 +164,7 @@ def write(path, protein: Protein) -> None:
     write_structure(path, protein, atoms, np.zeros(len(protein)))
 
 
-def test_a_folder_finds_them_and_they_are_no_proteins(whole: Protein, tmp_path) -> None:
+def test_a_folder_finds_templates(whole: Protein, tmp_path) -> None:
     shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path)
     (tmp_path / "1A8O.template0.cif").write_text("data_bad\n")
     write(tmp_path / "1A8O.template1.cif", relative(whole, KEPT))

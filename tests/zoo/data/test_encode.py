@@ -15,9 +15,10 @@ import torch
 
 from tests.support.clips import gif
 from tests.support.paths import ROOT
+from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.data.latents import Latents
-from zoo.data.video_folder import Video, probe, read
+from zoo.data.video_folder import Video, VideoError, probe, read
 from zoo.pictures import to_pixels
 from zoo.training.show import clips as show
 from zoo.training.together import together
@@ -81,7 +82,7 @@ def same(out: Path, quiet: Latents) -> None:
     assert torch.equal(found.unconditional(), quiet.unconditional())
 
 
-def test_what_is_written(whole, encoders, quiet):
+def test_names_sizes_latents_and_embeddings_of_an_encoded_folder(whole, encoders, quiet):
     """Names, sizes, rates; latents and embeddings are those of the encoders, called here by hand on the clips."""
     expected = {f"wide.gif#{i}": ((5, 16, 24), 10.0, range(i, i + 5)) for i in (0, 5, 10, 15)}
     expected["deep/tall.gif#0"] = ((5, 24, 16), 5.0, range(0, 10, 2))  # 12 frames at 10 are 6 at 5 a second
@@ -154,7 +155,7 @@ def test_ranks_encode_and_decode_a_clip_together(clips, encoders, tmp_path, whol
     whole_world(clipped, n, encoders / "wan", latent, vae.decode(latent, tile=None), 40)
 
 
-def test_in_half_precision(whole, encoders, quiet, tmp_path):
+def test_encoding_in_half_precision(whole, encoders, quiet, tmp_path):
     assert run(whole, tmp_path / "out", encoders, "--dtype", "bfloat16") == 0
     found = Latents(tmp_path / "out")
     for entry in found.entries:
@@ -163,7 +164,7 @@ def test_in_half_precision(whole, encoders, quiet, tmp_path):
     assert 0 < (a - b).abs().mean() < 0.05 * b.std()
 
 
-# ------------------------------------------------------------------------------------------------------------- stops
+# Stops
 
 KILLED = """
 import os, sys
@@ -180,7 +181,7 @@ encode.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_killed_and_run_again(whole, encoders, quiet, tmp_path, capsys):
+def test_encoding_resumes_after_a_kill(whole, encoders, quiet, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = [whole, "--out", out, "--vae", encoders, "--text", encoders, "--bucket", *BUCKETS, "--shard-mib", 0.005]
     died = subprocess.run(
@@ -199,7 +200,7 @@ def test_killed_and_run_again(whole, encoders, quiet, tmp_path, capsys):
     assert sorted(out.iterdir()) == before
 
 
-def test_interrupted_and_run_again(whole, encoders, quiet, tmp_path, monkeypatch, capsys):
+def test_encoding_resumes_after_an_interrupt(whole, encoders, quiet, tmp_path, monkeypatch, capsys):
     def interrupt(self, *args, **kwargs):
         os.kill(os.getpid(), signal.SIGINT)
         return original(self, *args, **kwargs)
@@ -214,7 +215,7 @@ def test_interrupted_and_run_again(whole, encoders, quiet, tmp_path, monkeypatch
     same(tmp_path / "out", quiet)
 
 
-def test_a_full_disk(whole, encoders, quiet, tmp_path, monkeypatch, capsys):
+def test_encoding_resumes_after_a_full_disk(whole, encoders, quiet, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr("zoo.data.latents.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
         assert run(whole, tmp_path / "out", encoders) == 2
@@ -223,54 +224,55 @@ def test_a_full_disk(whole, encoders, quiet, tmp_path, monkeypatch, capsys):
     same(tmp_path / "out", quiet)
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+# Refusals
 
 
-def refused(capsys, message: str, *arguments, **keywords) -> None:
-    capsys.readouterr()
-    assert run(*arguments, **keywords) == 2
-    told = capsys.readouterr()
-    assert message in told.err, told.err
-    assert told.err.count("error") == 1
-    assert "Traceback" not in told.err
+@pytest.fixture
+def ends(clips, encoders, tmp_path, capsys):
+    """Sees an encoding of `clips` into `out` end in one error that has this message."""
+
+    def call(message: str, *options, source=clips, buckets=BUCKETS) -> None:
+        capsys.readouterr()
+        assert run(source, tmp_path / "out", encoders, *options, buckets=buckets) == 2
+        told = capsys.readouterr()
+        assert message in told.err, told.err
+        assert told.err.count("error") == 1
+        assert "Traceback" not in told.err
+
+    return call
 
 
-def test_what_changed_since_is_refused(clips, encoders, tmp_path, capsys):
+def test_changed_captions_sizes_and_encoders_are_refused(clips, encoders, tmp_path, ends):
     out = tmp_path / "out"
     assert run(clips, out, encoders) == 0
     (clips / "wide.txt").write_text("another one")
-    message = (
-        "4 clips are in {} with other captions or sizes than now; the first is wide.gif#0: caption 'a wide one' there"
-    )
-    refused(capsys, message.format(out), clips, out, encoders)
+    ends(f"4 clips are in {out} with other captions or sizes than now; the first is wide.gif#0: caption 'a wide one'")
     (shard,) = out.glob("shard-*")
     shard.unlink()  # what the message says to do
     assert run(clips, out, encoders) == 0
     assert {e.caption for e in Latents(out).entries} == {"another one", CAPTIONS["deep/tall.gif"]}
-    refused(capsys, "the first is wide.gif#0: 5x16x24 at 10 a second there, 5x8x12 at 10 now", clips, out, encoders,
-            buckets=["5x8x12", "5x24x16@5"])  # fmt: skip
-    refused(capsys, "was begun with another AutoencoderKL", clips, out, encoders, "--vae", encoders / "other")
-    refused(capsys, "at most 300 tokens, not 200: go on with --text-length 300", clips, out, encoders,
-            "--text-length", 200)  # fmt: skip
+    ends("the first is wide.gif#0: 5x16x24 at 10 a second there, 5x8x12 at 10 now", buckets=["5x8x12", "5x24x16@5"])
+    ends("was begun with another AutoencoderKL", "--vae", encoders / "other")
+    ends("at most 300 tokens, not 200: go on with --text-length 300", "--text-length", 200)
 
 
-def test_sizes_that_no_latent_has(clips, encoders, tmp_path, capsys):
+def test_invalid_encoding_options_are_refused(encoders, tmp_path, ends):
+    ends("--bucket 5x18x24: AutoencoderKL at", buckets=["5x16x24", "5x18x24"])
+    ends("18 rows (take 16 or 20)", buckets=["5x18x24"])
+    ends("4 frames (take 1 or 5)", "--vae", encoders / "wan", buckets=["4x16x24"])
+    ends("invalid bucket '16x24': expected FRAMESxHEIGHTxWIDTH", buckets=["16x24"])
+    ends("--tile 0: it must be more than 0", "--tile", 0)
+    ends("no such folder", source=tmp_path / "none")
+    ends("is not the folder of a model", "--vae", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_captions_that_are_missing_or_too_long(clips, encoders, tmp_path, capsys, ends):
     out = tmp_path / "out"
-    refused(capsys, "--bucket 5x18x24: AutoencoderKL at", clips, out, encoders, buckets=["5x16x24", "5x18x24"])
-    refused(capsys, "18 rows (take 16 or 20)", clips, out, encoders, buckets=["5x18x24"])
-    refused(capsys, "4 frames (take 1 or 5)", clips, out, encoders, "--vae", encoders / "wan", buckets=["4x16x24"])
-    refused(capsys, "invalid bucket '16x24': expected FRAMESxHEIGHTxWIDTH", clips, out, encoders, buckets=["16x24"])
-    refused(capsys, "--tile 0: it must be more than 0", clips, out, encoders, "--tile", 0)
-    assert not out.exists()
-
-
-def test_captions_that_are_missing_or_too_long(clips, encoders, tmp_path, capsys):
-    out = tmp_path / "out"
-    message = "2 captions are longer than --text-length 8 tokens: deep/tall.gif has 25; wide.gif has 11"
-    refused(capsys, message, clips, out, encoders, "--text-length", 8)
+    ends("2 captions are longer than --text-length 8 tokens: deep/tall.gif has 25; wide.gif has 11", "--text-length", 8)
     (clips / "wide.txt").unlink()
     (clips / "deep/nothing.txt").write_text("of no video")
-    refused(capsys, "3 skipped under --strict", clips, out, encoders, "--strict")
+    ends("3 skipped under --strict", "--strict")
     assert not out.exists()
     assert run(clips, out, encoders) == 0
     told = capsys.readouterr().out
@@ -280,12 +282,10 @@ def test_captions_that_are_missing_or_too_long(clips, encoders, tmp_path, capsys
         assert line in told
     for path in clips.rglob("*.txt"):
         path.unlink()
-    refused(
-        capsys, f"none of the 3 videos under {clips} has a caption in NAME.txt beside each video", clips, out, encoders
-    )
+    ends(f"none of the 3 videos under {clips} has a caption in NAME.txt beside each video")
 
 
-def test_broken_videos_are_named_and_the_others_encoded(clips, encoders, tmp_path, capsys, monkeypatch):
+def test_broken_videos_are_named_and_the_others_encoded(clips, encoders, tmp_path, capsys, monkeypatch, ends):
     (clips / "broken.gif").write_bytes(b"GIF89a, not")
     (clips / "broken.txt").write_text("nothing")
     assert run(clips, tmp_path / "out", encoders) == 0
@@ -293,8 +293,6 @@ def test_broken_videos_are_named_and_the_others_encoded(clips, encoders, tmp_pat
     assert len(Latents(tmp_path / "out").entries) == 5
 
     def breaks(video, chosen, height, width):
-        from zoo.data.video_folder import VideoError
-
         if video.path.name == "wide.gif" and chosen[0] == 5:
             raise VideoError("wide.gif broke while it was decoded")
         return read(video, chosen, height, width)
@@ -312,19 +310,13 @@ def test_broken_videos_are_named_and_the_others_encoded(clips, encoders, tmp_pat
     assert "skipped deep/tall.gif#0: its latent in torch.float32 holds NaN or infinite numbers" in told
     assert "3 clips encoded, 4 skipped" in told
     monkeypatch.setattr(encode, "read", breaks)
-    (clips / "broken.gif").unlink()
-    (clips / "short.gif").unlink()
-    (clips / "broken.txt").unlink()
-    (clips / "short.txt").unlink()
-    refused(capsys, "wide.gif#5: wide.gif broke", clips, tmp_path / "strict", encoders, "--strict")
+    for name in ("broken.gif", "short.gif", "broken.txt", "short.txt"):
+        (clips / name).unlink()
+    shutil.rmtree(tmp_path / "out")
+    ends("wide.gif#5: wide.gif broke", "--strict")
 
 
-def test_folders_that_are_not_there(clips, encoders, tmp_path, capsys):
-    refused(capsys, "no such folder", tmp_path / "none", tmp_path / "out", encoders)
-    refused(capsys, "is not the folder of a model", clips, tmp_path / "out", tmp_path)
-
-
-# --------------------------------------------------------------------------------------------------- captions, buckets
+# Captions, buckets
 
 
 def test_tables_of_captions(tmp_path):
@@ -339,23 +331,21 @@ def test_tables_of_captions(tmp_path):
     lines.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert captions(tmp_path, lines, paths) == ({"a.mp4": "one", "d.mp4": "two"}, ["b/c.mp4: no caption"])
 
-    def wrong(name: str, text: str, message: str) -> None:
+    for name, text, message in (
+        (
+            "x.csv",
+            "name,caption\na.mp4,one\n",
+            "line 2: expected one of path, file, file_name, video and .* got name",
+        ),
+        ("x.csv", "path,text\na.mp4,one\na.mp4,two\n", "line 3: a.mp4 has another caption already"),
+        ("x.jsonl", '{"path": "a.mp4", "text": "one"\n', "is not JSON"),
+        ("x.jsonl", "[1]\n", "line 1: expected one of path"),
+        ("x.xlsx", "", r"from .csv and .jsonl files, not from .xlsx"),
+        ("x.csv", "path,text\ne.mp4,one\n", r"none of the 3 videos .* has a caption in .*x.csv: name.txt beside"),
+    ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ClipError, match=message):
-            captions(tmp_path, tmp_path / name, paths)
-
-    wrong(
-        "x.csv",
-        "name,caption\na.mp4,one\n",
-        "line 2: expected one of path, file, file_name, video and .* got name, cap",
-    )
-    wrong("x.csv", "path,text\na.mp4,one\na.mp4,two\n", "line 3: a.mp4 has another caption already")
-    wrong("x.jsonl", '{"path": "a.mp4", "text": "one"\n', "is not JSON")
-    wrong("x.jsonl", "[1]\n", "line 1: expected one of path")
-    wrong("x.xlsx", "", r"from .csv and .jsonl files, not from .xlsx")
-    wrong("x.csv", "path,text\ne.mp4,one\n", r"none of the 3 videos .* has a caption in .*x.csv: name.txt beside")
-    with pytest.raises(ClipError, match="No such file"):
-        captions(tmp_path, tmp_path / "none.csv", paths)
+        refused(message, captions, tmp_path, tmp_path / name, paths, error=ClipError)
+    refused("No such file", captions, tmp_path, tmp_path / "none.csv", paths, error=ClipError)
 
 
 def video(frames: int, height: int, width: int, fps: float = 10.0) -> Video:
@@ -374,8 +364,7 @@ def test_a_video_goes_to_the_bucket_of_its_shape_and_length():
     assert [choose(video(5, side, side), [small, large]) for side in (40, 64)] == [small, large]
     assert str(tall) == "5x64x32@20"
     for wrong in ("5x32", "0x32x32", "5x32x32@0", "5x32x32@", "5×32×32"):
-        with pytest.raises(ClipError, match="invalid bucket"):
-            Bucket.parse(wrong)
+        refused("invalid bucket", Bucket.parse, wrong, error=ClipError)
 
 
 def test_clips_follow_each_other_without_gaps():

@@ -2,18 +2,17 @@
 
 import gzip
 import logging
-import os
 import pickle
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from Bio.Align import PairwiseAligner
 
-from tests.support.paths import ROOT, STRUCTURES
+from tests.support.paths import STRUCTURES
+from tests.support.refusals import refused
 from zoo.data.protein import folder
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.complexes import join
@@ -26,34 +25,27 @@ from zoo.data.protein.synthetic import PottsFamilies, coupled, gibbs, properties
 from zoo.data.sampling import generator
 from zoo.protein.distogram import distances
 
-SHARED = Path(os.environ.get("DSP_PROTEIN_DATA", ROOT.parent / "shared" / "data" / "protein"))
 
-
-def protein(*chains: str, entities=None, rows=1, seed=0) -> Protein:
+def protein(*chains: str, rows=1) -> Protein:
     """Chains of these sequences along a helix, all seen, with random rows."""
-    sequence, lengths = "".join(chains), [len(chain) for chain in chains]
-    entities = entities or [list(dict.fromkeys(chains)).index(chain) for chain in chains]
-    r, random = len(sequence), np.random.default_rng(seed)
-    turn = np.arange(r)[:, None] * [100, 90, 0] * np.pi / 180
-    place = np.stack([2.3 * np.cos(turn[:, 0]), 2.3 * np.sin(turn[:, 0]), 1.5 * np.arange(r)], 1)
+    sequence, lengths, random = "".join(chains), [len(chain) for chain in chains], np.random.default_rng(0)
+    r = len(sequence)
+    turn = np.arange(r) * 100 * np.pi / 180
+    place = np.stack([2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(r)], 1)
     msa = np.concatenate([encode(sequence)[None], random.integers(0, 22, (rows - 1, r), dtype=np.uint8)])
     return Protein(
-        name="made",
-        sequence=sequence,
-        chains=tuple("ABCDEFGH"[: len(chains)]),
+        name="made", sequence=sequence, chains=tuple("ABCDEFGH"[: len(chains)]),
         asym_id=np.repeat(np.arange(len(chains)), lengths),
-        entity_id=np.repeat(entities, lengths),
+        entity_id=np.repeat([list(dict.fromkeys(chains)).index(chain) for chain in chains], lengths),
         residue_index=np.concatenate([np.arange(n) for n in lengths]),
         residue_ids=tuple(str(i + 1) for n in lengths for i in range(n)),
         positions=np.repeat(place[:, None], len(ATOMS), 1).astype(np.float32),
-        resolved=np.ones((r, len(ATOMS)), bool),
-        msa=msa,
-        deletions=random.integers(0, 9, msa.shape, dtype=np.uint16),
-        paired=np.ones(rows, bool),
-    )
+        resolved=np.ones((r, len(ATOMS)), bool), msa=msa,
+        deletions=random.integers(0, 9, msa.shape, dtype=np.uint16), paired=np.ones(rows, bool),
+    )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ alignments, complexes
+# Alignments, complexes
 
 
 def alignment(tmp_path, *rows, name="a"):
@@ -99,17 +91,13 @@ def test_rows_of_one_species_stand_side_by_side(tmp_path):
 def test_an_alignment_of_another_protein_is_refused(tmp_path):
     mine = protein("MKVLAAGIVGLCAKAY", "WWYYWFFPPHHW")
     wrong = alignment(tmp_path, ("q", "MKVLAAGIVCLCAKAY"))
-    message = (
-        r"a.a3m is of another protein than made, chain A: 16 and 16 residues, 94% identical when aligned; they differ "
-        r"from residue 10 on: C in the alignment, G in the structure"
-    )
-    with pytest.raises(ValueError, match=message):
-        join(mine, [wrong])
+    refused("a.a3m is of another protein than made, chain A: 16 and 16 residues, 94% identical", join, mine, [wrong])
+    refused("they differ from residue 10 on: C in the alignment, G in the structure", join, mine, [wrong])
     with pytest.raises(ValueError, match=r"chain B: 11 and 12 residues, 92% .* from residue 12 on: the end in the al"):
         join(mine, [alignment(tmp_path, ("q", "WWYYWFFPPHH"))])
 
 
-# ------------------------------------------------------------------------------------------------------------- examples
+# Examples
 
 
 def test_contiguous_crops_take_one_stretch_of_each_chain():
@@ -219,24 +207,23 @@ def test_targets_against_loops():
     example = draw(source, 3, residues=len(source), rows=1)
     pairs = example.pairs()
     edges = [2.3125 + 0.3125 * k for k in range(63)]
-    for i in range(0, 30):
-        for j in range(0, 30):
-            atoms = [ATOMS.index("CA" if source.sequence[k] == "G" else "CB") for k in (i, j)]
-            seen = source.resolved[i, atoms[0]] and source.resolved[j, atoms[1]]
-            assert pairs["pair_weight"][i, j] == float(seen)
-            if seen:
-                distance = np.linalg.norm(source.positions[i, atoms[0]] - source.positions[j, atoms[1]])
-                assert pairs["bins"][i, j] == sum(distance > edge for edge in edges)
+    atoms = [ATOMS.index("CA" if letter == "G" else "CB") for letter in source.sequence]
+    for i, j in np.ndindex(30, 30):
+        seen = source.resolved[i, atoms[i]] and source.resolved[j, atoms[j]]
+        assert pairs["pair_weight"][i, j] == float(seen)
+        if seen:
+            distance = np.linalg.norm(source.positions[i, atoms[i]] - source.positions[j, atoms[j]])
+            assert pairs["bins"][i, j] == sum(distance > edge for edge in edges)
 
 
-def test_a_crop_is_never_wholly_unseen():
+def test_a_crop_has_resolved_residues():
     source = protein("A" * 200)
     source.resolved[:195] = False
     for seed in range(5):
         assert draw(source, seed, residues=10, rows=1).pairs()["pair_weight"].sum() > 0
 
 
-# --------------------------------------------------------------------------------------------------------------- folder
+# Folder
 
 
 @pytest.fixture
@@ -274,7 +261,7 @@ def test_a_folder_names_skips_and_counts(proteins, caplog):
     assert lines[-1] == f"4 proteins in {proteins}, 2 without an alignment, 4 skipped"
 
 
-def test_a_folder_reads_again_what_it_forgot_and_travels_light(proteins, monkeypatch):
+def test_a_folder_reloads_evicted_proteins_and_pickles_without_them(proteins, monkeypatch):
     monkeypatch.setattr(folder, "_KEPT", 1)
     data = ProteinFolder(proteins)
     first = [data.protein(i) for i in (0, 1, 2, 0)]
@@ -299,19 +286,16 @@ def test_a_folder_is_split_by_name(proteins, tmp_path_factory, caplog):
 
 
 def test_a_folder_without_a_usable_protein_is_one_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="no such folder"):
-        ProteinFolder(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"no structures in .* \(looked for .cif"):
-        ProteinFolder(tmp_path)
+    refused("no such folder", ProteinFolder, tmp_path / "absent")
+    refused(r"no structures in .* \(looked for .cif", ProteinFolder, tmp_path)
     (tmp_path / "a.cif").write_text("data_a\n")
-    with pytest.raises(ValueError, match=r"none of the 1 structures in .*; the first: .*a.cif: it has no _atom_site"):
-        ProteinFolder(tmp_path)
+    refused(r"none of the 1 structures in .*; the first: .*a.cif: it has no _atom_site", ProteinFolder, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------ embedded, synthetic
+# Embedded, synthetic
 
 
-def test_embedded_structures_are_those_of_their_entries():
+def test_embedded_structures_match_their_entries():
     train, validation = EmbeddedProteins("train"), EmbeddedProteins("validation")
     every = {data.protein(i).name: data.protein(i) for data in (train, validation) for i in range(len(data))}
     assert len(every) == len(train) + len(validation) == len(sources()) == 68
@@ -328,8 +312,7 @@ def test_embedded_structures_are_those_of_their_entries():
         torch.testing.assert_close(distances(a, a), distances(b, b), atol=0.02, rtol=0)
     assert len(set(sources())) == 68
     assert all(" " in source for source in sources().values())
-    with pytest.raises(ValueError, match="split must be"):
-        EmbeddedProteins("test")
+    refused("split must be", EmbeddedProteins, "test")
 
 
 def test_no_relatives_on_both_sides_of_the_split():
@@ -355,20 +338,17 @@ def test_families_are_pure_and_on_contacts():
     assert one.sequence == letters(one.msa[:1])[0]
     position, seen = one.contact_atoms()
     J = coupled(one)
-    for i in range(24):
-        for j in range(24):
-            near = seen[i] and seen[j] and np.linalg.norm(position[i] - position[j]) < 8
-            apart = one.asym_id[i] != one.asym_id[j] or abs(one.residue_index[i] - one.residue_index[j]) >= 3
-            assert J[i, j] == (near and apart)
+    for i, j in np.ndindex(24, 24):
+        near = seen[i] and seen[j] and np.linalg.norm(position[i] - position[j]) < 8
+        apart = one.asym_id[i] != one.asym_id[j] or abs(one.residue_index[i] - one.residue_index[j]) >= 3
+        assert J[i, j] == (near and apart)
     held_out = PottsFamilies("validation", families=8, residues=24, rows=2)
     names = {data.protein(i).name.split()[0] for i in range(70)}
     assert not names & {held_out.protein(i).name.split()[0] for i in range(8)}
-    with pytest.raises(ValueError, match="no embedded structure has 5000 residues"):
-        PottsFamilies(residues=5000)
+    refused("no embedded structure has 5000 residues", PottsFamilies, residues=5000)
     fewer = PottsFamilies("train", residues=24, without=["1or4A"])
     assert len(data.structures) - 1 == len(fewer.structures) == sum(p.name != "1or4A" for p in data.structures)
-    with pytest.raises(ValueError, match="no embedded structure is called 1or4B"):
-        PottsFamilies(without=["1or4B"])
+    refused("no embedded structure is called 1or4B", PottsFamilies, without=["1or4B"])
 
 
 def test_families_of_many_kinds():
@@ -402,9 +382,8 @@ def test_contacts_are_counted_between_what_is_far_apart_along_a_chain():
     share = weights["contact_weight"] / weights["pair_weight"].clamp(min=1e-9)
     seen = weights["pair_weight"].bool()
     assert torch.equal(share > 0.5, seen & torch.from_numpy(far))
-    torch.testing.assert_close(
-        share[seen & ~torch.from_numpy(far)], torch.tensor(0.001).expand(int((seen & ~torch.from_numpy(far)).sum()))
-    )
+    near = share[seen & ~torch.from_numpy(far)]
+    torch.testing.assert_close(near, torch.full_like(near, 0.001))
 
 
 def test_gibbs_samples_the_distribution_it_says():
