@@ -1,25 +1,21 @@
-"""The commands `dsp-train` and `dsp-infer`: train.py and infer.py, which a wheel has in this folder, with the configs.
+"""The commands `dsp-train` and `dsp-infer`: train.py, infer.py and configs/, which links here bring into a wheel.
 
 dsp-train configs/demo.yaml
 dsp-launch --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
 """
 
-from pathlib import Path
+import sys
 
-__path__.append(str(Path(__file__).resolve().parents[2]))  # in a checkout the two files stand there
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
-def train() -> int:
-    import sys
-
-    from zoo.cli.train import main, record
+def train() -> int | None:
+    from zoo.cli.train import main
 
     return record(main)(sys.argv[1:])
 
 
-def infer() -> int:
-    import sys
-
-    from zoo.cli.infer import main, record
+def infer() -> int | None:
+    from zoo.cli.infer import main
 
     return record(main)(sys.argv[1:])
