@@ -5,17 +5,23 @@ dsp-launch --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
 """
 
 import sys
+from importlib import import_module
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def train() -> int | None:
-    from zoo.cli.train import main
-
-    return record(main)(sys.argv[1:])
+    return command("zoo.cli.train")
 
 
 def infer() -> int | None:
-    from zoo.cli.infer import main
+    return command("zoo.cli.infer")
 
+
+def command(module: str) -> int | None:
+    """Run a module's `main` on the command line; a package that is missing is an error in one line."""
+    try:
+        main = import_module(module).main
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}")
     return record(main)(sys.argv[1:])
