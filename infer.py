@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from dsp.text import number_of
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
-from zoo.training.show import dca
 from zoo.training.show.options import checked
 from zoo.training.use import arguments as describe
 from zoo.training.use import load_model, locate, progress
@@ -54,6 +54,7 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     """Contacts from alignments, which takes no model: one process does it."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("--dca is done by one process: python infer.py --dca ...")
+    dca = user_error(import_module, "zoo.training.show.dca")  # Biopython comes with an extra
     parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     dca.arguments(parser)
     for path in dca.run(checked(parser.parse_args(arguments))):

@@ -30,6 +30,18 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str
     assert done.stderr.strip().split("\n")[-1].endswith(said)
 
 
+def test_infer_names_a_missing_package_and_goes_without_what_it_does_not_need(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['Bio'] = None")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+
+    def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "zoo.cli.infer", *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    assert infer("--help").returncode == 0
+    assert infer("--dca", "x.cif").stderr == "error: Biopython is not installed: pip install -e '.[protein]'\n"
+
+
 @pytest.mark.slow
 def test_the_library_and_the_models_need_the_core_alone(tmp_path: Path) -> None:
     others = "omegaconf wandb PIL sklearn Bio av diffusers safetensors transformers yaml".split()

@@ -1,25 +1,27 @@
-"""The commands `dsp-train` and `dsp-infer`: train.py and infer.py, which a wheel has in this folder, with the configs.
+"""The commands `dsp-train` and `dsp-infer`: train.py, infer.py and configs/, which links here bring into a wheel.
 
 dsp-train configs/demo.yaml
 dsp-launch --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
 """
 
-from pathlib import Path
+import sys
+from importlib import import_module
 
-__path__.append(str(Path(__file__).resolve().parents[2]))  # in a checkout the two files stand there
-
-
-def train() -> int:
-    import sys
-
-    from zoo.cli.train import main, record
-
-    return record(main)(sys.argv[1:])
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
-def infer() -> int:
-    import sys
+def train() -> int | None:
+    return command("zoo.cli.train")
 
-    from zoo.cli.infer import main, record
 
+def infer() -> int | None:
+    return command("zoo.cli.infer")
+
+
+def command(module: str) -> int | None:
+    """Run a module's `main` on the command line; a package that is missing is an error in one line."""
+    try:
+        main = import_module(module).main
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}")
     return record(main)(sys.argv[1:])
