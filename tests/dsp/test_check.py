@@ -233,7 +233,7 @@ class Unborn(nn.Module):
         return self.last(self.time(self.space(x)))
 
 
-def finds_what_comes_late(mesh: DeviceMesh) -> None:
+def test_what_one_call_does_not_show_is_found(mesh: DeviceMesh) -> None:
     from dsp.run.forward import Run
 
     torch.manual_seed(0)
@@ -253,10 +253,6 @@ def finds_what_comes_late(mesh: DeviceMesh) -> None:
         Run.push_all = own
     (problem,) = report.problems
     assert problem == "the parallel run raised ZeroDivisionError: division by zero (in training, t=7 s=5, call 2)"
-
-
-def test_what_one_call_does_not_show_is_found(ranks) -> None:
-    ranks(finds_what_comes_late, 2)
 
 
 def alone_wrong(mesh: DeviceMesh) -> list[str]:

@@ -60,7 +60,8 @@ def inputs(count: int) -> dict[str, Any]:
     return {"x": x, "text": tuple(torch.randn(3 + n, 12, dtype=torch.float64) for n in range(count))}
 
 
-def exact(mesh: DeviceMesh, count: int) -> None:
+@pytest.mark.parametrize(("mesh", "count"), [(2, 1), (2, 2), (3, 3)])
+def test_a_list_of_samples_is_exact(mesh: DeviceMesh, count: int) -> None:
     kwargs = inputs(count)
     single = Joint().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
@@ -69,11 +70,6 @@ def exact(mesh: DeviceMesh, count: int) -> None:
     with torch.no_grad(), dsp.count_comm() as comm:
         model(**kwargs)
     assert sum(comm.forward.bytes.values()) <= plan.bytes["forward"]
-
-
-@pytest.mark.parametrize(("n", "count"), [(2, 1), (2, 2), (3, 3)])
-def test_a_list_of_samples_is_exact(ranks, n: int, count: int) -> None:
-    ranks(exact, n, count)
 
 
 def checked(mesh: DeviceMesh) -> str:

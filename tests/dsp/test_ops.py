@@ -80,7 +80,8 @@ def test_by_hand(ranks, n: int, halves: bool) -> None:
         ranks(by_hand, n, batch, t, s, halves)
 
 
-def every_switch(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", SIZES)
+def test_every_pair_of_dims_dtypes_and_memory_orders(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 5, 3, 4)
     for memory in [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)]:
         v = x.permute(memory).contiguous().permute([memory.index(i) for i in range(4)])
@@ -101,11 +102,6 @@ def every_switch(mesh: DeviceMesh) -> None:
         assert torch.equal(dsp.gather(dsp.switch(dsp.split(v, mesh, 1), 2)), v)
     with torch.inference_mode():
         assert torch.equal(dsp.gather(dsp.switch(dsp.split(x, mesh, 1), 2)), x)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_every_pair_of_dims_dtypes_and_memory_orders(ranks, n: int) -> None:
-    ranks(every_switch, n)
 
 
 def test_a_dim_of_one_lies_where_it_is_whatever_its_stride() -> None:
@@ -151,7 +147,8 @@ def test_bytes_are_exactly_the_shares(ranks) -> None:
         assert counts["forward"]["switch"]["bytes"] == chunk_t[r] * (7 - chunk_s[r]) * 8 * 4
 
 
-def axes(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", ["2x2"])
+def test_two_axes_and_errors(mesh: DeviceMesh) -> None:
     x = torch.arange(2 * 5 * 6, dtype=torch.float32).view(2, 5, 6)
     dp, sp = mesh["dp"], mesh["sp"]
     row = x.narrow(0, dp.get_local_rank(), 1)
@@ -184,11 +181,12 @@ def axes(mesh: DeviceMesh) -> None:
         dsp.split(x, sp, 3)
 
 
-def test_two_axes_and_errors(ranks) -> None:
-    ranks(axes, "2x2")
+def mesh_mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return torch.ops.dsp.all_reduce(x, mesh.get_group().group_name) / mesh.size()
 
 
-def roads(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_roads_out_of_a_sharded_tensor(mesh: DeviceMesh) -> None:
     x = torch.randn(4, 5, requires_grad=True)
     d = dsp.switch(dsp.split(x * 1, mesh, 0), 1)
     with pytest.raises(RuntimeError, match="would give wrong gradients"):
@@ -211,16 +209,8 @@ def roads(mesh: DeviceMesh) -> None:
         dsp.mean(dsp.split(x, mesh, 1), dsp.split(w, mesh, 0))
 
 
-def mesh_mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return torch.ops.dsp.all_reduce(x, mesh.get_group().group_name) / mesh.size()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_roads_out_of_a_sharded_tensor(ranks, n: int) -> None:
-    ranks(roads, n)
-
-
-def compiled(mesh: DeviceMesh, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_switch_compiles(mesh: DeviceMesh, backend: str) -> None:
     group = mesh.get_group().group_name
 
     def f(x: Tensor) -> Tensor:
@@ -234,11 +224,6 @@ def compiled(mesh: DeviceMesh, backend: str) -> None:
     expect = whole.clone().requires_grad_()
     (expect * 2).sin().square().sum().backward()
     torch.testing.assert_close(x.grad, dsp.split(expect.grad, mesh, 1).to_local())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_switch_compiles(ranks, backend: str) -> None:
-    ranks(compiled, 2, backend)
 
 
 def selective(mesh: DeviceMesh) -> int:
@@ -312,7 +297,8 @@ def test_several_in_one_exchange(ranks, n: int) -> None:
         ranks(several, n, t, s)
 
 
-def under_way_at_once(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", SIZES)
+def test_large_ones_are_under_way_at_once(mesh: DeviceMesh) -> None:
     """Large tensors that are switched at one place: each as by itself, plain, joined of pieces and within a fold."""
     axis, shape, small = Axis.of(mesh), (2, 9, 6, 3), moves.fuses
     wholes = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
@@ -335,12 +321,7 @@ def under_way_at_once(mesh: DeviceMesh) -> None:
         moves.fuses = small
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_large_ones_are_under_way_at_once(ranks, n: int) -> None:
-    ranks(under_way_at_once, n)
-
-
-def fakes(mesh: DeviceMesh) -> None:
+def test_several_have_a_fake_kernel(mesh: DeviceMesh) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     group = mesh.get_group().group_name
@@ -348,10 +329,6 @@ def fakes(mesh: DeviceMesh) -> None:
         xs = [torch.empty(1, 2, 6, 3), torch.empty(2, 6, dtype=torch.bool)]
         out = torch.ops.dsp.switch_many(xs, [1, 0], [2, 1], [4, 4], group)
     assert [(tuple(x.shape), x.dtype) for x in out] == [((1, 4, 3, 3), torch.float32), ((4, 3), torch.bool)]
-
-
-def test_several_have_a_fake_kernel(ranks) -> None:
-    ranks(fakes, 2)
 
 
 def piecewise(mesh: DeviceMesh, memory: tuple[int, ...]) -> None:

@@ -72,7 +72,8 @@ class Squared(torch.autograd.Function):
         return g * 2 * x
 
 
-def custom_functions(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
     for glue in (Unchanged.apply, Viewed.apply, lambda x: Squared.apply(x.detach()) + x):
         parity(mesh, glue)
     model = dsp.parallelize(made(Squared.apply), mesh)
@@ -80,12 +81,7 @@ def custom_functions(mesh: DeviceMesh) -> None:
         model(inputs()).sum().backward()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_autograd_functions_between_stages(ranks, n: int) -> None:
-    ranks(custom_functions, n)
-
-
-def kept(mesh: DeviceMesh) -> None:
+def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     found: list[Any] = []
     glue = lambda x: (found.append(x), x * 1)[1]  # noqa: E731
     whole = made(glue)(inputs())
@@ -111,7 +107,3 @@ def kept(mesh: DeviceMesh) -> None:
     assert "the part of rank" in repr(x)
     assert f"sharded along dim 1" in f"{x}"  # noqa: F541
     assert x.new_zeros(2).shape == (2,)
-
-
-def test_it_reads_as_a_dtensor(ranks) -> None:
-    ranks(kept, 2)

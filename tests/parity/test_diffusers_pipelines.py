@@ -86,7 +86,8 @@ def sampled(pipe: Any, name: str) -> Tensor:
     return pipe(**text, **PIPELINES[name][2], **size, generator=draw, output_type="pt").frames
 
 
-def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
+@pytest.mark.parametrize(("name", "whole", "mesh"), [long("wan", True, 2), slow("ltx", False, 3)])
+def test_a_pipeline_gives_the_video_of_one_process(mesh: DeviceMesh, name: str, whole: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         single, pipe = made(name), made(name)
@@ -105,11 +106,6 @@ def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
             mine, theirs = (out[0] if kwargs else out.latent_dist for out in two)
             torch.testing.assert_close(mine.mode(), theirs.mode(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "whole", "n"), [long("wan", True, 2), slow("ltx", False, 3)])
-def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
-    ranks(video, n, name, whole)
 
 
 def test_what_is_known_is_what_the_table_shows() -> None:

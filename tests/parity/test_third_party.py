@@ -25,7 +25,8 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> None:
+@pytest.mark.parametrize(("mesh", "shape", "ckpt"), [(3, (1, 7, 4), True), slow(4, (2, 5, 3), False)])
+def test_outputs_and_every_gradient(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> None:
     single, model = make(name, *shape[1:]), make(name, *shape[1:])
     if ckpt and name == "timesformer":
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -33,11 +34,6 @@ def parity(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool)
     torch.manual_seed(1)
     kwargs = MODELS[name].inputs(*shape)
     beside(single, model, mesh, {k: v.double().requires_grad_() for k, v in kwargs.items()}, rounds=2)
-
-
-@pytest.mark.parametrize(("n", "shape", "ckpt"), [(3, (1, 7, 4), True), slow(4, (2, 5, 3), False)])
-def test_outputs_and_every_gradient(ranks, n: int, shape: tuple[int, int, int], ckpt: bool, name: str) -> None:
-    ranks(parity, n, name, shape, ckpt)
 
 
 # what one rank sends forward and backward: the switches, each of `size` elements of 8 bytes; and the sums over ranks

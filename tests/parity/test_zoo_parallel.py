@@ -71,18 +71,15 @@ NEW = [case for case in CASES if case.startswith("axial") or case[:8] in ("latte
 NEW += ["stdit-v1", "stdit-v2", "stdit-v3", "st_mamba", "st_mamba-2-sst", "st_rwkv", "wan"]
 
 
-def checked(mesh: DeviceMesh, case: str) -> None:
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("case", slow_but([*(c for c in CASES if c not in OF_A_KIND), *PROTEINS], "axial-image-colour"))
+def test_stages_are_what_they_say(mesh: DeviceMesh, case: str) -> None:
     model = build(case)
     inputs = doubled(example(model, 2, frames=5, height=6, width=10, rows=5, residues=7))
     # whole numbers: the sinusoids are float32, and so would be the gradients of what they are taken of
     inputs = {k: v.round().long() if v.ndim == 1 and v.is_floating_point() else v for k, v in inputs.items()}
     report = dsp.check(model, kwargs=inputs, mesh=mesh, thorough=False)
     assert report, report.text()
-
-
-@pytest.mark.parametrize("case", slow_but([*(c for c in CASES if c not in OF_A_KIND), *PROTEINS], "axial-image-colour"))
-def test_stages_are_what_they_say(ranks, case: str) -> None:
-    ranks(checked, 3, case)
 
 
 def held(mesh: DeviceMesh, case: str) -> tuple[float, float]:
@@ -102,15 +99,11 @@ def test_no_rank_holds_more_than_its_share(ranks, n: int, case: str) -> None:
         assert total <= 1.1 / n
 
 
-def bits(mesh: DeviceMesh, case: str) -> None:
+@pytest.mark.parametrize(("case", "mesh"), [("axial-image", 2), slow("axial-image-colour", 4)])
+def test_bits_per_dim(mesh: DeviceMesh, case: str) -> None:
     single, model = BitsPerDim(build(case)), BitsPerDim(build(case))
     inputs = example(single.model, 3, height=7, width=5)
     beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, inputs, loss=dsp.mean)
-
-
-@pytest.mark.parametrize(("case", "n"), [("axial-image", 2), slow("axial-image-colour", 4)])
-def test_bits_per_dim(ranks, n: int, case: str) -> None:
-    ranks(bits, n, case)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def test_functions(ranks, method: str, n: int) -> None:
     ranks(function, n, method, cases)
 
 
-def low_precision(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision(mesh: DeviceMesh, method: str) -> None:
     group, errors = mesh.get_group().group_name, []
     torch.manual_seed(0)
     whole = [torch.randn(1, 32, 4, 16) for _ in range(3)]
@@ -77,11 +79,6 @@ def low_precision(mesh: DeviceMesh, method: str) -> None:
         errors.append((got.float() - own(expect, mesh)).abs().max().item())
     assert errors[0] < 1e-5
     assert errors[1] < 2e-2
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_low_precision(ranks, method: str) -> None:
-    ranks(low_precision, 3, method)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -113,7 +110,9 @@ def test_models(ranks, case: str, method: str, n: int) -> None:
     ranks(parity, n, case, method, 5 if n < 4 else 2, 6, 10 if n < 4 else 6)
 
 
-def objective(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_an_objective_that_shares_a_model_with_dsp(mesh: DeviceMesh, method: str) -> None:
     single, model = RectifiedFlow(build("stdit-v3")), RectifiedFlow(build("stdit-v3"))
     inputs = doubled(single.model.example_inputs(2, frames=3, height=6, width=6))
     inputs["timestep"] = torch.tensor([0.2, 0.7], dtype=torch.float64)
@@ -124,12 +123,6 @@ def objective(mesh: DeviceMesh, method: str) -> None:
     for parallel in (model, sampler):
         single.zero_grad()
         beside(single, parallel, mesh, inputs, loss=dsp.mean)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_an_objective_that_shares_a_model_with_dsp(ranks, method: str) -> None:
-    ranks(objective, 2, method)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -233,7 +226,9 @@ def test_cores_that_do_not_fit_are_errors() -> None:
             dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring", gather_output=False)
 
 
-def compiled(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_and_recomputed_stages(mesh: DeviceMesh, method: str) -> None:
     single, model = build("transformer2d"), build("transformer2d")
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     stage = model.blocks[0].spatial
@@ -244,13 +239,7 @@ def compiled(mesh: DeviceMesh, method: str) -> None:
         beside(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
-    ranks(compiled, 2, method)
-
-
-def reentrant(mesh: DeviceMesh) -> None:
+def test_reentrant_checkpoints_and_second_methods_are_errors(mesh: DeviceMesh) -> None:
     model = build("transformer2d")
     inputs = doubled(example(model, 2, frames=2, height=4, width=4))
     dsp.embedded.parallelize(model, mesh, "ulysses", gather_output=False)
@@ -262,10 +251,6 @@ def reentrant(mesh: DeviceMesh) -> None:
     other = dsp.embedded.core.Distributed("core", spatial.attention.core)
     with pytest.raises(ValueError, match="already run by ulysses"):
         other.install(Axis.of(mesh))
-
-
-def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
-    ranks(reentrant, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- train.py

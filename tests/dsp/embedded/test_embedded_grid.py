@@ -118,7 +118,11 @@ class Toy(nn.Module):
         return x
 
 
-def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("t", "s"), [(3, 6), slow(2, 3)])
+def test_folds_and_what_else_a_stage_is_given(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
+    """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
     torch.manual_seed(0)
     single, model = Toy().double(), Toy().double()
     model.load_state_dict(single.state_dict())
@@ -128,13 +132,6 @@ def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     (comm,) = beside(single, model, mesh, inputs, count=True)
     assert comm.forward.calls["switch"] > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("t", "s"), [(3, 6), slow(2, 3)])
-def test_folds_and_what_else_a_stage_is_given(ranks, method: str, t: int, s: int) -> None:
-    """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
-    ranks(toy, 4, method, t, s)
 
 
 class Inner(nn.Module):
@@ -172,18 +169,15 @@ class Folded(nn.Module):
         return x
 
 
-def folded(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("t", "s", "fold"), [(3, 8, 3), slow(3, 6, 1)])
+def test_dims_that_others_are_folded_into(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
     torch.manual_seed(0)
     single, model = Folded(fold).double(), Folded(fold).double()
     model.load_state_dict(single.state_dict())
     x = torch.randn(t, 2, s, fold, 8).double()
     beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("t", "s", "fold"), [(3, 8, 3), slow(3, 6, 1)])
-def test_dims_that_others_are_folded_into(ranks, method: str, t: int, s: int, fold: int) -> None:
-    ranks(folded, 4, method, t, s, fold)
 
 
 class Writer(Space):
@@ -199,19 +193,18 @@ class Written(Toy):
         self.register_buffer("place", torch.zeros(64, 8))
 
 
-def written(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
+def test_writing_into_a_part_is_an_error(mesh: DeviceMesh, method: str) -> None:
+    """A stage's argument after a switch is a copy: a write into it would be lost."""
     model = dsp.embedded.parallelize(Written(), mesh, method)
     with pytest.raises(GlueError, match="in place into its part of a tensor that is whole"):
         model(torch.randn(2, 2, 8, 8), torch.randn(2, 1, 8))
 
 
-@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
-def test_writing_into_a_part_is_an_error(ranks, method: str) -> None:
-    """A stage's argument after a switch is a copy: a write into it would be lost."""
-    ranks(written, 4, method)
-
-
-def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex64])
+def test_every_dtype_is_switched_among_some(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     rank, group = mesh.get_local_rank(), mesh.get_group().group_name
     among = [rank % 2, rank % 2 + 2]
     whole = torch.arange(30).reshape(5, 3, 2).remainder(3).to(dtype)
@@ -220,11 +213,6 @@ def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     assert torch.equal(found, whole.split([1, 2], 1)[rank // 2])
     with pytest.raises(ValueError, match="ascending order"):
         torch.ops.dsp.switch_among(own, 0, 1, [1, 4], [1, 2], among[::-1], group)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex64])
-def test_every_dtype_is_switched_among_some(ranks, dtype: torch.dtype) -> None:
-    ranks(switched_among, 4, dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes

@@ -67,7 +67,9 @@ def test_bytes_where_lengths_divide(ranks, method: str) -> None:
         assert all(planned == sent for planned, sent in phases)
 
 
-def lengths(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", MEGATRON)
+def test_lengths_and_checkpoints(mesh: DeviceMesh, method: str) -> None:
     """A rank without a patch, one patch in all, and other lengths again, in one model and with checkpoints."""
     single, model = build("stdit-v3"), build("stdit-v3")
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
@@ -86,23 +88,13 @@ def lengths(mesh: DeviceMesh, method: str) -> None:
         model.blocks[0].spatial.mlp(torch.zeros(1, 1, 1, 48, dtype=torch.float64))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", MEGATRON)
-def test_lengths_and_checkpoints(ranks, method: str) -> None:
-    ranks(lengths, 2, method)
-
-
-def half(mesh: DeviceMesh, method: str) -> None:
+def test_half_precision_stays_half(mesh: DeviceMesh, method: str) -> None:
     model = build("transformer2d")
     inputs = doubled(example(model, 1, frames=3, height=4, width=4))
     dsp.embedded.parallelize(model, mesh, method)
     given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
     assert model.to(torch.bfloat16)(**given).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("method", MEGATRON)
-def test_half_precision_stays_half(ranks, method: str) -> None:
-    ranks(half, 2, method)
 
 
 def plan_of(method: str, n: int, name: str = "stdit", **overrides: Any) -> dsp.Plan:

@@ -115,25 +115,13 @@ def test_what_cannot_be_is_refused(make, message: str) -> None:
 # --------------------------------------------------------------------------------------------------------- many of them
 
 
-def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int, int]], heads: int = 4) -> None:
-    single, model = (make(case, heads=heads) for _ in range(2))
-    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    for frames, height, width in shapes:
-        inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-        single.zero_grad()
-        beside(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
-        cores = [m for m in model.modules() if isinstance(m, LowRankAttention)]
-        assert all(p.grad is not None for core in cores for p in core.parameters())  # on every rank
-        assert all(p.grad.abs().max() > 1e-6 for p in single.parameters())
-
-
 # frames, height, width: 15 places; and 9, of which the last of 4 ranks has none, in one model
 SHAPES = [(5, 6, 10), (2, 6, 6)]
 MIXED = [(2, 6, 10), (1, 6, 6)]  # 2 x 2 ranks for two frames, 15 places; and 1 x 4 for one
 
 
 @pytest.mark.parametrize(
-    ("method", "n", "case", "shapes", "heads"),
+    ("method", "mesh", "case", "shapes", "heads"),
     [
         ("ring", 3, "transformer2d", SHAPES[:1], 4), slow("ring", 4, "transformer2d-stdit", SHAPES, 4),
         ("ulysses", 2, "transformer2d-stdit", SHAPES[:1], 4), slow("ulysses", 4, "transformer2d", SHAPES, 4),
@@ -143,8 +131,16 @@ MIXED = [(2, 6, 10), (1, 6, 6)]  # 2 x 2 ranks for two frames, 15 places; and 1 
         ("megatron_sp", 2, "transformer2d", [(3, 6, 10)], 4),
     ],
 )  # fmt: skip
-def test_models(ranks, method: str, n: int, case: str, shapes: list[tuple[int, int, int]], heads: int) -> None:
-    ranks(parity, n, case, method, shapes, heads)
+def test_models(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int, int]], heads: int) -> None:
+    single, model = (make(case, heads=heads) for _ in range(2))
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    for frames, height, width in shapes:
+        inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
+        single.zero_grad()
+        beside(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
+        cores = [m for m in model.modules() if isinstance(m, LowRankAttention)]
+        assert all(p.grad is not None for core in cores for p in core.parameters())  # on every rank
+        assert all(p.grad.abs().max() > 1e-6 for p in single.parameters())
 
 
 def step(mesh: DeviceMesh, how: str | None) -> dict:
@@ -221,7 +217,7 @@ def test_low_precision(ranks) -> None:
         assert 0 < together < 1.5 * alone
 
 
-def fsdp(mesh: DeviceMesh) -> None:
+def test_fully_shard(mesh: DeviceMesh) -> None:
     single, model = make(), make()
     inputs = doubled(example(single, 2, frames=3, height=2, width=6))  # 3 places on 2 ranks
     dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
@@ -231,11 +227,9 @@ def fsdp(mesh: DeviceMesh) -> None:
     beside(single, model, mesh, inputs, gradients=unsharded)
 
 
-def test_fully_shard(ranks) -> None:
-    ranks(fsdp, 2)
-
-
-def too_long(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", [slow("dsp"), "ring", slow("ulysses")])
+def test_too_many_places_are_an_error_on_every_rank(mesh: DeviceMesh, method: str) -> None:
     """24 places for weights of 20: every rank says so, before anything is sent, and the model lives on."""
     single, model = make(), make()
     dsp.embedded.parallelize(model, mesh, method)
@@ -243,11 +237,6 @@ def too_long(mesh: DeviceMesh, method: str) -> None:
         model(**doubled(example(model, 1, frames=4, height=8, width=12)))
     inputs = doubled(example(model, 1, frames=4, height=8, width=8))
     torch.testing.assert_close(model(**inputs), single(**inputs))
-
-
-@pytest.mark.parametrize("method", [slow("dsp"), "ring", slow("ulysses")])
-def test_too_many_places_are_an_error_on_every_rank(ranks, method: str) -> None:
-    ranks(too_long, 4, method)
 
 
 class Weighted(nn.Module):

@@ -24,7 +24,8 @@ from dsp.tensors import memory
 SIZES = [1, 2, 3, 4]
 
 
-def launched(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_switch_that_is_launched_is_the_same_switch(mesh: DeviceMesh) -> None:
     """As a switch at one place does: numbers, their order in memory, gradients twice, counters, of any dtype."""
     axis, shape, joined = Axis.of(mesh), (2, 9, 6, 3), Cut(1, (2, 7))
     whole = torch.randn(shape, dtype=torch.float64)
@@ -54,11 +55,6 @@ def launched(mesh: DeviceMesh) -> None:
         y, arrive = ahead(x, 1, 2, 9, axis.group)
         arrive()
         assert torch.equal(y, axis.narrow(whole.relu().to(dtype), Cut(2)))
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_a_switch_that_is_launched_is_the_same_switch(ranks, n: int) -> None:
-    ranks(launched, n)
 
 
 class Outside(nn.Module):
@@ -185,7 +181,8 @@ def stop(model: Attention, v: Tensor) -> Tensor:
     return v
 
 
-def stopped(mesh: DeviceMesh) -> None:
+def test_a_forward_that_raises_has_waited_for_what_was_under_way(mesh: DeviceMesh) -> None:
+    """torch keeps for good what nobody waits for."""
     runs, launch = list[Run](), Run.send_ahead
     large = {module: module.fuses for module in map(sys.modules.get, WITH_SIZES)}
     for module in large:
@@ -208,8 +205,3 @@ def stopped(mesh: DeviceMesh) -> None:
         Run.send_ahead = launch
         for module, fuses in large.items():
             module.fuses = fuses
-
-
-def test_a_forward_that_raises_has_waited_for_what_was_under_way(ranks) -> None:
-    """torch keeps for good what nobody waits for."""
-    ranks(stopped, 2)

@@ -78,17 +78,6 @@ class Layered(nn.Module):
         return x
 
 
-def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
-    single, model = pair(Layered)
-    dsp.parallelize(model, mesh, gather_output=False)
-    for layer in model.layers:
-        if ckpt:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -127,7 +116,8 @@ class Compared(nn.Module):
         return (self.model(x) - y) ** 2
 
 
-def fsdp_moves(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_fsdp_where_glue_moves(mesh: DeviceMesh) -> None:
     """The operations of glue are found by their number, and those of fully_shard are none of them."""
     single, model = pair(Compared)
     x = torch.randn(2, 1, 7, 5, toys.C).double()
@@ -138,16 +128,20 @@ def fsdp_moves(mesh: DeviceMesh) -> None:
     beside(single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2)
 
 
-def test_fsdp_where_glue_moves(ranks) -> None:
-    ranks(fsdp_moves, 3)
-
-
+@pytest.mark.parametrize("mesh", [4])
 @pytest.mark.parametrize(("reshard", "ckpt"), [(False, True), slow(True, False)])
-def test_fsdp_around_glue_modules(ranks, reshard: bool, ckpt: bool) -> None:
-    ranks(fsdp_glue, 4, reshard, ckpt)
+def test_fsdp_around_glue_modules(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
+    single, model = pair(Layered)
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.layers:
+        if ckpt:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
 
 
-def mixed(mesh: DeviceMesh) -> None:
+def test_mixed_precision_moves_half_the_bytes(mesh: DeviceMesh) -> None:
     model = toys.make("Grid").float()
     dsp.parallelize(model, mesh, gather_output=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -172,11 +166,8 @@ def mixed(mesh: DeviceMesh) -> None:
     assert moved <= 4 * m
 
 
-def test_mixed_precision_moves_half_the_bytes(ranks) -> None:
-    ranks(mixed, 2)
-
-
-def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
+@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
+def test_mixed_precision_between_stages_is_planned(mesh: DeviceMesh, casts: str) -> None:
     """Casts of what stages are given and return, of layers between them, and one there that changes a type."""
     torch.manual_seed(0)
     model = Layered()
@@ -194,11 +185,6 @@ def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
             x = torch.randn(1, 7, 6, toys.C, generator=torch.Generator().manual_seed(1))
             dsp.mean(model(x).float()).backward()
     assert bool(heard.texts) == (casts == "unknown" and mesh.get_local_rank() == 0), heard.texts
-
-
-@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
-def test_mixed_precision_between_stages_is_planned(ranks, casts: str) -> None:
-    ranks(mixed_around_glue, 2, casts)
 
 
 def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
@@ -222,7 +208,14 @@ def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
     ranks(sharded_inputs, n, 2)
 
 
-def in_a_row(mesh: DeviceMesh, road: str) -> None:
+def by_hand(x: DTensor) -> DTensor:
+    local = x.to_local() * 1
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
+def test_models_in_a_row(mesh: DeviceMesh, road: str) -> None:
     """Two models in a row, and what the second one's input is to the first: gradients of every parameter."""
     kwargs = toys.inputs("Grid", 2, 7, 5)
     x, cond = kwargs["x"], kwargs["cond"]
@@ -248,17 +241,9 @@ def in_a_row(mesh: DeviceMesh, road: str) -> None:
         same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-def by_hand(x: DTensor) -> DTensor:
-    local = x.to_local() * 1
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
-@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
-def test_models_in_a_row(ranks, road: str) -> None:
-    ranks(in_a_row, 3, road)
-
-
-def leaves(mesh: DeviceMesh, road: str) -> None:
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
+def test_gradients_of_sharded_leaves(mesh: DeviceMesh, road: str) -> None:
     """A gradient asked of an input is the true one, however it comes to be sharded."""
     kwargs = toys.inputs("Grid", 2, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
@@ -279,12 +264,8 @@ def leaves(mesh: DeviceMesh, road: str) -> None:
     torch.testing.assert_close(leaf.grad, expect, **rounding)
 
 
-@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
-def test_gradients_of_sharded_leaves(ranks, road: str) -> None:
-    ranks(leaves, 3, road)
-
-
-def handing_over(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_handing_over_sends_nothing(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
     with dsp.count_comm() as comm:
         y = dsp.hand_over(dsp.split(x * 1, mesh, 1))
@@ -294,10 +275,6 @@ def handing_over(mesh: DeviceMesh) -> None:
     assert dsp.hand_over(x) is x
     with pytest.raises(ValueError, match="hand_over: the tensor is"):
         dsp.hand_over(DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False))
-
-
-def test_handing_over_sends_nothing(ranks) -> None:
-    ranks(handing_over, 3)
 
 
 def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
@@ -356,7 +333,7 @@ def test_compiled_stage_modules(ranks, how_made: str) -> None:
     ranks(compiled, 2, "eager", how_made)
 
 
-def compiled_between(mesh: DeviceMesh) -> None:
+def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(mesh: DeviceMesh) -> None:
     """A module between stages that compile() compiled is refused, with what to compile instead."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     model = toys.make("Grid")
@@ -371,11 +348,7 @@ def compiled_between(mesh: DeviceMesh) -> None:
         bare(**kwargs)
 
 
-def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(ranks) -> None:
-    ranks(compiled_between, 2)
-
-
-def compiled_and_raising(mesh: DeviceMesh) -> None:
+def test_a_compiled_stage_that_raises_leaves_nothing_open(mesh: DeviceMesh) -> None:
     """A compiled stage that raises leaves a model that can be called again; and a copy of the model has its hooks."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
@@ -397,10 +370,6 @@ def compiled_and_raising(mesh: DeviceMesh) -> None:
         for m in (single, again):
             m.zero_grad()
         beside(single, again, mesh, kwargs)
-
-
-def test_a_compiled_stage_that_raises_leaves_nothing_open(ranks) -> None:
-    ranks(compiled_and_raising, 2)
 
 
 def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
@@ -440,15 +409,12 @@ class Kernel(nn.Module):
         return self.space(self.time(x)) * 0.1 + x
 
 
-def any_kernel(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(mesh: DeviceMesh) -> None:
     single, model = pair(Kernel)
     dsp.parallelize(model, mesh)
     # it cannot run on fake tensors: the first call is recorded, the second follows the plan
     beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), rounds=2)
-
-
-def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(ranks) -> None:
-    ranks(any_kernel, 3)
 
 
 class Remembers(nn.Module):
@@ -519,7 +485,7 @@ def test_randomness(ranks) -> None:
     assert not torch.equal(mask, again)
 
 
-def random_checkpoint(mesh: DeviceMesh) -> None:
+def test_dropout_recomputes_the_same_mask(mesh: DeviceMesh) -> None:
     """A stage that drops out, recomputed in backward: the same mask."""
 
     class Sum(nn.Module):
@@ -542,10 +508,6 @@ def random_checkpoint(mesh: DeviceMesh) -> None:
     y = model(x)
     y.sum().backward()
     torch.testing.assert_close(x.grad, 2 * y / x)
-
-
-def test_dropout_recomputes_the_same_mask(ranks) -> None:
-    ranks(random_checkpoint, 2)
 
 
 # --- what must be refused ---------------------------------------------------------------------------------------------
@@ -583,7 +545,7 @@ def test_ranks_that_hold_different_inputs(ranks, how: str, says: str) -> None:
         assert re.search(says, message)
 
 
-def refused(mesh: DeviceMesh) -> None:
+def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
     """Those that docs/your-own-model.md does not show."""
     grid = toys.make("Grid")
     with pytest.raises(dsp.NotationError, match="lies inside stage"):
@@ -620,11 +582,18 @@ def refused(mesh: DeviceMesh) -> None:
         dsp.parallelize(again, mesh)
 
 
-def test_refused_in_plain_words(ranks) -> None:
-    ranks(refused, 2)
+class Raises(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x._is_view() and type(x).__name__ == "FakeTensor":
+            return x
+        raise self.error
 
 
-def after_errors(mesh: DeviceMesh) -> None:
+def test_nothing_is_left_after_an_exception(mesh: DeviceMesh) -> None:
     """An exception inside a stage leaves nothing behind."""
     model = toys.make("Grid")
     single = toys.make("Grid")
@@ -646,22 +615,7 @@ def after_errors(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(model(**kwargs), single(**kwargs))
 
 
-class Raises(nn.Module):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x._is_view() and type(x).__name__ == "FakeTensor":
-            return x
-        raise self.error
-
-
-def test_nothing_is_left_after_an_exception(ranks) -> None:
-    ranks(after_errors, 2)
-
-
-def nested(mesh: DeviceMesh) -> None:
+def test_models_inside_models(mesh: DeviceMesh) -> None:
     """Two parallelized models, one inside the other: the outermost governs; each also runs alone."""
 
     class Objective(nn.Module):
@@ -684,11 +638,7 @@ def nested(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
 
 
-def test_models_inside_models(ranks) -> None:
-    ranks(nested, 2)
-
-
-def containers(mesh: DeviceMesh) -> None:
+def test_containers(mesh: DeviceMesh) -> None:
     """Outputs in dataclasses; sharded tensors in lists of arguments are refused, for no pattern could name them."""
 
     @dataclasses.dataclass
@@ -720,10 +670,6 @@ def containers(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(out.extra["twice"], expect.extra["twice"])
     with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
         dsp.parallelize(Model(True), mesh)(x)
-
-
-def test_containers(ranks) -> None:
-    ranks(containers, 2)
 
 
 def input_gradient_bytes(mesh: DeviceMesh) -> tuple[int, int]:
@@ -834,11 +780,7 @@ class Doubling(nn.Module):
         return out
 
 
-def edited(mesh: DeviceMesh) -> None:
+def test_glue_and_callers_may_write_in_place(mesh: DeviceMesh) -> None:
     single, model = pair(lambda: Doubling(Chain(False, edit=True)))
     dsp.parallelize(model.model, mesh)
     beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))
-
-
-def test_glue_and_callers_may_write_in_place(ranks) -> None:
-    ranks(edited, 2)

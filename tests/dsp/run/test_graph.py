@@ -251,7 +251,8 @@ REFUSED = {
 }
 
 
-def refused(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2])
+def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(mesh: DeviceMesh) -> None:
     axis, log = Axis.of(mesh), logging.getLogger("dsp")
     for does, says in REFUSED.items():
         torch.manual_seed(0)
@@ -278,11 +279,6 @@ def refused(mesh: DeviceMesh) -> None:
         assert len(model.seen) == 3 * (does == "keeps")
         heard = [text for text in heard if text.startswith("compile: ")]
         assert axis.rank or (len(heard) == 1 and says in heard[0]), (does, heard)
-
-
-@pytest.mark.parametrize("n", [2])
-def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(ranks, n: int) -> None:
-    ranks(refused, n)
 
 
 def refused_twice(mesh: DeviceMesh) -> list[str]:
@@ -348,7 +344,7 @@ class Chain(nn.Module):
         return x
 
 
-def lean(mesh: DeviceMesh) -> None:
+def test_a_graph_holds_the_operations_and_nothing_else(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(Chain(), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
     for way in (torch.enable_grad, torch.no_grad):
         with way():
@@ -359,10 +355,6 @@ def lean(mesh: DeviceMesh) -> None:
         assert len(ops) <= 2 * 5 + 2  # and views of what is given and returned
 
 
-def test_a_graph_holds_the_operations_and_nothing_else(ranks) -> None:
-    ranks(lean, 2)
-
-
 @pytest.mark.slow
 def test_recurrences_compile_without_gradients_or_without_a_compiler(ranks) -> None:
     for said in ranks(recurrences, 2):
@@ -371,7 +363,8 @@ def test_recurrences_compile_without_gradients_or_without_a_compiler(ranks) -> N
         assert [why.format(op) in text for op, text in zip(ops, said)] in ([True] * 3, [])
 
 
-def anew(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_it_holds_for_what_it_was_recorded_with(mesh: DeviceMesh) -> None:
     """Numbers, attributes, weights that are others: a graph holds for what it was recorded with."""
     torch.manual_seed(0)
     single = Mixes()
@@ -415,11 +408,6 @@ def anew(mesh: DeviceMesh) -> None:
     assert graphs(again) == [1]
 
 
-@pytest.mark.parametrize("n", [3])
-def test_it_holds_for_what_it_was_recorded_with(ranks, n: int) -> None:
-    ranks(anew, n)
-
-
 class Adds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +420,7 @@ class Adds(nn.Module):
         return (x + self.one(x).softmax(1) * p + q + self.pos) * self.scales.by
 
 
-def told_apart(mesh: DeviceMesh) -> None:
+def test_inputs_that_were_one_tensor_are_told_apart(mesh: DeviceMesh) -> None:
     """Inputs that were one tensor when they were recorded, or a weight; and what other objects hold."""
     single = Adds()
     model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
@@ -446,11 +434,7 @@ def told_apart(mesh: DeviceMesh) -> None:
     assert graphs(model) == [2]
 
 
-def test_inputs_that_were_one_tensor_are_told_apart(ranks) -> None:
-    ranks(told_apart, 2)
-
-
-def given_up(mesh: DeviceMesh) -> None:
+def test_numbers_that_change_with_each_call(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     single = Mixes()
     model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
@@ -460,15 +444,8 @@ def given_up(mesh: DeviceMesh) -> None:
     assert graphs(model) == [None]
 
 
-def test_numbers_that_change_with_each_call(ranks) -> None:
-    ranks(given_up, 2)
-
-
-def test_none_is_compiled_on_one_rank(ranks) -> None:
-    ranks(alone, 1)
-
-
-def alone(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [1])
+def test_none_is_compiled_on_one_rank(mesh: DeviceMesh) -> None:
     model = Mixes()
     assert dsp.parallelize(model, mesh, compile=True) is model
     assert "forward" not in model.__dict__

@@ -89,7 +89,7 @@ def test_ranks_that_are_told_different_things_are_named(ranks, n: int | str) -> 
         assert f"torch is {torch.__version__} on {most}, but 2.0 on {last}" in said[5]
 
 
-def one_collective(mesh: DeviceMesh) -> None:
+def test_they_compare_eight_bytes_and_alone_nothing(mesh: DeviceMesh) -> None:
     sent: list[int] = []
 
     def counted(everyone: Tensor, mine: Tensor, group: Any) -> Any:
@@ -105,14 +105,10 @@ def one_collective(mesh: DeviceMesh) -> None:
         assert sent == [8]
 
 
-def test_they_compare_eight_bytes_and_alone_nothing(ranks) -> None:
-    ranks(one_collective, 2)
-
-
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def two_threads(mesh: DeviceMesh) -> None:
+def test_a_second_thread_is_told_so(mesh: DeviceMesh) -> None:
     inside, go_on, found = threading.Event(), threading.Event(), []
 
     def wait(x: Tensor) -> Tensor:
@@ -143,14 +139,10 @@ def two_threads(mesh: DeviceMesh) -> None:
     assert model.space.out.weight.grad is not None
 
 
-def test_a_second_thread_is_told_so(ranks) -> None:
-    ranks(two_threads, 2)
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def copied(mesh: DeviceMesh) -> None:
+def test_a_deep_copy_is_a_parallel_model_of_its_own(mesh: DeviceMesh) -> None:
     """A deep copy, before any call and after, is a parallel model of its own; a pickle is refused."""
     model = dsp.parallelize(Model(), mesh)
     early = copy.deepcopy(model)
@@ -172,10 +164,6 @@ def copied(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(average(inputs()), expect)
     with pytest.raises(TypeError, match=r"cannot be pickled: save its state_dict\(\)"):
         pickle.dumps(model)
-
-
-def test_a_deep_copy_is_a_parallel_model_of_its_own(ranks) -> None:
-    ranks(copied, 2)
 
 
 # --- what cannot run --------------------------------------------------------------------------------------------------
@@ -225,29 +213,6 @@ class Unmentioned(Model):
         return self.time(self.space(x, scale))
 
 
-def refused(mesh: DeviceMesh) -> None:
-    x = inputs()
-    for name, (glue, says) in REFUSED.items():
-        model = dsp.parallelize(Model(glue), mesh)
-        with pytest.raises((dsp.GlueError, RuntimeError), match=re.escape(says)):
-            model(x)
-            raise AssertionError(name)
-    model = dsp.parallelize(Model(), mesh)
-    for name, call in OUTSIDE.items():
-        with pytest.raises(RuntimeError, match=f"a parallelized Model cannot run under .*{name}.* use backward"):
-            call(model, x)
-    with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
-        torch.compile(model, backend="eager")(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        compiled_between(mesh, x)
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
-        dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
-    for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
-        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
-            dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
-
-
 def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
     """A compiled function between stages is followed, which is said; a compiled stage stays what it is."""
     runs = list[bool]()
@@ -271,11 +236,30 @@ def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
     assert runs
 
 
-def test_what_cannot_run_is_refused_in_a_sentence(ranks) -> None:
-    ranks(refused, 2)
+def test_what_cannot_run_is_refused_in_a_sentence(mesh: DeviceMesh) -> None:
+    x = inputs()
+    for name, (glue, says) in REFUSED.items():
+        model = dsp.parallelize(Model(glue), mesh)
+        with pytest.raises((dsp.GlueError, RuntimeError), match=re.escape(says)):
+            model(x)
+            raise AssertionError(name)
+    model = dsp.parallelize(Model(), mesh)
+    for name, call in OUTSIDE.items():
+        with pytest.raises(RuntimeError, match=f"a parallelized Model cannot run under .*{name}.* use backward"):
+            call(model, x)
+    with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
+        torch.compile(model, backend="eager")(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compiled_between(mesh, x)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
+        dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
+    for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
+        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
+            dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
 
 
-def unmentioned(mesh: DeviceMesh) -> None:
+def test_an_argument_that_a_stage_does_not_mention_is_named(mesh: DeviceMesh) -> None:
     model, scale = dsp.parallelize(Unmentioned(), mesh), torch.rand(2, 5, 6, 1)
     says = (
         r"stage 'space' ran on the whole, but on \d of 5 along 't' it raised: The size of tensor a .* does not mention "
@@ -287,14 +271,10 @@ def unmentioned(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model(inputs(), scale), Unmentioned()(inputs(), scale))
 
 
-def test_an_argument_that_a_stage_does_not_mention_is_named(ranks) -> None:
-    ranks(unmentioned, 2)
-
-
 # --- what outlives a call ---------------------------------------------------------------------------------------------
 
 
-def comparisons(mesh: DeviceMesh) -> None:
+def test_a_tensor_is_no_string(mesh: DeviceMesh) -> None:
     """With what is no number a tensor compares as any Python object."""
     for other in ("Rep", None, object()):
         model = dsp.parallelize(Model(lambda x: x if x == other else x * 2 if x != other else x * 3), mesh)  # noqa: B023
@@ -302,10 +282,6 @@ def comparisons(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
     model = dsp.parallelize(Model(lambda x: x if x in ("Rep", None) else x * 2), mesh)
     torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
-
-
-def test_a_tensor_is_no_string(ranks) -> None:
-    ranks(comparisons, 2)
 
 
 class Caches(Model):
@@ -325,7 +301,8 @@ class Caches(Model):
         return self.time(y)
 
 
-def caches(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_a_model_keeps_is_of_its_own_runs(mesh: DeviceMesh) -> None:
     single, model = Caches(), dsp.parallelize(Caches(), mesh)
     for call in range(4):
         torch.testing.assert_close(model(inputs()), single(inputs()))
@@ -339,11 +316,6 @@ def caches(mesh: DeviceMesh) -> None:
     single = Model(lambda x: x * table(6))
     expect = single(inputs())
     torch.testing.assert_close(dsp.parallelize(copy.deepcopy(single), mesh)(inputs()), expect)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_a_model_keeps_is_of_its_own_runs(ranks, n: int) -> None:
-    ranks(caches, n)
 
 
 def test_a_checksum_is_of_the_numbers_alone() -> None:
@@ -406,15 +378,11 @@ class Collecting(Model):
         return super().forward(y)
 
 
-def collecting(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_the_collector_may_come_at_any_operation(mesh: DeviceMesh) -> None:
+    """On one rank and not on the next: there is nothing to be done with others."""
     single = Collecting()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     x = inputs()
     for _ in range(2):
         torch.testing.assert_close(model(x), single(x))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_collector_may_come_at_any_operation(ranks, n: int) -> None:
-    """On one rank and not on the next: there is nothing to be done with others."""
-    ranks(collecting, n)

@@ -589,16 +589,12 @@ def test_a_model_that_dsp_cannot_help_is_told_so() -> None:
     assert plan.advice == ""
 
 
-def heads(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_heads_as_a_dim_are_exact(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     stages = {"": "x=b s c", "blocks.*.core": "b h [s d], b h [s d], b h [s d] -> b h [s d]"}
     report = dsp.check(OneSequence(), (torch.randn(2, 7, C),), mesh=mesh, stages=stages)
     assert report, report.text()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_heads_as_a_dim_are_exact(ranks, n: int) -> None:
-    ranks(heads, n)
 
 
 class OtherWay(nn.Module):
@@ -657,7 +653,8 @@ class Decoder(nn.Module):
         return F.softmax(x @ keys.transpose(1, 2), -1) @ keys
 
 
-def decoded(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_an_object_that_a_model_writes_into_is_as_the_runs_left_it(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     single = Decoder().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
@@ -674,11 +671,6 @@ def decoded(mesh: DeviceMesh) -> None:
     assert report, report.text()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_object_that_a_model_writes_into_is_as_the_runs_left_it(ranks, n: int) -> None:
-    ranks(decoded, n)
-
-
 class LastRows(nn.Module):
     """Zeros that take the last rows, as the states of a convolution's cache do."""
 
@@ -692,7 +684,8 @@ class LastRows(nn.Module):
         return x + rows.cumsum(1).sum(-1)[:, None]
 
 
-def last_rows(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_zeros_are_not_made_whole_and_then_cut_to_be_written_into(mesh: DeviceMesh) -> None:
     with pytest.MonkeyPatch.context() as patch:  # a search that is cut short, so that it takes what comes first
         patch.setattr("dsp.planner.elimination.ROWS", 0)
         patch.setattr("dsp.planner.sweep.STATES", 1)
@@ -702,11 +695,6 @@ def last_rows(mesh: DeviceMesh) -> None:
             model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
             inputs = (torch.randn(1, n, C, dtype=torch.float64, requires_grad=True),)
             beside(single, model, mesh, inputs, rounds=2)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_zeros_are_not_made_whole_and_then_cut_to_be_written_into(ranks, n: int) -> None:
-    ranks(last_rows, n)
 
 
 def apart(mesh: DeviceMesh) -> tuple[str, str]:

@@ -86,18 +86,14 @@ class Two(Model):
         return self.time(torch.cat([self.space(x), self.space(y)], 1))
 
 
-def run(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, long(3)])
+def test_exact(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 7, 5, C, dtype=torch.float64)
     for name in NOTHING:
         exact(make(name), (x,), mesh, name)
     for y in (x[:, :0], x[:0], x[:, :, :0]):
         exact(make("rotary"), (y,), mesh, f"an input {tuple(y.shape)}")
     exact(Two(None).double(), (x, x[:, :0]), mesh, "two inputs")
-
-
-@pytest.mark.parametrize("n", [2, long(3)])
-def test_exact(ranks, n: int) -> None:
-    ranks(run, n)
 
 
 def test_nothing_costs_nothing() -> None:

@@ -134,7 +134,9 @@ class Softmax(nn.Module):
         return x.softmax(-1) + x.log_softmax(-1).exp() + x.softmax(-1, dtype=torch.float32)
 
 
-def masked(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("mesh", "length"), [(2, 6), (3, 4), (4, 3)])
+def test_parts_that_are_masked_or_empty(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
     """Ranks that hold nothing, or what is masked, leave no nan behind, however low the others are."""
     x = (torch.arange(4.0 * length).view(4, length) * 1.7).sin().to(dtype) - 900
     half = -(-length // mesh.size())
@@ -148,12 +150,6 @@ def masked(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
     assert single[:3].isfinite().all()
     torch.testing.assert_close(out.detach(), single.detach(), equal_nan=True)
     torch.testing.assert_close(own.grad, leaf.grad, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("n", "length"), [(2, 6), (3, 4), (4, 3)])
-def test_parts_that_are_masked_or_empty(ranks: Callable, n: int, length: int, dtype: torch.dtype) -> None:
-    ranks(masked, n, length, dtype)
 
 
 class Reduced(nn.Module):
@@ -191,7 +187,8 @@ def test_reductions_over_what_is_sharded(ranks: Callable, n: int, length: int) -
         ranks(reduced, n, length, dtype)
 
 
-def normalized(mesh: DeviceMesh, length: int) -> None:
+@pytest.mark.parametrize(("mesh", "length"), [slow(2, 6), (3, 4)])
+def test_a_batch_norm_in_training(mesh: DeviceMesh, length: int) -> None:
     torch.manual_seed(0)
     single = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.Tanh()).double()
     model, x = copy.deepcopy(single), torch.randn(2, 3, length).double()
@@ -212,11 +209,6 @@ def normalized(mesh: DeviceMesh, length: int) -> None:
         torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
 
 
-@pytest.mark.parametrize(("n", "length"), [slow(2, 6), (3, 4)])
-def test_a_batch_norm_in_training(ranks: Callable, n: int, length: int) -> None:
-    ranks(normalized, n, length)
-
-
 class Ends(nn.Module):
     stages = {"": "x=b l"}
 
@@ -224,7 +216,8 @@ class Ends(nn.Module):
         return torch.stack([x.amax(1)[0], x.amin(1)[0], x.logsumexp(1)[0], x.max(), x.min()])
 
 
-def infinite(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [4])
+def test_extremes_of_what_is_infinite(mesh: DeviceMesh) -> None:
     """Where a rank holds nothing, and what the others hold is infinite, or no number."""
     model = dsp.parallelize(Ends(), mesh)
     for value in (torch.inf, -torch.inf, torch.nan):
@@ -232,10 +225,6 @@ def infinite(mesh: DeviceMesh) -> None:
             x = torch.tensor([[0.3, -2.0, 1.5]])
             x[0, where] = value
             assert torch.equal(model(x).nan_to_num(7), Ends()(x).nan_to_num(7)), (value, where)
-
-
-def test_extremes_of_what_is_infinite(ranks: Callable) -> None:
-    ranks(infinite, 4)
 
 
 class Mixers(nn.Module):
