@@ -1,8 +1,7 @@
-"""dsp.discover: for every model here a plan as cheap as the hand-written one, and exact in parallel; its traps."""
+"""dsp.discover: the dicts it finds, and its traps; that they are exact and cheap tests/parity/test_models.py shows."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from queue import SimpleQueue
 from typing import Any
@@ -12,181 +11,49 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.discover.dims import Dims, Follower, GlueOp
 from dsp.discover.discover import Stages
 from dsp.slices import Draws, slices
-from tests.support import cases as zoo_models
-from tests.support import diffusers_latte, diffusers_models, third_party, toys
+from tests.support import diffusers_latte, diffusers_models, toys
+from tests.support.registry import built, discovered, sample
 from tests.support.slow import long, slow, slow_but
 
 C = toys.C
-ZOO = [
-    "transformer2d-stdit",
-    "latte-text",
-    "latte-4-text",
-    "stdit-v1",
-    "st_mamba",
-    "st_rwkv-sst",
-    "axial-video",
-    "axial-image",
-]
-MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
-LONG = "st_rwkv-sst diffusers-latte st_mamba latte-4-text latte-text stdit-v1 axial-image".split()
-IN_CI = [name for name in MODELS if name not in LONG]
-
-
-def build(name: str, frames: int = 7) -> nn.Module:
-    if name == "axial":
-        pytest.importorskip("axial_attention")
-    if name in toys.TOYS:
-        return toys.make(name)
-    if name in third_party.MODELS:
-        return third_party.make(name, frames, 4)
-    return diffusers_latte.build(7, 4, 2) if name == "diffusers-latte" else zoo_models.build(name)
-
-
-def inputs(name: str, batch: int = 2, frames: int = 7) -> dict[str, Tensor]:
-    if name in toys.TOYS:
-        return toys.inputs(name, batch, frames, 5)
-    if name in third_party.MODELS:
-        return {k: v.double() for k, v in third_party.MODELS[name].inputs(batch, frames, 4).items()}
-    if name == "diffusers-latte":
-        return diffusers_latte.inputs(batch, 7, 4)
-    kwargs = zoo_models.doubled(zoo_models.example(build(name), batch, frames=frames, height=4, width=6))
-    time = {"timestep": torch.tensor([3, 700])[:batch]}  # computed in float32: no gradient to compare
-    return {**kwargs, **time} if "timestep" in kwargs else kwargs
-
-
-def by_hand(name: str) -> dict[str, str]:
-    if name in third_party.MODELS:
-        return third_party.MODELS[name].stages
-    return diffusers_latte.STAGES if name == "diffusers-latte" else build(name).stages
-
-
-# of which others show the same in less time
-DEARER = (
-    "st_rwkv-sst",
-    "st_mamba",
-    "latte-4-text",
-    "latte-text",
-    "stdit-v1",
-    "transformer2d-stdit",
-    "patchtst",
-    "timesformer",
-    "diffusers-latte",
-    "axial-image",
-    "axial-video",
-)
-
-
-@functools.cache
-def found(name: str) -> dict[str, str]:
-    return dsp.discover(build(name), kwargs=inputs(name))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*map(long, DEARER), *slow_but([n for n in MODELS if n not in ("Unplanned", *DEARER)], "Grid", "Folded", "Global")],
-)
-def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> None:
-    stages, hand = found(name), by_hand(name)
-    for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):
-        options = {"kwargs": inputs(name, batch, frames), "size": size, "gather_output": size > 2}
-        one, two = (dsp.plan(build(name, frames), stages=s, **options) for s in (stages, hand))
-        divides = name == "Global" and one.flops_whole < two.flops_whole  # what by hand every rank computes
-        # Of each move the busiest rank's: a plan has the least of their sum. What is joined along a sharded dim need be
-        # no stage: rows for a halo, a few more than by hand
-        sent, expect = (sum(row.bytes for row in plan.stages) for plan in (one, two))
-        assert divides or sent <= 1.002 * expect, options
-
-
-@pytest.mark.parametrize(("name", "n"), [("axial", 2), *(long(name, 4) for name in third_party.MODELS)])
-def test_no_rank_holds_more_than_under_the_hand_written_stages(ranks, name: str, n: int) -> None:
-    lengths = (32, 16) if name == "patchtst" else (16, 4)
-    discovered = ranks(third_party.held, n, name, 1, *lengths, dict(found(name)))
-    for (largest, total), (largest_by_hand, total_by_hand) in zip(
-        discovered, ranks(third_party.held, n, name, 1, *lengths)
-    ):
-        # axial is sharded along its three frames, too, two and one on two ranks; patches overlap where ranks meet
-        share = {"axial": 4 / 3, "patchtst": 1.06}.get(name, 1)
-        assert largest <= share * largest_by_hand
-        assert total <= share * total_by_hand
-
-
-def checked(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> str:
-    report = dsp.check(build(name, 5), kwargs=inputs(name, 2, 5), mesh=mesh, stages=stages, thorough=False)
-    return report.text()
-
-
-# the rest takes longer to discover
-@pytest.mark.parametrize("name", slow_but(MODELS, "Folded", "Unplanned", "axial", but=IN_CI))
-def test_parallel_is_exact_under_the_discovered_stages(ranks, name: str) -> None:
-    for text in ranks(checked, 3, name, dict(found(name))):
-        assert "float64: ok" in text, text
-
-
-def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dict[str, int], float]:
-    model, single, kwargs = build(name), build(name), inputs(name, 1, 7)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
-    dsp.parallelize(model, mesh, stages, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = model(**kwargs)
-        out = out.sample if hasattr(out, "sample") else out
-        dsp.mean(out.square()).backward()
-    expect = single(**kwargs)
-    expect = expect.sample if hasattr(expect, "sample") else expect
-    return comm.by_collective(), plan.bytes, float((dsp.gather(out) - expect).detach().abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d-stdit", "latte-text", "Folded"])
-def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stages(ranks, name: str) -> None:
-    def switched(counts: dict[str, Any]) -> int:
-        return sum(counts[phase]["switch"]["bytes"] for phase in ("forward", "backward"))
-
-    discovered = ranks(moved, 2, name, dict(found(name)))
-    written = ranks(moved, 2, name, by_hand(name))
-    for (counts, _, off), (expect, _, _) in zip(discovered, written):
-        assert 0 < switched(counts) <= switched(expect)
-        assert off < 1e-9
-    busiest = max(counts["forward"]["switch"]["bytes"] for counts, _, _ in discovered)
-    assert 0 < busiest <= discovered[0][1]["forward"]  # the plan sums the busiest rank of each switch
 
 
 def test_the_dicts() -> None:
-    assert found("Grid") == {
+    assert discovered("Grid") == {
         "": "x=b t s c -> b t s c",
         "space.*": "b t [s c], scale=b 1 1 [c]",
         "time.*": "b [t] s [c]",
     }
-    assert found("Folded") == {
+    assert discovered("Folded") == {
         "": "x=b t s c, mask=(b t) 1 d -> b t s c",
         "space.*": "(b t) [s c], text=(b t) [l k], mask=(b t) 1 [d]",
         "time.*": "(b s) [t c]",
     }
-    assert found("Cube") == toys.Cube.stages
+    assert discovered("Cube") == toys.Cube.stages
     # the first operand alone, the second alone, or both by their channels: as triangle multiplication is written
-    assert found("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
+    assert discovered("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
 
 
 @pytest.mark.slow
 def test_the_dicts_of_transformers() -> None:
-    assert list(found("diffusers-latte")) == list(diffusers_latte.STAGES)
+    assert list(discovered("diffusers-latte")) == list(diffusers_latte.STAGES)
     # the final projection is cheaper between stages: what it returns is shorter, and switched in its place
-    assert list(found("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
+    assert list(discovered("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
     # a class token joined to the tokens is no fold of frames and positions: they are told apart again behind it
     layer = "timesformer.encoder.layer.*."
-    assert found("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"
-    assert found("timesformer")[f"{layer}attention"] == "(b r) [l d]"
+    assert discovered("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"
+    assert discovered("timesformer")[f"{layer}attention"] == "(b r) [l d]"
     # called along time and along variables: no dim has one name in both
-    assert found("patchtst")["model.encoder.layers.*.self_attn"] == "(b r) [l d]"
+    assert discovered("patchtst")["model.encoder.layers.*.self_attn"] == "(b r) [l d]"
 
 
 def test_it_prints_as_python() -> None:
-    stages = found("Folded")
+    stages = discovered("Folded")
     assert eval(str(stages)) == eval(repr(stages)) == stages
     assert str(stages).startswith('{\n    "": "x=b t s c, mask=(b t) 1 d -> b t s c",\n')
     assert isinstance(stages, dict)
@@ -289,7 +156,7 @@ def test_equal_sizes_are_not_confused(name: str) -> None:
     if name == "Folded":
         kwargs["text"] = torch.randn(4, 4, C, dtype=torch.float64)
         kwargs["mask"] = torch.zeros(16, 1, 4, dtype=torch.float64)
-    assert dsp.discover(toys.make(name), kwargs=kwargs) == found(name)
+    assert dsp.discover(toys.make(name), kwargs=kwargs) == discovered(name)
 
 
 class Alternating(nn.Module):
@@ -332,7 +199,7 @@ class Nested(nn.Module):
 
 def test_what_runs_on_whole_tensors_is_no_stage() -> None:
     kwargs = {k: v.float() for k, v in toys.inputs("Folded", 2, 7, 5).items()}
-    expect = {f"net.grid.{k}" if k else k: v for k, v in found("Folded").items()}
+    expect = {f"net.grid.{k}" if k else k: v for k, v in discovered("Folded").items()}
     assert dsp.discover(Nested(), kwargs=kwargs) == expect
 
 
@@ -506,13 +373,13 @@ def test_the_model_and_the_random_state_are_left_as_they_were(limit: int) -> Non
 
 
 def test_the_same_seed_finds_the_same() -> None:
-    assert found("Grid") == dsp.discover(build("Grid"), kwargs=inputs("Grid"), seed=7)
+    assert discovered("Grid") == dsp.discover(built("Grid"), kwargs=sample("Grid"), seed=7)
 
 
 def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
     monkeypatch.setattr("dsp.text.EVERY", 0)  # also on a fast machine
     with caplog.at_level(logging.INFO, logger="dsp"):
-        dsp.discover(build("Branches"), kwargs=inputs("Branches"), progress=True)
+        dsp.discover(built("Branches"), kwargs=sample("Branches"), progress=True)
     runs = next(m for m in caplog.messages if "runs of submodules on slices" in m)
     assert int(runs.split()[1]) < 400
     *lines, last = capsys.readouterr().err.split("\r")[:-1]
@@ -560,8 +427,8 @@ def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
 
 @pytest.mark.parametrize("name", slow_but(["Grid", "Folded", "Branches", "Pair"]))
 def test_without_data_the_rules_find_what_slices_do(name: str) -> None:
-    model, kwargs = build(name).to("meta"), {k: v.to("meta") for k, v in inputs(name).items()}
-    assert dsp.discover(model, kwargs=kwargs) == found(name)
+    model, kwargs = built(name).to("meta"), {k: v.to("meta") for k, v in sample(name).items()}
+    assert dsp.discover(model, kwargs=kwargs) == discovered(name)
 
 
 @pytest.mark.slow
@@ -659,11 +526,11 @@ def test_errors() -> None:
     says("needs example inputs", Full())
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
-    bare = {k: v.to("meta") for k, v in inputs("Unplanned").items()}
+    bare = {k: v.to("meta") for k, v in sample("Unplanned").items()}
     with pytest.raises(
         ValueError, match=r"Unplanned reads its data: int\(\) at toys.py.*build it, and its inputs, on a"
     ):
-        dsp.discover(build("Unplanned").to("meta"), kwargs=bare)
+        dsp.discover(built("Unplanned").to("meta"), kwargs=bare)
     says("no submodule of ReLU", nn.ReLU(), x)
 
 

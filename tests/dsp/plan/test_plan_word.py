@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,24 +60,6 @@ def test_a_fold_that_is_opened_is_switched_once(ranks) -> None:
     assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
 
 
-class Compared(nn.Module):
-    """Tells a cache from the word that stands for none, as the autoencoder of Wan does."""
-
-    stages = {"": "x=b t c"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache: Any = "none"
-        for _ in range(2):
-            x = x.softmax(-1) if cache == "none" else x + cache
-            cache = x if cache != "none" else x.softmax(1)
-        return x
-
-
-def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
-    for own, promised, _, told in ranks(sent, 3, Compared, torch.randn(2, 6, 4)):
-        assert (own, told) == (promised, [])
-
-
 class Joint(nn.Module):
     """New zeros of a sharded tensor's type, which stay whole, and such that it is written into."""
 
@@ -97,12 +80,11 @@ def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(ranks) -> N
         assert told == []
 
 
-def left(mesh: DeviceMesh) -> int:
-    """How many tensors a forward leaves to the garbage collector, which does not know when memory is short."""
+def test_a_forward_leaves_no_garbage(mesh: DeviceMesh) -> None:
+    """No tensors are left to the garbage collector, which does not know when memory is short."""
     model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))
     dsp.parallelize(model, mesh, {"": "input=b c t"})
-    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    found = []
+    x, found = torch.randn(2, 4, 6), []
     gc.freeze()  # what ranks have of other tests is not gone through each time
     with torch.no_grad():
         model(x)
@@ -116,11 +98,7 @@ def left(mesh: DeviceMesh) -> int:
             gc.enable()
             found.append(sum(isinstance(o, Tensor) for o in gc.garbage))
             gc.garbage.clear()
-    return min(found)
-
-
-def test_a_forward_leaves_no_garbage(ranks) -> None:
-    assert ranks(left, 2) == [0, 0]
+    assert min(found) == 0
 
 
 class DualPath(nn.Module):
@@ -209,11 +187,8 @@ def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
 def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
     first, second = ranks(wayward, 2, 2, 2, 3, 4)
     assert first[:2] == [[], []]
-    assert len(first[2]) == 1
-    assert first[2][0] == (
-        "this forward sent 192 B in 2 calls where its plan says 96 B in 1: it came to stage 'time' on tensors "
-        "on which the plan, which is the record of an earlier call, has none"
-    )
+    (said,) = first[2]
+    assert re.search(r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has none", said)
     assert first[3] == []
     assert second == [[], [], [], []]  # rank 0 speaks for all
 
@@ -244,10 +219,7 @@ def own_way(mesh: DeviceMesh) -> list[str]:
 
 def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
     (told,) = ranks(own_way, 2)[0]
-    assert told == (
-        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of "
-        "nothing. What it computes is right"
-    )
+    assert "where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing" in told
 
 
 class Two(nn.Module):
@@ -314,20 +286,16 @@ def test_each_pass_of_backward_is_one(ranks) -> None:
 def test_a_backward_that_sends_other_than_planned_says_so_once(ranks) -> None:
     """A loss of the first result alone: nothing comes back through what follows."""
     first, second = ranks(way_back, 2, 1)
-    assert first[2] == [
-        "this backward sent 464 B in 2 calls where its plan says 736 B in 4: at stage 'time' nothing instead of a "
-        "switch of 144 B: no gradient came there. What it computes is right"
-    ]
+    (said,) = first[2]
+    assert re.search(r"sent 464 B in 2 calls .* 736 B in 4: at stage 'time' nothing instead of a switch of 144 B", said)
     assert second[2] == []
 
 
 def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
     """Recomputation that does not stop where it has all, in a thread of its own."""
     first, second = ranks(way_back, 2, 2, 1, True, False)
-    assert first[2] == [
-        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a "
-        "switch of 144 B instead of nothing. What it computes is right"
-    ]
+    (said,) = first[2]
+    assert re.search(r"recomputation .* 272 B in 2 calls .* 128 B in 1: at stage 'space' a switch of 144 B", said)
     assert second[2] == []
 
 
@@ -344,21 +312,14 @@ class Twice(nn.Module):
         return self.one(x) + self.two(x)
 
 
-def given_sharded(mesh: DeviceMesh) -> tuple[list[str], list[int]]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_an_input_that_comes_sharded_is_switched_once(mesh: DeviceMesh) -> None:
     single, x = Twice(), torch.randn(2, 5, 7, toys.C)
-    expect = single(x)
-    model, calls = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False), []
+    model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False)
     with Heard() as heard:
         for _ in range(2):
             with dsp.count_comm() as comm:
                 y = model(dsp.split(x, mesh, 1))
-            calls.append(sum(comm.forward.calls.values()))
-            torch.testing.assert_close(dsp.gather(y), expect)
-    return heard.texts, calls
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_input_that_comes_sharded_is_switched_once(ranks, n: int) -> None:
-    for texts, calls in ranks(given_sharded, n):
-        assert (texts, calls) == ([], [1, 1])
+            assert sum(comm.forward.calls.values()) == 1
+            torch.testing.assert_close(dsp.gather(y), single(x))
+    assert heard.texts == []

@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 import dsp
 from dsp.layout import Axis, Cut
 from dsp.rows import Rows, read_rows
-from tests.support.beside import averaged, beside
+from tests.support.beside import averaged
 from tests.support.slow import slow
 
 
@@ -52,79 +52,6 @@ def exchange(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) 
 def test_every_rank_reads_its_span(ranks: Callable, n: int, sizes: list[int], dtype: torch.dtype) -> None:
     for seed in range(6):
         ranks(exchange, n, sizes, dtype, seed)
-
-
-class Windows(nn.Module):
-    """Down and up again with a skip connection, causal caches, and norms over what is sharded."""
-
-    stages = {"": "x=b c h w"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
-        self.up, self.last = nn.ConvTranspose2d(4, 4, 4, 2, 1), nn.Conv2d(8, 2, (5, 3), padding=(0, 1))
-        self.group = nn.GroupNorm(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.silu(self.group(self.first(x)))
-        x = F.interpolate(F.avg_pool2d(self.down(skip), (1, 2)), scale_factor=(1, 2), mode="nearest")
-        x = F.silu(self.up(F.instance_norm(x)))
-        beyond = (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2])
-        x = torch.cat([skip, F.pad(x, beyond)], 1)
-        x = F.pad(x, (0, 0, 4, 0), mode="replicate")
-        x = self.last(torch.cat([x[:, :, -1:], x[:, :, 1:]], 2))
-        head, tail = x.split([2, x.shape[2] - 2], 2)
-        return torch.cat([tail, head.softmax(2)], 2) * x.std((2, 3), keepdim=True)
-
-
-def parity(mesh: DeviceMesh, build: Callable, *shape: int) -> tuple[dict, dsp.Plan]:
-    torch.manual_seed(0)
-    single, x = build().double(), torch.randn(shape).double().requires_grad_()
-    model, plan = copy.deepcopy(single), dsp.plan(single, x, size=mesh.size(), gather_output=False)
-    *_, comm = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), rounds=2, count=True)
-    return comm.forward.bytes, plan
-
-
-@pytest.mark.parametrize(
-    ("n", "height", "width"), [(2, 7, 9), (3, 10, 12), (4, 7, 9), slow(2, 10, 12), slow(3, 7, 9), slow(4, 10, 12)]
-)
-def test_windows_and_statistics_along_a_sharded_dim(ranks: Callable, n: int, height: int, width: int) -> None:
-    found = ranks(parity, n, Windows, 1, 3, height, width)
-    plan = found[0][1]
-    forward = [s for s in plan.sendings if s.phase == "forward"]
-    assert max(sent["rows"] for sent, _ in found) <= sum(max(s.each) for s in forward if s.kind == "rows")
-    assert plan.share <= 1 / n + 0.2
-
-
-class Stretches(nn.Module):
-    """Writes into stretches of the only dim that there is to shard, and of two, either of which it may be."""
-
-    stages = {"": "x=b l"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v, self.s = nn.Parameter(torch.linspace(0.5, 2, 20)), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, v = x * self.s, self.v[: x.shape[1]]
-        y[:, 1:] += x[:, :-1] * v[1:]
-        y[:, 2:-1] = y[:, :-3] * 0.7 + x[:, 3:].sin() * self.s
-        y[:, 1::2] *= 0.5
-        y[..., 3] = x[:, 1] * self.s
-        y[:, -2:], y[:, :1] = self.v[:2], self.s
-        view = y.unsqueeze(-1)
-        view[:, 1:] += x[:, 1:, None]
-        z = x.new_zeros(x.shape)
-        z[:, 1:] = y[:, :-1]
-        pairs = y[:, :, None] * x[:, None]
-        pairs[:, 1:, 1:] += y[:, 1:, None] * z[:, None, 1:]
-        return y * z + pairs.softmax(-1).mean(1)
-
-
-@pytest.mark.parametrize(("n", "length"), [slow(2, 7), (3, 8), slow(3, 7), slow(4, 5)])
-def test_stretches_of_a_sharded_dim_are_written(ranks: Callable, n: int, length: int) -> None:
-    plan = ranks(parity, n, Stretches, 1, length)[0][1]
-    assert plan.share == -(-length // n) / length
 
 
 class Softmax(nn.Module):
@@ -225,33 +152,3 @@ def test_extremes_of_what_is_infinite(mesh: DeviceMesh) -> None:
             x = torch.tensor([[0.3, -2.0, 1.5]])
             x[0, where] = value
             assert torch.equal(model(x).nan_to_num(7), Ends()(x).nan_to_num(7)), (value, where)
-
-
-class Mixers(nn.Module):
-    """A recurrence over frames, and a Fourier layer over space whose modes are few, as modules between stages."""
-
-    stages = {"": "x=b t h w c"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru = nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), nn.GRU(6, 4)
-        self.modes = nn.Parameter(torch.randn(4, 4, 2, 2, 2) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, h, w, c = x.shape
-        y, _ = self.lstm(x.permute(0, 2, 3, 1, 4).reshape(b * h * w, t, c))
-        y, _ = self.gru(y.transpose(0, 1))
-        x = x + y.view(t, b, h, w, c).transpose(0, 1)
-        few = torch.fft.rfft2(x, dim=(2, 3))[:, :, :2, :2]
-        few = torch.einsum("bthwc,cdhw->bthwd", few, torch.view_as_complex(self.modes))
-        wide = torch.zeros(b, t, h, w // 2 + 1, c, dtype=few.dtype)
-        wide[:, :, :2, :2] = few
-        return torch.fft.irfft2(wide, s=(h, w), dim=(2, 3))
-
-
-@pytest.mark.parametrize(("n", "frames"), [slow(2, 7), slow(3, 4), (4, 3)])
-def test_recurrences_and_fourier_transforms(ranks: Callable, n: int, frames: int) -> None:
-    found = ranks(parity, n, Mixers, 1, frames, 6, 5, 4)
-    plan = found[0][1]
-    assert max(sum(sent.values()) - sent.get("all_reduce", 0) for sent, _ in found) == plan.bytes["forward"]
-    assert plan.share < 0.7
