@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dsp
 from dsp.layout import Axis, Cut
 from dsp.sharded import Sharded, carry
-from tests.support.beside import beside
+from tests.support.beside import exact
 from tests.support.toys import C, Glued
 
 SHAPE = (2, 5, 6, C)
@@ -26,11 +26,6 @@ def made(glue: Any) -> nn.Module:
 
 def inputs() -> Tensor:
     return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def parity(mesh: DeviceMesh, glue: Any) -> None:
-    single, model = made(glue), dsp.parallelize(made(glue), mesh)
-    beside(single, model, mesh, (inputs(),))
 
 
 def test_every_rank_says_alike_how_a_tensor_lies() -> None:
@@ -75,7 +70,7 @@ class Squared(torch.autograd.Function):
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
     for glue in (Unchanged.apply, Viewed.apply, lambda x: Squared.apply(x.detach()) + x):
-        parity(mesh, glue)
+        exact(made(glue), mesh, (inputs(),))
     model = dsp.parallelize(made(Squared.apply), mesh)
     with pytest.raises(RuntimeError, match="put it into a stage, a submodule with a pattern"):
         model(inputs()).sum().backward()

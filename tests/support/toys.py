@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -317,17 +318,26 @@ class Streams(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "y": torch.randn(batch, t, s, 2)}
 
 
-class Glued(nn.Module):
-    """Attention over space, what `glue` does, attention over time."""
+class SpaceTime(nn.Module):
+    """Attention over space, attention over time, in a forward of a test's own: `does(model, x, ...)`."""
 
     stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 
-    def __init__(self, glue: Any = lambda x: x) -> None:
+    def __init__(self, does: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
-        self.space, self.time, self.glue = Along(2), Along(1), glue
+        self.space, self.time, self.does = Along(2), Along(1), does
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(x)))
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return self.does(self, x, *args)
+
+
+class Glued(SpaceTime):
+    """Attention over space, what `glue` does, attention over time."""
+
+    def __init__(self, glue: Any = lambda x: x) -> None:
+        super().__init__(lambda m, x: m.time(m.glue(m.space(x))), glue=glue)
 
 
 class Unplanned(nn.Module):

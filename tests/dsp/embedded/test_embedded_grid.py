@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 
@@ -33,33 +34,38 @@ def test_factors(n: int, size: int, switch: int) -> None:
     assert switch_ranks(n, size) == switch
 
 
-CASES = [
-    ("transformer2d", 4, 3, 6, 10),  # frames 2 and 1, places 4, 4, 4, 3
-    ("transformer2d", 4, 5, 6, 6),  # places 3, 3, 3 and none: one block has 6, the other 3
-    ("transformer2d", 4, 3, 2, 4),  # two places: a block without any
-    ("transformer2d", 4, 4, 6, 6),  # as many frames as ranks: DSP
-    ("transformer2d", 3, 2, 6, 10),  # no two of three ranks: the method inside alone
-    ("transformer2d-stdit", 4, 2, 6, 6),
-    ("latte-2-text", 4, 3, 6, 6),
-    ("stdit-v3", 4, 3, 6, 10),
+CASES = [  # on how many ranks, and frames, height and width of the clip
+    ("transformer2d", 4, (3, 6, 10)),  # frames 2 and 1, places 4, 4, 4, 3
+    ("transformer2d", 4, (5, 6, 6)),  # places 3, 3, 3 and none: one block has 6, the other 3
+    ("transformer2d", 4, (3, 2, 4)),  # two places: a block without any
+    ("transformer2d", 4, (4, 6, 6)),  # as many frames as ranks: DSP
+    ("transformer2d", 3, (2, 6, 10)),  # no two of three ranks: the method inside alone
+    ("transformer2d-stdit", 4, (2, 6, 6)),
+    ("latte-2-text", 4, (3, 6, 6)),
+    ("stdit-v3", 4, (3, 6, 10)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "n", "frames", "height", "width", "method"),
+    ("case", "mesh", "shape", "method"),
     [
         (*case, method) if case == CASES[1] else slow(*case, method)
         for method in METHODS
         for case in (CASES if method == "dsp_ulysses" else CASES[:3] + CASES[-1:])
     ],
 )
-def test_models(ranks, case: str, n: int, frames: int, height: int, width: int, method: str) -> None:
-    ranks(parity, n, case, method, frames, height, width)
+def test_models(mesh: DeviceMesh, case: str, shape: tuple[int, int, int], method: str) -> None:
+    parity(mesh, case, method, shape)
 
 
-@pytest.mark.parametrize("method", [slow("dsp_ulysses"), slow("dsp_ring")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_eight_ranks_on_four_frames(whole_world, method: str) -> None:
-    whole_world(parity, 8, "transformer2d", method, 4, 6, 10)
+    whole_world(of_four_frames, 8, method)
+
+
+def of_four_frames(mesh: DeviceMesh, method: str) -> None:
+    parity(mesh, "transformer2d", method, (4, 6, 10))
 
 
 class Core(nn.Module):
@@ -124,8 +130,8 @@ class Toy(nn.Module):
 def test_folds_and_what_else_a_stage_is_given(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
     torch.manual_seed(0)
-    single, model = Toy().double(), Toy().double()
-    model.load_state_dict(single.state_dict())
+    single = Toy().double()
+    model = copy.deepcopy(single)
     inputs = {"x": torch.randn(2, t, s, 8).double(), "shared": torch.randn(2, 1, 8).double()}
     for x in inputs.values():
         x.requires_grad_()
@@ -174,8 +180,8 @@ class Folded(nn.Module):
 @pytest.mark.parametrize(("t", "s", "fold"), [(3, 8, 3), slow(3, 6, 1)])
 def test_dims_that_others_are_folded_into(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
     torch.manual_seed(0)
-    single, model = Folded(fold).double(), Folded(fold).double()
-    model.load_state_dict(single.state_dict())
+    single = Folded(fold).double()
+    model = copy.deepcopy(single)
     x = torch.randn(t, 2, s, fold, 8).double()
     beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
 
@@ -285,6 +291,3 @@ def test_stages_without_another_dim_are_errors() -> None:
 
     with pytest.raises(ValueError, match="leaves no dim but batch to switch to"):
         dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses", gather_output=False)
-
-
-# ---------------------------------------------------------------------------------------------------------- train.py

@@ -159,23 +159,15 @@ def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n:
         assert told == []
 
 
-class Wayward(nn.Module):
+def often_told(m: toys.SpaceTime, x: Tensor, often: Tensor) -> Tensor:
     """The way of a forward that reads its data, planned from the record of its first call."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor, often: Tensor) -> Tensor:
-        for k in range(int(often)):
-            x = self.space(x) if k % 2 else self.time(x)
-        return x
+    for k in range(int(often)):
+        x = m.space(x) if k % 2 else m.time(x)
+    return x
 
 
 def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
-    model = dsp.parallelize(Wayward(), mesh, gather_output=False)
+    model = dsp.parallelize(toys.SpaceTime(often_told), mesh, gather_output=False)
     x, told = torch.randn(1, 4, 6, toys.C), []
     for k in often:
         with Heard() as heard, torch.no_grad():
@@ -193,24 +185,16 @@ def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
     assert second == [[], [], [], []]  # rank 0 speaks for all
 
 
-class Own(nn.Module):
+def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A model that gathers by itself what the library moves."""
-
-    stages = {"": "x=b t s c", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.time(x) * 2
-        if hasattr(y, "placements"):
-            dsp.gather(y)
-        return y
+    y = m.time(x) * 2
+    if hasattr(y, "placements"):
+        dsp.gather(y)
+    return y
 
 
 def own_way(mesh: DeviceMesh) -> list[str]:
-    model = dsp.parallelize(Own(), mesh, gather_output=False)
+    model = dsp.parallelize(toys.SpaceTime(gathering), mesh, gather_output=False)
     with Heard() as heard, torch.no_grad():
         for _ in range(4):
             model(torch.randn(1, 4, 6, toys.C))
@@ -222,18 +206,10 @@ def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
     assert "where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing" in told
 
 
-class Two(nn.Module):
+def two(m: toys.SpaceTime, x: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over space, then over time, once more in a checkpoint; both results."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.space(x)
-        return x, checkpoint(lambda x: self.space(self.time(x)).flip(1), x, use_reentrant=False).sin()
+    x = m.space(x)
+    return x, checkpoint(lambda x: m.space(m.time(x)).flip(1), x, use_reentrant=False).sin()
 
 
 def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
@@ -245,7 +221,7 @@ def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
 
 def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = False, stop: bool = True) -> Any:
     """The traffic of this rank by phase, that of its plan, and what was said of three steps."""
-    model = dsp.parallelize(Two(), mesh, gather_output=False)
+    model = dsp.parallelize(toys.SpaceTime(two), mesh, gather_output=False)
     x = torch.randn(1, 5, 7, toys.C, generator=torch.Generator().manual_seed(0))
 
     def back(loss: Tensor, comm: Any) -> None:

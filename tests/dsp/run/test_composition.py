@@ -402,22 +402,15 @@ def test_a_forward_that_does_less_from_the_second_call_on(ranks, n: int) -> None
     assert sent[3] == sent[0]
 
 
-class Noisy(nn.Module):
-    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.space = toys.Along(2, dropout=p)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shared = torch.rand(3)
-        y = self.space(x)
-        return F.dropout(torch.ones_like(y), 0.5, self.training), y - x, shared
+def noisy(m: toys.SpaceTime, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shared = torch.rand(3)
+    y = m.space(x)
+    return F.dropout(torch.ones_like(y), 0.5, m.training), y - x, shared
 
 
 def randomness(mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(mesh.get_local_rank())  # ranks start apart: glue must agree nevertheless
-    model = Noisy().train()
+    model = toys.SpaceTime(noisy, space=toys.Along(2, dropout=0.5)).train()
     for p in model.parameters():
         nn.init.constant_(p, 0.3)
     dsp.parallelize(model, mesh)
@@ -499,7 +492,7 @@ def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
         with pytest.raises(dsp.GlueError, match=word):
             model(x)
     with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
-        dsp.parallelize(Listed().double(), mesh)(x)
+        dsp.parallelize(toys.SpaceTime(lambda m, x: m.space(x * 2, [x * 2]), space=Listed()), mesh)(x)
     again = dsp.parallelize(toys.make("Grid"), mesh)
     with pytest.raises(ValueError, match="already parallelized"):
         dsp.parallelize(again, mesh)
@@ -559,18 +552,8 @@ def test_models_inside_models(mesh: DeviceMesh) -> None:
 class Listed(nn.Module):
     """A stage that is given a list of what is sharded, which no pattern could name."""
 
-    class Space(nn.Module):
-        def forward(self, x: Tensor, others: list[Tensor]) -> Tensor:
-            return x + others[0]
-
-    stages = {"": "x=b t s c", "stage": "b t [s c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stage = self.Space()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stage(x * 2, [x * 2])
+    def forward(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        return x + others[0]
 
 
 def test_gradients_of_inputs_are_in_the_plan(mesh: DeviceMesh) -> None:
@@ -616,29 +599,20 @@ def test_a_stage_run_whole_draws_the_same_on_every_rank(ranks) -> None:
     assert (a != a[0, 0, 0, 0]).any()
 
 
-class Chain(nn.Module):
-    """Two stages in one function, for checkpoints around both."""
+def checkpointed(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """Two stages in one function, and a checkpoint around both."""
+    return m.space(checkpoint(lambda x: m.time(m.space(x)), m.space(x), use_reentrant=m.reentrant))
 
-    stages = {"": "x=b t s c -> b t s c", "a": "b t [s c]", "b": "b [t] s [c]"}
 
-    def __init__(self, reentrant: bool, edit: bool = False) -> None:
-        super().__init__()
-        self.a, self.b, self.reentrant, self.edit = toys.Along(2), toys.Along(1), reentrant, edit
-
-    def both(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.edit:
-            y = self.b(self.a(x))
-            y *= 2
-            y.add_(1)
-            return self.a(y)
-        return self.a(checkpoint(self.both, self.a(x), use_reentrant=self.reentrant))
+def edited(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    y = m.time(m.space(x))
+    y *= 2
+    y.add_(1)
+    return m.space(y)
 
 
 def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: DeviceMesh) -> None:
-    x, single = torch.randn(1, 8, 8, toys.C).double(), Chain(False).double()
+    x, single = torch.randn(1, 8, 8, toys.C).double(), toys.SpaceTime(checkpointed, reentrant=False).double()
     plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=False)
     (comm,) = exact(single, mesh, (x,), gather=False, count=True)
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
@@ -646,7 +620,7 @@ def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: De
 
 
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:
-    model = dsp.parallelize(Chain(True), mesh, gather_output=False)
+    model = dsp.parallelize(toys.SpaceTime(checkpointed, reentrant=True), mesh, gather_output=False)
     x = torch.randn(1, 8, 8, toys.C, requires_grad=True)
     with pytest.raises((RuntimeError, ValueError), match="use_reentrant=False"):
         dsp.mean(model(x)).backward()
@@ -666,6 +640,6 @@ class Doubling(nn.Module):
 
 
 def test_glue_and_callers_may_write_in_place(mesh: DeviceMesh) -> None:
-    single, model = pair(lambda: Doubling(Chain(False, edit=True)))
+    single, model = pair(lambda: Doubling(toys.SpaceTime(edited)))
     dsp.parallelize(model.model, mesh)
     beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))

@@ -62,28 +62,17 @@ def test_two_that_read_the_same_are_decided_apart(mesh: DeviceMesh, shape, check
     assert heard.texts == []
 
 
-class Remembering(nn.Module):
+def remembering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A memory of the first call, which later ones read in a part that is computed again in backward."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.memory = toys.Along(2), toys.Along(1), None
-
-    def recalled(self, x: Tensor) -> Tensor:
-        return self.space(x * self.memory) + self.time(x + self.memory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.memory is None:
-            self.memory = self.time(x).detach()
-        return checkpoint(self.recalled, self.space(x), use_reentrant=False)
+    if m.memory is None:
+        m.memory = m.time(x).detach()
+    return checkpoint(lambda x: m.space(x * m.memory) + m.time(x + m.memory), m.space(x), use_reentrant=False)
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(mesh: DeviceMesh) -> None:
     """Three forwards, and only then their backwards."""
-    single, model = both(Remembering(), mesh)
+    single, model = both(toys.SpaceTime(remembering, memory=None), mesh)
     xs = [torch.randn(1, 4, 6, toys.C, dtype=torch.float64) for _ in range(3)]
     for x in xs:  # until its memory is planned
         single(x), model(x)
@@ -122,29 +111,20 @@ def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(me
     assert heard.texts == []
 
 
-class Moody(nn.Module):
+def moody(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A forward that does this in one call and that in the next: what, an attribute says."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-        self.logs, self.start, self.seen = True, 1, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.space(x)
-        if self.logs:
-            self.seen = (y.detach() * 2 - 1).abs()
-        z = y.roll(self.start, -1)
-        z = z * (0.1 * self.start + 0.5) - z * (0.05 * self.start)
-        return self.time(z) + self.space(z)
+    y = m.space(x)
+    if m.logs:
+        m.seen = (y.detach() * 2 - 1).abs()
+    z = y.roll(m.start, -1)
+    z = z * (0.1 * m.start + 0.5) - z * (0.05 * m.start)
+    return m.time(z) + m.space(z)
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: DeviceMesh) -> None:
     """A forward that leaves something out, or computes it by other numbers, goes on by its plan."""
-    single, model = both(Moody(), mesh)
+    single, model = both(toys.SpaceTime(moody, logs=True, start=1, seen=None), mesh)
     x = torch.randn(1, 5, 6, toys.C, dtype=torch.float64, requires_grad=True)
     with Heard() as heard:
         for logs, start in ((True, 1), (False, 1), (False, 2), (True, 0), (False, 1)):
@@ -155,34 +135,23 @@ def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: Device
     assert heard.texts == []
 
 
-class Doubling(nn.Module):
+def doubling(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A second pass over the stages in every other call, on another tensor than the plan has for them."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.twice = toys.Along(2), toys.Along(1), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.time(self.space(x))
-        if self.twice:
-            y = y + self.time(self.space(y * 0.5))
-        return self.space(y)
+    y = m.time(m.space(x))
+    return m.space(y + m.time(m.space(y * 0.5)) if m.twice else y)
 
 
-class Beside(Doubling):
+def apart(m: toys.SpaceTime, x: Tensor) -> Any:
     """A second stage in every other call, on the whole input: nothing that is sharded leads to it."""
-
-    stages = {"space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def forward(self, x: Tensor) -> Any:
-        return (self.space(x), self.time(x)) if self.twice else self.space(x)
+    return (m.space(x), m.time(x)) if m.twice else m.space(x)
 
 
-@pytest.mark.parametrize(("build", "what"), [(Doubling, "mul()"), (Beside, "stage 'time'")])
-def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: DeviceMesh, build, what: str) -> None:
-    single, model = both(build(), mesh)
+@pytest.mark.parametrize(("does", "what"), [(doubling, "mul()"), (apart, "stage 'time'")])
+def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: DeviceMesh, does, what: str) -> None:
+    model = toys.SpaceTime(does, twice=False)
+    if does is apart:
+        model.stages = {name: text for name, text in model.stages.items() if name}
+    single, model = both(model, mesh)
     x = torch.randn(1, 4, 6, toys.C, dtype=torch.float64, requires_grad=True)
     told = []
     for twice in (False, True, True, False):

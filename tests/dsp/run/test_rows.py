@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +23,10 @@ def spans(n: int, size: int, seed: int) -> tuple[tuple[int, int], ...]:
     return tuple(tuple(sorted(draw.randint(0, size) for _ in range(2))) for _ in range(n))  # type: ignore[misc]
 
 
-def exchange(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize("mesh", [2, 3, 4])
+@pytest.mark.parametrize(("sizes", "dtype"), [([7], torch.float64), ([5, 2, 8], torch.bfloat16), ([6, 1], torch.bool)])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_rank_reads_its_span(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) -> None:
     axis, n = Axis.of(mesh), mesh.size()
     torch.manual_seed(seed)
     wholes = [(torch.randn(2, size, 3) * 8).round().to(dtype) for size in sizes]
@@ -45,13 +47,6 @@ def exchange(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) 
             readers = torch.tensor([sum(a <= k < b for a, b in r.spans) for k in range(r.size)], dtype=dtype)
             expected = axis.narrow(readers, Cut(0))
             assert torch.equal(axis.narrow(x.grad, Cut(1)), expected[None, :, None].expand(2, -1, 3))
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize(("sizes", "dtype"), [([7], torch.float64), ([5, 2, 8], torch.bfloat16), ([6, 1], torch.bool)])
-def test_every_rank_reads_its_span(ranks: Callable, n: int, sizes: list[int], dtype: torch.dtype) -> None:
-    for seed in range(6):
-        ranks(exchange, n, sizes, dtype, seed)
 
 
 class Softmax(nn.Module):
@@ -91,7 +86,9 @@ class Reduced(nn.Module):
         return (F.normalize(x, dim=1) + F.softmin(x, dim=1)) * lengths + ends * some + x.nansum(1, keepdim=True)
 
 
-def reduced(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("mesh", "length"), [slow(2, 6), slow(3, 4), (4, 3)])
+def test_reductions_over_what_is_sharded(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
     rows = (torch.arange(3.0 * length).view(3, 1, length) * 1.7).sin().to(dtype)
     rows[0], rows[1, :, : length // 2] = 0, rows[1].max()  # no length, and ties
     plan, model = dsp.plan(Reduced(), rows[0], size=mesh.size()), dsp.parallelize(Reduced(), mesh)
@@ -106,12 +103,6 @@ def reduced(mesh: DeviceMesh, length: int, dtype: torch.dtype) -> None:
             (y * torch.arange(length).to(dtype)).sum().backward()
         torch.testing.assert_close(out.detach(), single.detach())
         torch.testing.assert_close(own.grad, leaf.grad)
-
-
-@pytest.mark.parametrize(("n", "length"), [slow(2, 6), slow(3, 4), (4, 3)])
-def test_reductions_over_what_is_sharded(ranks: Callable, n: int, length: int) -> None:
-    for dtype in (torch.float32, torch.float64):
-        ranks(reduced, n, length, dtype)
 
 
 @pytest.mark.parametrize(("mesh", "length"), [slow(2, 6), (3, 4)])
