@@ -74,20 +74,14 @@ class Odd(nn.Module):
         return self.f(self, self.lin(x))
 
 
-class Between(nn.Module):
+def between(odd: nn.Module) -> nn.Module:
     """An odd module between attention over space and attention over time."""
-
-    def __init__(self, odd: nn.Module) -> None:
-        super().__init__()
-        self.space, self.odd, self.time = toys.Along(2), odd, toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.odd(self.space(x)))
+    return toys.SpaceTime(lambda m, x: m.time(m.odd(m.space(x))), odd=odd)
 
 
 def of(f: Any) -> str | None:
     """discover's pattern of an odd module; None if it may stay between stages."""
-    stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
+    stages = dsp.discover(between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
     assert stages["space"] == "b t [s c]"
     assert stages["time"] == "b [t] s [c]"
     return next((text for path, text in stages.items() if path.startswith("odd")), None)
@@ -159,10 +153,12 @@ def test_equal_sizes_are_not_confused(name: str) -> None:
     assert dsp.discover(toys.make(name), kwargs=kwargs) == discovered(name)
 
 
-class Alternating(nn.Module):
-    def __init__(self, dims: list[int]) -> None:
+class Blocks(nn.Module):
+    """One block after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(toys.Along(d) for d in dims)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -170,13 +166,17 @@ class Alternating(nn.Module):
         return x
 
 
+def alternating(*dims: int) -> nn.Module:
+    return Blocks(*(toys.Along(d) for d in dims))
+
+
 def test_repeated_blocks_share_a_pattern_only_if_all_agree() -> None:
     x = torch.randn(2, 7, 5, C)
     space, time = "b t [s c]", "b [t] s [c]"
-    assert dsp.discover(Alternating([2, 1, 2]), (x,)) == {
+    assert dsp.discover(alternating(2, 1, 2), (x,)) == {
         "": "x=b t s c -> b t s c", "blocks.0": space, "blocks.1": time, "blocks.2": space,
     }  # fmt: skip
-    model = nn.Sequential(Alternating([2, 2]), Alternating([1, 1]), Alternating([2, 1]))
+    model = nn.Sequential(alternating(2, 2), alternating(1, 1), alternating(2, 1))
     assert dsp.discover(model, (x,)) == {
         "": "input=b t s c -> b t s c", "0": space, "1": time, "2.blocks.0": space, "2.blocks.1": time,
     }  # fmt: skip
@@ -267,37 +267,23 @@ def test_what_glue_can_run_stays_glue() -> None:
     assert list(dsp.discover(Mixer(), (torch.randn(2, 7, 5, C),))) == [""]
 
 
-class Fourier(nn.Module):
+def fourier(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """Its own forward does what glue has no rule for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(self.time(self.space(x)), dim=-1).real
+    return torch.fft.fft(m.time(m.space(x)), dim=-1).real
 
 
 def test_what_glue_has_no_rule_for_does_not_close_the_module_around_it() -> None:
-    stages = dsp.discover(nn.Sequential(Fourier(), toys.Along(1)), (torch.randn(2, 7, 5, C),))
+    stages = dsp.discover(nn.Sequential(toys.SpaceTime(fourier), toys.Along(1)), (torch.randn(2, 7, 5, C),))
     assert (stages["0.space"], stages["1"]) == ("b t [s c]", "b [t] s [c]")
 
 
-class Full(nn.Module):
+def full() -> nn.Module:
     """Attention over one sequence, as PyTorch writes it: queries, keys and values are arguments of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    return Blocks(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
 
 
 def test_attention_over_one_sequence_keeps_its_queries_apart() -> None:
-    assert dsp.discover(Full(), (torch.randn(2, 7, 8),)) == {
+    assert dsp.discover(full(), (torch.randn(2, 7, 8),)) == {
         "": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]",
     }  # fmt: skip
 
@@ -402,7 +388,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_of_layers_alike_two_run(device: str) -> None:
-    model = Alternating([2, 1, 2, 1, 2]).to(device)
+    model = alternating(2, 1, 2, 1, 2).to(device)
     heard = SimpleQueue[int]()  # which discover does not put back
     for n, block in enumerate(model.blocks):
         block.norm.register_forward_pre_hook(lambda *_, n=n: heard.put(n))
@@ -435,14 +421,14 @@ def test_without_data_the_rules_find_what_slices_do(name: str) -> None:
 @pytest.mark.parametrize("trap", [trap for trap in TRAPS if "shared" not in trap and "of frames" not in trap])
 def test_traps_without_data(trap: str) -> None:
     f, expect = TRAPS[trap]
-    model = Between(f if isinstance(f, nn.Module) else Odd(f)).to("meta")
+    model = between(f if isinstance(f, nn.Module) else Odd(f)).to("meta")
     stages = dsp.discover(model, torch.randn(2, 7, 5, C, device="meta"))
     assert (stages["space"], stages["time"]) == ("b t [s c]", "b [t] s [c]")
     assert next((text for path, text in stages.items() if path.startswith("odd")), None) == expect
 
 
 def test_one_sample_is_enough_for_stages_of_one() -> None:
-    stages = dsp.discover(Alternating([2, 1, 2]).to("meta"), torch.randn(1, 7, 5, C, device="meta"))
+    stages = dsp.discover(alternating(2, 1, 2).to("meta"), torch.randn(1, 7, 5, C, device="meta"))
     assert stages == {
         "": "x=b t s c -> b t s c", "blocks.0": "[l] t [s c]", "blocks.1": "[l t] s [c]", "blocks.2": "[l] t [s c]",
     }  # fmt: skip
@@ -467,21 +453,11 @@ def test_models_at_their_real_depth_and_width(caplog, name: str, batch: int, run
     assert int(next(m for m in caplog.messages if "runs of submodules" in m).split()[1]) <= runs
 
 
-class FNet(nn.Module):
+class FNet(Blocks):
     """Mixes the whole sequence by a Fourier transform."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Mix() for _ in range(2))
-
-    class Mix(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.fft.fft2(x).real
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(*(toys.Fn(lambda x: x + torch.fft.fft2(x).real) for _ in range(2)))
 
 
 class InADict(nn.Module):
@@ -493,12 +469,11 @@ class InADict(nn.Module):
         return self.space(given["x"])
 
 
-class Labelled(nn.Module):
+class Labelled(toys.SpaceTime):
     """Frames with a label each, in one list for all samples."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.label = toys.Along(2), toys.Along(1), nn.Embedding(4, C)
+        super().__init__(None, label=nn.Embedding(4, C))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.time(self.space(x) + self.label(labels).unflatten(0, x.shape[:2])[:, :, None])
@@ -523,7 +498,7 @@ def test_errors() -> None:
     says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
-    says("needs example inputs", Full())
+    says("needs example inputs", full())
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
     bare = {k: v.to("meta") for k, v in sample("Unplanned").items()}

@@ -21,6 +21,30 @@ def attend(x: Tensor, dim: int, w: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).movedim(-2, dim)
 
 
+class Fn(nn.Module):
+    """A function as a module, to be named as a stage."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+class Core(nn.Module):
+    """Attention as a module, of (b h s d), or of (b s h d) if `inner`."""
+
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.inner:
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 class Along(nn.Module):
     """Residual attention along `dim`, with a per-sample modulation."""
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +20,7 @@ from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import parity, recomputed, sent, step
 from tests.support.slow import slow
+from tests.support.toys import Core
 
 METHODS = ("dsp_ulysses", "dsp_ring")
 
@@ -68,18 +68,12 @@ def of_four_frames(mesh: DeviceMesh, method: str) -> None:
     parity(mesh, "transformer2d", method, (4, 6, 10))
 
 
-class Core(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 class Space(nn.Module):
     """Attention over s, given what belongs to a frame, to a place and to all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.core, self.out = nn.Linear(8, 24), Core(), nn.Linear(8, 8)
+        self.qkv, self.core, self.out = nn.Linear(8, 24), Core(inner=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, frame: Tensor, place: Tensor, shared: Tensor) -> Tensor:
         b, s = len(x), place.shape[0]
@@ -145,7 +139,7 @@ class Inner(nn.Module):
 
     def __init__(self, fold: int) -> None:
         super().__init__()
-        self.fold, self.qkv, self.core, self.out = fold, nn.Linear(8, 24), Core(), nn.Linear(8, 8)
+        self.fold, self.qkv, self.core, self.out = fold, nn.Linear(8, 24), Core(inner=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.unflatten(1, (-1, self.fold)).transpose(1, 2)
@@ -287,7 +281,7 @@ def test_stages_without_another_dim_are_errors() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.Module()
-            self.attention.core = Core()
+            self.attention.core = Core(inner=True)
 
     with pytest.raises(ValueError, match="leaves no dim but batch to switch to"):
         dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses", gather_output=False)

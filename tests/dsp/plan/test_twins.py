@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -120,16 +121,6 @@ def test_stages_alike_run_once_for_each_kind_of_input() -> None:
     assert ran() == 6
 
 
-class Same(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class View(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(x.shape)
-
-
 class InPlace(nn.Module):
     """A stage's result is no leaf: the next stage may write to it."""
 
@@ -175,7 +166,18 @@ class Lazy(nn.Module):
         return x * self.table.detach()
 
 
-@pytest.mark.parametrize("block", [Same, View, InPlace, Slice, Permuted, Lazy, nn.Dropout])
+@pytest.mark.parametrize(
+    "block",
+    [
+        partial(toys.Fn, lambda x: x),
+        partial(toys.Fn, lambda x: x.view(x.shape)),
+        InPlace,
+        Slice,
+        Permuted,
+        Lazy,
+        nn.Dropout,
+    ],
+)
 def test_odd_outputs_and_stages_that_write_to_themselves(block: Any) -> None:
     same(Layers(block), X)
 

@@ -25,6 +25,7 @@ from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
+from tests.support.toys import Fn
 
 
 def latte() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
@@ -190,11 +191,6 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
-class Cubed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(x)
-
-
 class Mixes(nn.Module):
     """Mixes along both dims, as `does` says between: it may be what no graph stands for."""
 
@@ -204,7 +200,7 @@ class Mixes(nn.Module):
         self.one, self.two = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
         self.register_buffer("count", torch.zeros(()))
         self.drop, self.act = nn.Dropout(0.5), nn.GELU()
-        self.cubed = Cubed()
+        self.cubed = Fn(Cube.apply)
         self.stages = {"": "x=b s r c -> b s r c", "cubed": "b s r [c]"}
 
     def forward(self, x: Tensor, scale: float = 1.0, other: Any = None) -> Tensor:
@@ -323,15 +319,14 @@ def test_recurrences_compile_without_gradients_or_without_a_compiler(mesh: Devic
     assert mesh.get_local_rank() or [f"takes no recurrence (aten.{op})" in text for text in said] == [True]
 
 
-class Chain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(5):
-            x = (x + x).transpose(1, 2)
-        return x
+def chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = (x + x).transpose(1, 2)
+    return x
 
 
 def test_a_graph_holds_the_operations_and_nothing_else(mesh: DeviceMesh) -> None:
-    model = dsp.parallelize(Chain(), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
+    model = dsp.parallelize(Fn(chain), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
     for way in (torch.enable_grad, torch.no_grad):
         with way():
             for _ in range(2):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dsp
 from tests.support.beside import averaged, exact
 from tests.support.slow import slow
-from tests.support.toys import Along, Blocks, C
+from tests.support.toys import Along, Blocks, C, Core, Fn, SpaceTime
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
@@ -76,18 +76,20 @@ def test_dropout_draws_one_mask_for_all_and_the_same_again_in_backward(ranks, ck
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
-class Small(nn.Module):
-    """A stage over positions, then one over frames, with whatever a test puts in their place."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+class Small(SpaceTime):
+    """Attention over positions, then over frames, with whatever a test puts in their place."""
 
     def __init__(self, space: nn.Module | None = None, glue: Any = lambda x: x, first: Any = lambda x: x) -> None:
+        super().__init__(lambda m, x: m.time(glue(m.space(first(x)))), space=space or Along(2))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.space, self.time = space or Along(2), Along(1)
-        self.glue, self.first = glue, first
+        self.inner = Along(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(self.first(x))))
+        return self.inner(x)
 
 
 class Inside(Small):
@@ -121,27 +123,12 @@ class OwnFrames(nn.Module):
         return x + self.table[: x.shape[1]]
 
 
-class Counts(nn.Module):
-    """Returns the number of its frames."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        return x, x.shape[1]
+def adds(x: Tensor) -> Tensor:
+    return x.add_(1)
 
 
-class Writes(nn.Module):
-    """Writes in place into what it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1)
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Along(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+def counts(x: Tensor) -> tuple[Tensor, int]:
+    return x, x.shape[1]
 
 
 def by_count(result: Any) -> Tensor:
@@ -177,7 +164,7 @@ LATE = ["writes in place, but its tensor, or a view of it, first had to be switc
 # model -> what the error says
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "a stage inside a stage": (
-        lambda: Inside(Outer()),
+        lambda: Inside(Inner()),
         ["stage 'space.inner' lies inside stage 'space'", "Remove one of the two from stages"],
     ),
     "a batch norm inside a stage": (
@@ -185,21 +172,21 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         ["stage 'space'", "'norm' is a BatchNorm2d in training", "not independent along t", "Write [t]"],
     ),
     "a stage that returns a size": (
-        lambda: Small(Counts(), by_count), ["stage 'space' returned", "a size of its part", "put [t] in brackets"],
+        lambda: Small(Fn(counts), by_count), ["stage 'space' returned", "a size of its part", "put [t] in brackets"],
     ),
     "a write into the model's own input": (
         lambda: Small(first=lambda x: x.mul_(2)),
         ["mul() between stages writes in place into the model's own input 'x'", "out of place"],
     ),
     "a stage that writes into the model's own input": (
-        lambda: Small(Writes()), ["stage 'space' writes in place into the model's own input 'x'", "out of place"],
+        lambda: Small(Fn(adds)), ["stage 'space' writes in place into the model's own input 'x'", "out of place"],
     ),
     "a stage that writes into its part of a whole tensor": (
-        lambda: Small(Writes(), first=lambda x: torch.ones(x.shape) * 2),
+        lambda: Small(Fn(adds), first=lambda x: torch.ones(x.shape) * 2),
         ["stage 'space' writes in place into its part of a tensor that is whole", "out of place"],
     ),
     "a stage whose input is needed as it was in another layout": (
-        lambda: UsedAgain(Writes()), ["stage 'space'", *LATE],
+        lambda: UsedAgain(Fn(adds)), ["stage 'space'", *LATE],
     ),
     "a view of what was switched and written": (lambda: Small(glue=viewed_and_written), LATE),
     "what a copy was made of, for a view": (lambda: Small(glue=torn_and_written), ["mul() between stages", *LATE]),
@@ -224,16 +211,11 @@ def test_refused_by_name(mesh: DeviceMesh) -> None:
 
 
 def test_a_table_read_by_own_frames_is_found_by_check(mesh: DeviceMesh) -> None:
-    report = dsp.check(Small(OwnFrames()), (torch.randn(1, 6, 5, C),), mesh=mesh, stages=Small.stages)
+    report = dsp.check(Small(OwnFrames()), (torch.randn(1, 6, 5, C),), mesh=mesh, stages=SpaceTime.stages)
     assert "stage 'space' is not independent along 't'" in report.problems[0]
 
 
 # --- no help ----------------------------------------------------------------------------------------------------------
-
-
-class Core(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
 
 
 class OneSequence(nn.Module):

@@ -13,18 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from tests.support.beside import exact
 from tests.support.slow import long, slow_but
-from tests.support.toys import Along, C
+from tests.support.toys import C, SpaceTime
 
 
-class Model(nn.Module):
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
+class Model(SpaceTime):
     def __init__(self, glue: Any) -> None:
-        super().__init__()
-        self.space, self.time, self.w, self.glue = Along(2), Along(1), nn.Parameter(torch.randn(C)), glue
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self, self.space(x)))
+        super().__init__(lambda m, x: m.time(glue(m, m.space(x))), w=nn.Parameter(torch.randn(C)))
 
 
 def rotary(m: Model, x: Tensor) -> Tensor:
