@@ -94,7 +94,7 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
 
 
 @pytest.mark.parametrize("mesh", [slow(2), 3])
-def test_every_dtype_moves(mesh: DeviceMesh) -> None:
+def test_collectives_of_every_dtype(mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     for dtype in [*ASKS, *COUNTS]:
         for shape in SHAPES:

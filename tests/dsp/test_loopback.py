@@ -32,13 +32,13 @@ def check(mesh: DeviceMesh, operation: Callable[[], object], formula: float, mea
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("mesh", [2, 4])
-def test_a_switch_moves_what_it_should(mesh: DeviceMesh, src: int, dst: int) -> None:
+def test_bytes_of_an_all_to_all(mesh: DeviceMesh, src: int, dst: int) -> None:
     n, x = mesh.size(), dsp.split(torch.randn(SHAPE), mesh, src)
     check(mesh, lambda: dsp.switch(x, dst), n * (n - 1) / n * nbytes(SHAPE) / n)  # (N-1)/N of M/N from each of N ranks
 
 
 @pytest.mark.parametrize("mesh", [2, 4])
-def test_uneven_sizes_are_not_padded(mesh: DeviceMesh) -> None:
+def test_an_uneven_all_to_all_is_not_padded(mesh: DeviceMesh) -> None:
     t, s = 13, 9  # four ranks hold 4 4 4 1 and 3 3 3 0
     shape = (1, t, s, 2**15)
     stays = sum(len(i) * len(j) for i, j in zip(*(torch.arange(size).chunk(mesh.size()) for size in (t, s))))
@@ -48,7 +48,7 @@ def test_uneven_sizes_are_not_padded(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("mesh", [4])
 @pytest.mark.parametrize("halves", [False, True])
-def test_backward_moves_as_much_again(mesh: DeviceMesh, halves: bool) -> None:
+def test_bytes_of_the_gradient_of_an_all_to_all(mesh: DeviceMesh, halves: bool) -> None:
     x = dsp.split(torch.randn(SHAPE).requires_grad_() * 1, mesh, 1)
 
     def step() -> None:
@@ -60,6 +60,6 @@ def test_backward_moves_as_much_again(mesh: DeviceMesh, halves: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 64, 4096), (1, 8, 63, 4096)])
 @pytest.mark.parametrize("mesh", [2, 4])
-def test_a_gather_moves_what_count_comm_says(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
+def test_bytes_of_an_all_gather(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
     n, x = mesh.size(), dsp.split(torch.randn(shape), mesh, 2)
     check(mesh, lambda: dsp.gather(x), n * (n - 1) / n * nbytes(shape))

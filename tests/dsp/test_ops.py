@@ -79,7 +79,7 @@ def test_by_hand(mesh: DeviceMesh, batch: int, t: int, s: int, halves: bool) -> 
 
 
 @pytest.mark.parametrize("mesh", SIZES)
-def test_every_pair_of_dims_and_memory_orders(mesh: DeviceMesh) -> None:
+def test_all_to_all_of_every_pair_of_dims_and_memory_orders(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 5, 3, 4)
     for memory in [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)]:
         v = x.permute(memory).contiguous().permute([memory.index(i) for i in range(4)])
@@ -125,7 +125,7 @@ def bytes_moved(mesh: DeviceMesh, t: int, s: int) -> dict:
     return comm.by_collective()
 
 
-def test_bytes_are_exactly_the_shares(ranks) -> None:
+def test_bytes_of_even_and_uneven_all_to_alls(ranks) -> None:
     n, t, s = 4, 8, 12
     for counts in ranks(bytes_moved, n, t, s):
         expect = {"calls": 1, "bytes": (n - 1) * t * s * 8 * 4 // n**2}
@@ -178,7 +178,7 @@ def mesh_mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_roads_out_of_a_sharded_tensor(mesh: DeviceMesh) -> None:
+def test_gradients_of_every_way_out_of_a_sharded_tensor(mesh: DeviceMesh) -> None:
     x = torch.randn(4, 5, requires_grad=True)
     d = dsp.switch(dsp.split(x * 1, mesh, 0), 1)
     with pytest.raises(RuntimeError, match="would give wrong gradients"):
@@ -202,7 +202,7 @@ def test_roads_out_of_a_sharded_tensor(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_switch_compiles(mesh: DeviceMesh, backend: str) -> None:
+def test_all_to_all_compiles(mesh: DeviceMesh, backend: str) -> None:
     group = mesh.get_group().group_name
 
     def f(x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_switch_compiles(mesh: DeviceMesh, backend: str) -> None:
     torch.testing.assert_close(x.grad, dsp.split(expect.grad, mesh, 1).to_local())
 
 
-def test_selective_checkpointing_sees_the_switch(mesh: DeviceMesh) -> None:
+def test_selective_checkpointing_saves_the_all_to_all(mesh: DeviceMesh) -> None:
     def policy(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.dsp.switch.default else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -234,7 +234,7 @@ def test_selective_checkpointing_sees_the_switch(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("mesh", SIZES)
 @pytest.mark.parametrize(("t", "s"), [(7, 5), (4, 8), (2, 3)])
-def test_several_in_one_exchange(mesh: DeviceMesh, t: int, s: int) -> None:
+def test_fused_all_to_alls(mesh: DeviceMesh, t: int, s: int) -> None:
     """Three tensors in one exchange, and under way at once, against a switch each: values, gradients, calls, bytes."""
     group, n, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
     wholes = [torch.randn(2, t, s, 3, dtype=torch.float64), torch.randn(s, t), torch.randn(1, t, s) > 0]
@@ -280,7 +280,7 @@ def test_several_in_one_exchange(mesh: DeviceMesh, t: int, s: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", SIZES)
-def test_large_ones_are_under_way_at_once(mesh: DeviceMesh) -> None:
+def test_concurrent_all_to_alls(mesh: DeviceMesh) -> None:
     """Large tensors that are switched at one place: each as by itself, plain, joined of pieces and within a fold."""
     axis, shape, small = Axis.of(mesh), (2, 9, 6, 3), moves.fuses
     wholes = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
@@ -303,7 +303,7 @@ def test_large_ones_are_under_way_at_once(mesh: DeviceMesh) -> None:
         moves.fuses = small
 
 
-def test_several_have_a_fake_kernel(mesh: DeviceMesh) -> None:
+def test_fused_all_to_alls_have_a_fake_kernel(mesh: DeviceMesh) -> None:
     group = mesh.get_group().group_name
     with FakeTensorMode():
         xs = [torch.empty(1, 2, 6, 3), torch.empty(2, 6, dtype=torch.bool)]
@@ -313,7 +313,7 @@ def test_several_have_a_fake_kernel(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("mesh", SIZES)
 @pytest.mark.parametrize("memory", [(0, 1, 2, 3), (2, 0, 3, 1)])
-def test_a_joined_dim_moves_piece_by_piece(mesh: DeviceMesh, memory: tuple[int, ...]) -> None:
+def test_all_to_all_of_a_concatenated_dim(mesh: DeviceMesh, memory: tuple[int, ...]) -> None:
     """Joined dims: what moves is every rank's part of each piece, of a tensor that lies in memory in any order."""
     axis, shape, back = Axis.of(mesh), (2, 9, 5, 3), [memory.index(i) for i in range(4)]
     x = torch.randn(shape, dtype=torch.float64).permute(memory).contiguous().permute(back)

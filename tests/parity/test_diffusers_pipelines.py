@@ -120,7 +120,7 @@ def test_what_is_known_is_what_the_table_shows() -> None:
             shown.setdefault(kind, {})[way] = case.line.partition("=")[2]
         else:
             shown[kind] = case.line
-    shown["LatteTransformer3DModel"] = WAN[""]  # tests/parity/test_diffusers_latte.py
+    shown["LatteTransformer3DModel"] = WAN[""]  # tests/parity/test_models.py
     found = table()
     assert {k: v["line"] for k, v in found["models"].items()} | found["autoencoders"] == shown
     for kind, entry in found["models"].items():

@@ -54,13 +54,16 @@ EXACT: list[Any] = [  # name, ranks, which of its uneven sizes in turn, whether 
 ]  # fmt: skip
 
 
-def of(name: str) -> Any:
-    if name == "axial":
+@pytest.fixture(autouse=True)
+def _installed(request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params.get("name") == "axial":
         pytest.importorskip("axial_attention")  # its package asks for more than it needs: pip install --no-deps
-    return CASES[name]
 
 
-def compare(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], gather: bool, ckpt: bool) -> None:
+@pytest.mark.parametrize(("name", "mesh", "sizes", "gather", "ckpt"), EXACT)
+def test_outputs_and_every_gradient(
+    mesh: DeviceMesh, name: str, sizes: tuple[int, ...], gather: bool, ckpt: bool
+) -> None:
     """Steps at several sizes in turn and the first again, with gradients and without; buffers as they were left."""
     case = CASES[name]
     lengths = [case.uneven[k] for k in sizes]
@@ -82,14 +85,6 @@ def compare(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], gather: bool, c
             torch.testing.assert_close(dsp.gather(a), b)
         for (buffer, a), b in zip(model.named_buffers(), single.buffers(), strict=True):
             torch.testing.assert_close(a, b, msg=lambda m, buffer=buffer: f"{buffer}: {m}")
-
-
-@pytest.mark.parametrize(("name", "n", "sizes", "gather", "ckpt"), EXACT)
-def test_outputs_and_every_gradient(
-    ranks: Any, name: str, n: int, sizes: tuple[int, ...], gather: bool, ckpt: bool
-) -> None:
-    of(name)
-    ranks(compare, n, name, sizes, gather, ckpt)
 
 
 SENT = [name for name in (*toys.TOYS, *toys.HOSTILE) if CASES[name].planned]
@@ -141,24 +136,22 @@ LARGE += ["st_mamba", "st_mamba-2-sst", "st_rwkv", "wan", *cases.PROTEINS]
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "backward"),
+    ("name", "mesh", "backward"),
     [
         ("axial-video", 2, True), ("diffusers-latte", 4, True), slow("diffusers-latte", 4, False),
         *((name, 2, True) for name in third_party.MODELS), *(slow(name, 4, True) for name in third_party.MODELS),
         *((slow if name in ("evoformer", "st_mamba") else long)(name, 4, True) for name in LARGE),
     ],
 )  # fmt: skip
-def test_no_rank_holds_more_than_its_share(ranks: Any, name: str, n: int, backward: bool) -> None:
-    most = of(name).most / n
-    for largest, total in ranks(held, n, name, None, backward):
-        assert largest <= most
-        assert total <= most
+def test_no_rank_holds_more_than_its_share(mesh: DeviceMesh, name: str, backward: bool) -> None:
+    largest, total = held(mesh, name, None, backward)
+    assert max(largest, total) <= CASES[name].most / mesh.size()
 
 
 # --- dsp.check and dsp.discover ---------------------------------------------------------------------------------------
 
 
-def checked(mesh: DeviceMesh, name: str, stages: dict[str, str] | None) -> tuple[bool, str]:
+def check(mesh: DeviceMesh, name: str, stages: dict[str, str] | None = None) -> None:
     """All modes of a small model, and that it is left as it was; the first of a large one."""
     thorough, zoo = name in toys.TOYS and stages is None, name in cases.CASES | cases.PROTEINS
     frames = 5 if not thorough else 7
@@ -173,7 +166,8 @@ def checked(mesh: DeviceMesh, name: str, stages: dict[str, str] | None) -> tuple
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
-    return bool(report), report.text()
+    assert report, report.text()
+    assert "float64: ok" in report.text()
 
 
 CHECKED = [
@@ -183,18 +177,14 @@ CHECKED = [
 ]
 
 
-@pytest.mark.parametrize(("n", "name"), slow_but(CHECKED, (2, "Loss"), (3, "axial-image-colour")))
-def test_check_passes(ranks: Any, n: int, name: str) -> None:
-    for ok, text in ranks(checked, n, name, None):
-        assert ok, text
-        assert "float64: ok" in text
+@pytest.mark.parametrize(("mesh", "name"), slow_but(CHECKED, (2, "Loss"), (3, "axial-image-colour")))
+def test_check_passes(mesh: DeviceMesh, name: str) -> None:
+    check(mesh, name)
 
 
 @pytest.mark.parametrize("name", slow_but(DISCOVERED, "Folded", "Unplanned", "axial", but=IN_CI))
 def test_discovered_stages_are_exact(ranks: Any, name: str) -> None:
-    of(name)
-    for ok, text in ranks(checked, 3, name, dict(discovered(name))):
-        assert ok, text
+    ranks(check, 3, name, dict(discovered(name)))
 
 
 DEARER = [name for name in DISCOVERED if name not in toys.TOYS and name != "axial"]  # in time; others show the same
@@ -203,7 +193,7 @@ QUICK = [name for name in DISCOVERED if name not in (*DEARER, "Unplanned")]
 
 @pytest.mark.parametrize("name", [*map(long, DEARER), *slow_but(QUICK, "Grid", "Folded", "Global")])
 def test_discovered_stages_send_no_more_than_those_by_hand(name: str) -> None:
-    stages, hand = discovered(of(name) and name), stages_of(CASES[name], built(name))
+    stages, hand = discovered(name), stages_of(CASES[name], built(name))
     for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):
         options = {"kwargs": sample(name, batch, frames), "size": size, "gather_output": size > 2}
         one, two = (dsp.plan(built(name, frames), stages=s, **options) for s in (stages, hand))
@@ -216,7 +206,6 @@ def test_discovered_stages_send_no_more_than_those_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "n"), [("axial", 2), *(long(name, 4) for name in third_party.MODELS)])
 def test_no_rank_holds_more_under_discovered_stages(ranks: Any, name: str, n: int) -> None:
-    of(name)
     # axial is sharded along its three frames, too, two and one on two ranks; patches overlap where ranks meet
     share = {"axial": 4 / 3, "patchtst": 1.06}.get(name, 1)
     for found, by_hand in zip(ranks(held, n, name, dict(discovered(name))), ranks(held, n, name), strict=True):

@@ -37,27 +37,29 @@ class Frames(nn.Module):
         return self.out(self.rnn[0](y)[0] + self.rnn[1](y)[0]), y - y.flip(0)
 
 
-def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None = None) -> tuple[Any, ...]:
-    model = build()
-    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages, gather_output=False)
-    dsp.parallelize(model, mesh, stages, gather_output=False)
+def keeps_its_word(mesh: DeviceMesh, model: nn.Module, x: Tensor) -> tuple[dsp.Plan, Tensor, int]:
+    """Two forwards send what the plan promises, and nothing is said; the plan, the busiest rank's bytes, and calls."""
+    plan = dsp.plan(model, (x,), size=mesh.size(), gather_output=False)
+    dsp.parallelize(model, mesh, gather_output=False)
     with Heard() as heard:
         for _ in range(2):
             with torch.no_grad(), dsp.count_comm() as comm:
                 model(x)
     word = next(iter(model.forward.__self__.entries.values())).plan.script.planned_counts.phases["forward"]
-    own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
-    return own, (word.bytes, word.calls), plan, heard.texts
+    assert (comm.forward.bytes.total(), comm.forward.calls.total()) == (word.bytes, word.calls)
+    assert word.calls > 0
+    assert heard.texts == []
+    busiest = torch.tensor(word.bytes)
+    torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX, mesh.get_group())
+    return plan, busiest, word.calls
 
 
-def test_a_fold_that_is_opened_is_switched_once(ranks) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_a_fold_that_is_opened_is_switched_once(mesh: DeviceMesh) -> None:
     """2 samples on 3 ranks, for both recurrences: no cut of the fold looks like one of its samples."""
-    results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
-    for own, promised, plan, told in results:
-        assert own == promised
-        assert own[1] == plan.calls["forward"] == 1
-        assert told == []
-    assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
+    plan, busiest, calls = keeps_its_word(mesh, Frames(), torch.randn(2, 6, 3, 4, 4))
+    assert calls == plan.calls["forward"] == 1
+    assert busiest == plan.bytes["forward"]
 
 
 class Joint(nn.Module):
@@ -73,11 +75,9 @@ class Joint(nn.Module):
         return joint.square().cumsum(1)
 
 
-def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(ranks) -> None:
-    for own, promised, plan, told in ranks(sent, 2, Joint, torch.randn(2, 60, 4)):
-        assert own == promised
-        assert own[1] == plan.calls["forward"]
-        assert told == []
+def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(mesh: DeviceMesh) -> None:
+    plan, _, calls = keeps_its_word(mesh, Joint(), torch.randn(2, 60, 4))
+    assert calls == plan.calls["forward"]
 
 
 def test_a_forward_leaves_no_garbage(mesh: DeviceMesh) -> None:
@@ -149,14 +149,11 @@ class Pairs(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape", "n"),
+    ("build", "shape", "mesh"),
     [slow(DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), (Pairs, (1, 5, 5, 4), 2)],
 )
-def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n: int) -> None:
-    for own, promised, _, told in ranks(sent, n, build, torch.randn(shape)):
-        assert own == promised
-        assert own[1] > 0
-        assert told == []
+def test_runs_send_what_is_planned(mesh: DeviceMesh, build: Any, shape: tuple[int, ...]) -> None:
+    keeps_its_word(mesh, build(), torch.randn(shape))
 
 
 def often_told(m: toys.SpaceTime, x: Tensor, often: Tensor) -> Tensor:
@@ -166,23 +163,18 @@ def often_told(m: toys.SpaceTime, x: Tensor, often: Tensor) -> Tensor:
     return x
 
 
-def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
+def test_a_run_that_goes_another_way_says_so_once(mesh: DeviceMesh) -> None:
+    """Rank 0 for all."""
     model = dsp.parallelize(toys.SpaceTime(often_told), mesh, gather_output=False)
-    x, told = torch.randn(1, 4, 6, toys.C), []
-    for k in often:
+    told = []
+    for often in (2, 2, 3, 4):
         with Heard() as heard, torch.no_grad():
-            model(x, torch.tensor(k))
+            model(torch.randn(1, 4, 6, toys.C), torch.tensor(often))
         told.append(heard.texts)
-    return told
-
-
-def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
-    first, second = ranks(wayward, 2, 2, 2, 3, 4)
-    assert first[:2] == [[], []]
-    (said,) = first[2]
-    assert re.search(r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has none", said)
-    assert first[3] == []
-    assert second == [[], [], [], []]  # rank 0 speaks for all
+    assert told[:2] + told[3:] == [[], [], []]
+    assert len(told[2]) == (mesh.get_local_rank() == 0)
+    for said in told[2]:
+        assert re.search(r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has none", said)
 
 
 def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
@@ -193,17 +185,14 @@ def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     return y
 
 
-def own_way(mesh: DeviceMesh) -> list[str]:
+def test_what_no_plan_has_is_named_with_its_place(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(toys.SpaceTime(gathering), mesh, gather_output=False)
     with Heard() as heard, torch.no_grad():
         for _ in range(4):
             model(torch.randn(1, 4, 6, toys.C))
-    return heard.texts
-
-
-def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
-    (told,) = ranks(own_way, 2)[0]
-    assert "where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing" in told
+    assert len(heard.texts) == (mesh.get_local_rank() == 0)
+    for said in heard.texts:
+        assert "where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing" in said
 
 
 def two(m: toys.SpaceTime, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,34 +234,35 @@ def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = Fal
     return phases_of(comm), promised, heard.texts
 
 
+@pytest.mark.parametrize("mesh", [3])
 @pytest.mark.parametrize("apart", [False, True])
-def test_backward_and_what_it_computes_again_are_counted_in_any_thread(ranks, apart: bool) -> None:
-    for sent, promised, told in ranks(way_back, 3, 2, 1, apart):
-        assert sent == promised
-        assert min(calls for _, calls in promised.values()) > 0
-        assert told == []
+def test_backward_and_what_it_computes_again_are_counted_in_any_thread(mesh: DeviceMesh, apart: bool) -> None:
+    sent, promised, told = way_back(mesh, apart=apart)
+    assert sent == promised
+    assert min(calls for _, calls in promised.values()) > 0
+    assert told == []
 
 
-def test_each_pass_of_backward_is_one(ranks) -> None:
-    for sent, promised, told in ranks(way_back, 2, 2, 2):
-        assert sent["backward"] == tuple(2 * k for k in promised["backward"])
-        assert told == []
+def test_each_pass_of_backward_is_one(mesh: DeviceMesh) -> None:
+    sent, promised, told = way_back(mesh, passes=2)
+    assert sent["backward"] == tuple(2 * k for k in promised["backward"])
+    assert told == []
 
 
-def test_a_backward_that_sends_other_than_planned_says_so_once(ranks) -> None:
+def test_a_backward_that_sends_other_than_planned_says_so_once(mesh: DeviceMesh) -> None:
     """A loss of the first result alone: nothing comes back through what follows."""
-    first, second = ranks(way_back, 2, 1)
-    (said,) = first[2]
-    assert re.search(r"sent 464 B in 2 calls .* 736 B in 4: at stage 'time' nothing instead of a switch of 144 B", said)
-    assert second[2] == []
+    *_, told = way_back(mesh, used=1)
+    assert len(told) == (mesh.get_local_rank() == 0)
+    for said in told:
+        assert re.search(r"464 B in 2 calls .* 736 B in 4: at stage 'time' nothing instead of a switch of 144 B", said)
 
 
-def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
+def test_what_is_computed_again_other_than_planned_is_said_once(mesh: DeviceMesh) -> None:
     """Recomputation that does not stop where it has all, in a thread of its own."""
-    first, second = ranks(way_back, 2, 2, 1, True, False)
-    (said,) = first[2]
-    assert re.search(r"recomputation .* 272 B in 2 calls .* 128 B in 1: at stage 'space' a switch of 144 B", said)
-    assert second[2] == []
+    *_, told = way_back(mesh, apart=True, stop=False)
+    assert len(told) == (mesh.get_local_rank() == 0)
+    for said in told:
+        assert re.search(r"recomputation .* 272 B in 2 calls .* 128 B in 1: at stage 'space' a switch of 144 B", said)
 
 
 class Twice(nn.Module):

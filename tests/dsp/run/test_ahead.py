@@ -27,7 +27,7 @@ SIZES = [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("mesh", SIZES)
-def test_a_switch_that_is_launched_is_the_same_switch(mesh: DeviceMesh) -> None:
+def test_an_asynchronous_all_to_all_is_the_synchronous_one(mesh: DeviceMesh) -> None:
     """As a switch at one place does: numbers, their order in memory, gradients twice, counters, of any dtype."""
     axis, shape, joined = Axis.of(mesh), (2, 9, 6, 3), Cut(1, (2, 7))
     whole = torch.randn(shape, dtype=torch.float64)
@@ -136,7 +136,7 @@ def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part
 
 
 @pytest.mark.parametrize("name", TOUCHES)
-def test_nothing_reads_what_has_not_come(mesh: DeviceMesh, name: str) -> None:
+def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: str) -> None:
     single, x = Attention(TOUCHES[name]), torch.randn(1, 7, 8, dtype=torch.float64)
     under_way, launch = list[int](), Run.send_ahead
     with all_large(lambda run, part: late(run, part, under_way, launch)):

@@ -320,8 +320,8 @@ def test_compiled_forward_of_stages(ranks, backend: str) -> None:
 
 
 @pytest.mark.parametrize("how_made", ["wrapped", "compile() before", "compile() after"])
-def test_compiled_stage_modules(ranks, how_made: str) -> None:
-    ranks(compiled, 2, "eager", how_made)
+def test_compiled_stage_modules(mesh: DeviceMesh, how_made: str) -> None:
+    compiled(mesh, "eager", how_made)
 
 
 def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(mesh: DeviceMesh) -> None:

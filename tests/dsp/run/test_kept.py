@@ -73,7 +73,7 @@ def rolled(model: nn.Module, x: Tensor, caches: bool, chunk: int = 2, rolls: int
         slow(4, "module", False),
     ],
 )
-def test_ten_chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
+def test_a_sharded_kv_cache_over_ten_chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
     torch.manual_seed(0)
     single, x = Video(keep, stage).double(), torch.randn(1, 10, 4, 8).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
@@ -111,7 +111,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("mesh", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
 )
-def test_a_state_that_calls_hand_on(mesh: DeviceMesh, detach: bool, reads: bool) -> None:
+def test_a_recurrent_state_across_calls(mesh: DeviceMesh, detach: bool, reads: bool) -> None:
     torch.manual_seed(0)
     single = Recurrent(reads).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)

@@ -44,7 +44,7 @@ WAYS = "rows all tensor whole bool asked".split()
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_exact_and_without_communication(mesh: DeviceMesh) -> None:
+def test_boolean_mask_writes_need_no_communication(mesh: DeviceMesh) -> None:
     found = {}
     for way in WAYS:
         torch.manual_seed(0)

@@ -56,7 +56,7 @@ SHORT = [
 
 @pytest.mark.parametrize("what", slow_but(FOUND, *SHORT))
 @pytest.mark.parametrize("n", [3, long(4)])
-def test_mended(ranks, n: int, what: str) -> None:
+def test_regressions(ranks, n: int, what: str) -> None:
     [verdict] = Judge(ranks)([FOUND[what]], n)
     assert verdict.kind == "ok", f"on {n} ranks: {verdict.kind} {verdict.reason}\n{FOUND[what]}"
 

@@ -26,7 +26,7 @@ def spans(n: int, size: int, seed: int) -> tuple[tuple[int, int], ...]:
 @pytest.mark.parametrize("mesh", [2, 3, 4])
 @pytest.mark.parametrize(("sizes", "dtype"), [([7], torch.float64), ([5, 2, 8], torch.bfloat16), ([6, 1], torch.bool)])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_rank_reads_its_span(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+def test_halo_exchange_reads_every_span(mesh: DeviceMesh, sizes: list[int], dtype: torch.dtype, seed: int) -> None:
     axis, n = Axis.of(mesh), mesh.size()
     torch.manual_seed(seed)
     wholes = [(torch.randn(2, size, 3) * 8).round().to(dtype) for size in sizes]
