@@ -97,13 +97,8 @@ def drawn(*shape: int) -> Any:
     return f
 
 
-class BatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(x.movedim(-1, 1)).movedim(1, -1)
+def batch_norm() -> nn.Module:
+    return toys.Does(lambda m, x: m.bn(x.movedim(-1, 1)).movedim(1, -1), bn=nn.BatchNorm2d(C))
 
 
 TRAPS = {
@@ -118,7 +113,7 @@ TRAPS = {
     "numbers shared along s": (drawn(1, 1, 0, 0), "b t [s c]"),
     "a permutation of frames": (lambda m, x: x[:, torch.randperm(x.shape[1])], None),
     "a permutation of one's own": (lambda m, x: x.gather(1, torch.rand_like(x).argsort(1)), "b [t] s [c]"),
-    "a norm over the batch": (BatchNorm(), None),
+    "a norm over the batch": (batch_norm(), None),
 }  # fmt: skip
 
 
@@ -126,22 +121,6 @@ TRAPS = {
 def test_traps(trap: str) -> None:
     f, expect = TRAPS[trap]
     assert of(f) == expect
-
-
-def test_zero_initialised_gates_hide_nothing() -> None:
-    model = nn.Sequential(toys.Along(2), toys.Along(1))
-    for block in model:
-        nn.init.zeros_(block.out.weight)
-        nn.init.zeros_(block.out.bias)
-    assert dsp.discover(model, (torch.zeros(2, 7, 5, C),)) == {  # nor do inputs that are all alike
-        "": "input=b t s c -> b t s c", "0": "b t [s c]", "1": "b [t] s [c]",
-    }  # fmt: skip
-
-
-def test_dropout_within_attention_and_after_it() -> None:
-    assert dsp.discover(nn.Sequential(toys.Along(2, 0.5), toys.Along(1, 0.5)), (torch.randn(2, 7, 5, C),)) == {
-        "": "input=b t s c -> b t s c", "0": "b t [s c]", "1": "b [t] s [c]",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [slow("Grid"), "Folded", slow("Cube"), slow("Branches")])
@@ -170,21 +149,6 @@ def alternating(*dims: int) -> nn.Module:
     return Blocks(*(toys.Along(d) for d in dims))
 
 
-def test_repeated_blocks_share_a_pattern_only_if_all_agree() -> None:
-    x = torch.randn(2, 7, 5, C)
-    space, time = "b t [s c]", "b [t] s [c]"
-    assert dsp.discover(alternating(2, 1, 2), (x,)) == {
-        "": "x=b t s c -> b t s c", "blocks.0": space, "blocks.1": time, "blocks.2": space,
-    }  # fmt: skip
-    model = nn.Sequential(alternating(2, 2), alternating(1, 1), alternating(2, 1))
-    assert dsp.discover(model, (x,)) == {
-        "": "input=b t s c -> b t s c", "0": space, "1": time, "2.blocks.0": space, "2.blocks.1": time,
-    }  # fmt: skip
-
-
-# --- what becomes a stage ---------------------------------------------------------------------------------------------
-
-
 class Nested(nn.Module):
     """Text through an encoder of its own, and a grid inside a module inside a module."""
 
@@ -203,25 +167,6 @@ def test_what_runs_on_whole_tensors_is_no_stage() -> None:
     assert dsp.discover(Nested(), kwargs=kwargs) == expect
 
 
-class Axial(nn.Module):
-    """PyTorch's own transformer layers, on folds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b = len(x)
-        x = rearrange(self.space(rearrange(x, "b t s c -> (b t) s c")), "(b t) s c -> (b s) t c", b=b)
-        return rearrange(self.time(x), "(b s) t c -> b t s c", b=b)
-
-
-def test_folds() -> None:
-    assert dsp.discover(Axial(), (torch.randn(2, 7, 5, 8),)) == {
-        "": "x=b t s c -> b t s c", "space": "(b t) [s c]", "time": "(b s) [t c]",
-    }  # fmt: skip
-
-
 class FoldedAtEntry(nn.Module):
     """A dim that no input shows apart: one dim for one stage, two for the other."""
 
@@ -234,85 +179,97 @@ class FoldedAtEntry(nn.Module):
         return rearrange(self.time(x), "(b s) t c -> (b t) s c", s=5)
 
 
-def test_a_fold_that_is_opened_behind_a_stage() -> None:
-    assert dsp.discover(FoldedAtEntry(), (torch.randn(14, 5, C), 7)) == {
-        "": "x=t s c -> t s c", "space": "t [s c]", "time": "(r s) [l c]",
-    }  # fmt: skip
+def transformer() -> nn.Module:
+    """PyTorch's own layer: queries, keys and values are arguments of their own."""
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
-def test_convolutions_need_no_stages() -> None:
-    model = nn.Sequential(
-        nn.Conv3d(3, 8, 1),
-        nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)),
-        nn.SiLU(),
-        nn.GroupNorm(2, 8),
-        nn.Conv3d(8, 8, (3, 1, 1), padding=(1, 0, 0)),
-    )
-    assert dsp.discover(model, (torch.randn(2, 3, 6, 5, 7),)) == {
-        "": "input=b c t h w -> b d t h w",
-    }
+def zeroed(block: nn.Module) -> nn.Module:
+    nn.init.zeros_(block.out.weight)
+    nn.init.zeros_(block.out.bias)
+    return block
 
 
-def test_what_glue_can_run_stays_glue() -> None:
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.over_s = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 5))
-            self.over_c = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.over_s(x.transpose(-1, -2)).transpose(-1, -2)
-            return x + self.over_c(x)
-
-    assert list(dsp.discover(Mixer(), (torch.randn(2, 7, 5, C),))) == [""]
+def on_folds(m: nn.Module, x: Tensor) -> Tensor:
+    b = len(x)
+    x = rearrange(m.space(rearrange(x, "b t s c -> (b t) s c")), "(b t) s c -> (b s) t c", b=b)
+    return rearrange(m.time(x), "(b s) t c -> b t s c", b=b)
 
 
-def fourier(m: toys.SpaceTime, x: Tensor) -> Tensor:
-    """Its own forward does what glue has no rule for."""
+def convolutions() -> nn.Module:
+    spatial, temporal = nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(8, 8, (3, 1, 1), padding=(1, 0, 0))
+    return nn.Sequential(nn.Conv3d(3, 8, 1), spatial, nn.SiLU(), nn.GroupNorm(2, 8), temporal)
+
+
+def mixed(m: nn.Module, x: Tensor) -> Tensor:
+    x = x + m.over_s(x.transpose(-1, -2)).transpose(-1, -2)
+    return x + m.over_c(x)
+
+
+def mixer() -> nn.Module:
+    over_s = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 5))
+    return toys.Does(mixed, over_s=over_s, over_c=nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)))
+
+
+def with_a_scalar(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x, loss = m.first(x)
+    return m.time(x), loss
+
+
+def scalars() -> nn.Module:
+    """A stage that also returns a scalar, which no pattern can describe: its parts become stages."""
+    first = toys.Does(lambda m, x: (y := m.space(x), y.square().mean()), space=toys.Along(2))
+    return toys.Does(with_a_scalar, first=first, time=toys.Along(1))
+
+
+def fourier(m: nn.Module, x: Tensor) -> Tensor:
     return torch.fft.fft(m.time(m.space(x)), dim=-1).real
 
 
-def test_what_glue_has_no_rule_for_does_not_close_the_module_around_it() -> None:
-    stages = dsp.discover(nn.Sequential(toys.SpaceTime(fourier), toys.Along(1)), (torch.randn(2, 7, 5, C),))
-    assert (stages["0.space"], stages["1"]) == ("b t [s c]", "b [t] s [c]")
+X = torch.randn(2, 7, 5, C)
+SPACE, TIME, ROOT, SAME = "b t [s c]", "b [t] s [c]", {"": "input=b t s c -> b t s c"}, {"": "x=b t s c -> b t s c"}
+FOUND: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
+    "gates that are zero, and inputs all alike": (
+        lambda: nn.Sequential(zeroed(toys.Along(2)), zeroed(toys.Along(1))), (torch.zeros_like(X),),
+        {**ROOT, "0": SPACE, "1": TIME},
+    ),
+    "dropout within attention and after it": (
+        lambda: nn.Sequential(toys.Along(2, 0.5), toys.Along(1, 0.5)), (X,), {**ROOT, "0": SPACE, "1": TIME},
+    ),
+    "blocks that do not all agree": (
+        lambda: alternating(2, 1, 2), (X,), {**SAME, "blocks.0": SPACE, "blocks.1": TIME, "blocks.2": SPACE},
+    ),
+    "blocks of which some agree": (
+        lambda: nn.Sequential(alternating(2, 2), alternating(1, 1), alternating(2, 1)), (X,),
+        {**ROOT, "0": SPACE, "1": TIME, "2.blocks.0": SPACE, "2.blocks.1": TIME},
+    ),
+    "transformer layers on folds": (
+        lambda: toys.Does(on_folds, space=transformer(), time=transformer()), (torch.randn(2, 7, 5, 8),),
+        {**SAME, "space": "(b t) [s c]", "time": "(b s) [t c]"},
+    ),
+    "a fold that is opened behind a stage": (
+        FoldedAtEntry, (torch.randn(14, 5, C), 7), {"": "x=t s c -> t s c", "space": "t [s c]", "time": "(r s) [l c]"},
+    ),
+    "convolutions, which need no stages": (
+        convolutions, (torch.randn(2, 3, 6, 5, 7),), {"": "input=b c t h w -> b d t h w"},
+    ),
+    "what glue can run": (mixer, (X,), {"": "x=b t h w -> b t h w"}),
+    "one sequence, whose queries stay apart": (
+        lambda: Blocks(transformer(), transformer()), (torch.randn(2, 7, 8),),
+        {"": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]"},
+    ),
+    "scalar outputs": (scalars, (X,), {"": "x=b t s c", "first.space": SPACE, "time": TIME}),
+    "a module whose forward does what glue has no rule for": (
+        lambda: nn.Sequential(toys.SpaceTime(fourier), toys.Along(1)), (X,),
+        {**ROOT, "0.space": SPACE, "0.time": TIME, "1": TIME},
+    ),
+}  # fmt: skip
 
 
-def full() -> nn.Module:
-    """Attention over one sequence, as PyTorch writes it: queries, keys and values are arguments of their own."""
-    return Blocks(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
-
-
-def test_attention_over_one_sequence_keeps_its_queries_apart() -> None:
-    assert dsp.discover(full(), (torch.randn(2, 7, 8),)) == {
-        "": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]",
-    }  # fmt: skip
-
-
-class Pooled(nn.Module):
-    """A stage that also returns a scalar, which no pattern can describe: its parts become stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = toys.Along(2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.space(x)
-        return x, x.square().mean()
-
-
-def test_scalar_outputs() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.time = Pooled(), toys.Along(1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x, loss = self.first(x)
-            return self.time(x), loss
-
-    assert dsp.discover(Model(), (torch.randn(2, 7, 5, C),)) == {
-        "": "x=b t s c", "first.space": "b t [s c]", "time": "b [t] s [c]",
-    }  # fmt: skip
+@pytest.mark.parametrize("name", FOUND)
+def test_what_becomes_a_stage(name: str) -> None:
+    build, args, expect = FOUND[name]
+    assert dsp.discover(build(), args) == expect
 
 
 # --- nothing is left behind, and errors teach -------------------------------------------------------------------------
@@ -323,7 +280,7 @@ class Fussy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grid, self.bn, self.calls, self.limit = toys.Grid(1), BatchNorm(), 0, 10**9
+        self.grid, self.bn, self.calls, self.limit = toys.Grid(1), batch_norm(), 0, 10**9
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         self.calls += 1
@@ -375,15 +332,9 @@ def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
     assert not capsys.readouterr().err  # no terminal
 
 
-class Turned(nn.Module):
+def turned() -> nn.Module:
     """Mixes the second dim, and returns it in the place of the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.along(x).transpose(1, 2)
+    return toys.Does(lambda m, x: m.along(x).transpose(1, 2), along=toys.Along(1))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -405,7 +356,7 @@ def test_of_layers_alike_two_run(device: str) -> None:
 
 
 def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
-    model, x = nn.Sequential(*(Turned() for _ in range(4))), torch.randn(2, 4, 4, C)
+    model, x = nn.Sequential(*(turned() for _ in range(4))), torch.randn(2, 4, 4, C)
     assert "not run" not in str(stages := dsp.discover(model, x))
     assert stages["0"] == stages["2"] == "b [t] s [c] -> b s [t c]"
     assert stages["1"] == stages["3"] == "b [s] t [c] -> b t [s c]"
@@ -498,7 +449,7 @@ def test_errors() -> None:
     says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
-    says("needs example inputs", full())
+    says("needs example inputs", alternating(2))
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
     bare = {k: v.to("meta") for k, v in sample("Unplanned").items()}

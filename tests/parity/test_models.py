@@ -104,12 +104,15 @@ def sent(ranks: Any, n: int, name: str, size: tuple[int, ...], ckpt: bool) -> tu
 
 
 @pytest.mark.parametrize("ckpt", [False, slow(True)])
-@pytest.mark.parametrize("name", slow_but(SENT, "Grid", "Folded", "Pair", "Branches", "Global"))
+@pytest.mark.parametrize(
+    "name", slow_but(SENT, "Grid", "Folded", "Pair", "Branches", "Global", "Windows", "Stretches", "Mixers")
+)
 def test_bytes_and_calls_are_those_of_the_plan(ranks: Any, name: str, ckpt: bool) -> None:
     """A plan adds up the busiest rank of each move: of uneven sizes not always the same one, so each sends less."""
     nbytes, calls, plan = sent(ranks, 2, name, CASES[name].even, ckpt)
     assert {phase: max(found[phase] for found in nbytes) for phase in plan.bytes} == plan.bytes
     assert calls == [plan.calls] * 2
+    assert plan.share == 1 / 2
     nbytes, _, plan = sent(ranks, 3, name, CASES[name].uneven[0], ckpt)
     assert all(found[phase] <= plan.bytes[phase] for found in nbytes for phase in plan.bytes)
 

@@ -342,19 +342,26 @@ class Streams(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "y": torch.randn(batch, t, s, 2)}
 
 
-class SpaceTime(nn.Module):
-    """Attention over space, attention over time, in a forward of a test's own: `does(model, x, ...)`."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+class Does(nn.Module):
+    """A forward of a test's own: `does(model, x, ...)`, with whatever modules and attributes it needs."""
 
     def __init__(self, does: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
-        self.space, self.time, self.does = Along(2), Along(1), does
+        self.does = does
         for name, value in attributes.items():
             setattr(self, name, value)
 
     def forward(self, x: Tensor, *args: Any) -> Any:
         return self.does(self, x, *args)
+
+
+class SpaceTime(Does):
+    """Such a forward of attention over space and attention over time."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self, does: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__(does, **{"space": Along(2), "time": Along(1), **attributes})
 
 
 class Glued(SpaceTime):
