@@ -47,7 +47,6 @@ def keeps_its_word(mesh: DeviceMesh, model: nn.Module, x: Tensor) -> tuple[dsp.P
                 model(x)
     word = next(iter(model.forward.__self__.entries.values())).plan.script.planned_counts.phases["forward"]
     assert (comm.forward.bytes.total(), comm.forward.calls.total()) == (word.bytes, word.calls)
-    assert word.calls > 0
     assert heard.texts == []
     busiest = torch.tensor(word.bytes)
     torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX, mesh.get_group())
@@ -153,7 +152,8 @@ class Pairs(nn.Module):
     [slow(DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), (Pairs, (1, 5, 5, 4), 2)],
 )
 def test_runs_send_what_is_planned(mesh: DeviceMesh, build: Any, shape: tuple[int, ...]) -> None:
-    keeps_its_word(mesh, build(), torch.randn(shape))
+    *_, calls = keeps_its_word(mesh, build(), torch.randn(shape))
+    assert calls > 0
 
 
 def often_told(m: toys.SpaceTime, x: Tensor, often: Tensor) -> Tensor:
