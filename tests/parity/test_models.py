@@ -78,6 +78,8 @@ def test_outputs_and_every_gradient(
         beside(single, model, mesh, inputs, loss=weighted)
         if name in cases.CASES:  # whose second call is like the first
             return
+        if name in third_party.MODELS:
+            continue
         with torch.no_grad() if ckpt else torch.inference_mode():
             found, expect = (tensors_in(m(**plain(inputs))) for m in (model, single))
         for a, b in zip(found, expect, strict=True):
