@@ -56,7 +56,8 @@ EXACT: list[Any] = [  # name, ranks, which of its uneven sizes in turn, whether 
 
 @pytest.fixture(autouse=True)
 def _installed(request: pytest.FixtureRequest) -> None:
-    if "[axial-" in request.node.name or request.node.name.endswith("[axial]"):
+    case = getattr(request.node, "callspec", None)
+    if case is not None and case.params.get("name") == "axial":
         pytest.importorskip("axial_attention")  # its package asks for more than it needs: pip install --no-deps
 
 
