@@ -24,7 +24,7 @@ def nbytes(shape: tuple[int, ...]) -> int:
 
 
 def check(mesh: DeviceMesh, operation: Callable[[], object], formula: float, mean: float = 0) -> None:
-    """What the kernel counts, and `count_comm`, is the formula, but for the few bytes of a `mean`."""
+    """Compare what the kernel counts, and `count_comm`, with the formula, but for the few bytes of a `mean`."""
     kernel, counted = measured(mesh, operation)
     assert counted == pytest.approx(formula, rel=mean or 1e-12)
     assert kernel == pytest.approx(counted, rel=TOLERANCE)

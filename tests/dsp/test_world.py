@@ -171,7 +171,7 @@ def forget() -> None:
 
 
 def calls(mesh: DeviceMesh, where: str, use: str) -> list[dict[str, int]]:
-    """What each of three calls sends, which are exact."""
+    """Return what each of three calls sends, which are exact."""
     torch.manual_seed(0)
     forget()
     model, x, sent = Keeper(where, use), torch.randn(1, 11, C), []

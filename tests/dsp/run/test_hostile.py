@@ -387,7 +387,7 @@ def test_ranks_whose_weights_differ_are_told_so(mesh: DeviceMesh, forgotten: str
 def test_weights_that_drift_apart_are_named_within_twice_as_many_calls(
     mesh: DeviceMesh, calls: int, how: str, raised: int
 ) -> None:
-    """Of inputs of one shape, where weights differ from the one after `calls` on."""
+    """Inputs have one shape, and weights differ after `calls` of them."""
     model, x = OneSequence(), torch.randn(2, 7, C)
     if how == "parts":  # as FSDP over other ranks leaves them: of a mesh that none of the others is in
         own = DeviceMesh("cpu", torch.arange(mesh.size())[:, None], mesh_dim_names=("dp", "sp"))["sp"]
