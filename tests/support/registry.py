@@ -125,7 +125,7 @@ def stages_of(case: Case, model: nn.Module) -> dict[str, str]:
 
 
 def step(mesh: DeviceMesh, name: str, size: tuple[int, ...], gather: bool, ckpt: bool) -> tuple[dict, dsp.Plan, int]:
-    """Return this rank's traffic in a step by phase and collective, the plan, and the loss' number of means over ranks."""
+    """Return this rank's traffic in a step by phase and collective, the plan, and the loss' number of means."""
     case = CASES[name]
     model, inputs = case.build(*size[1:]), plain(case.inputs(*size))
     stages = stages_of(case, model)
