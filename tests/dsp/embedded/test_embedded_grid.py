@@ -123,7 +123,6 @@ class Toy(nn.Module):
 @pytest.mark.parametrize(("t", "s"), [(3, 6), slow(2, 3)])
 def test_folds_and_what_else_a_stage_is_given(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
-    torch.manual_seed(0)
     single = Toy().double()
     model = copy.deepcopy(single)
     inputs = {"x": torch.randn(2, t, s, 8).double(), "shared": torch.randn(2, 1, 8).double()}
@@ -173,7 +172,6 @@ class Folded(nn.Module):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("t", "s", "fold"), [(3, 8, 3), slow(3, 6, 1)])
 def test_dims_that_others_are_folded_into(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
-    torch.manual_seed(0)
     single = Folded(fold).double()
     model = copy.deepcopy(single)
     x = torch.randn(t, 2, s, fold, 8).double()

@@ -167,7 +167,6 @@ def test_mixed_precision_moves_half_the_bytes(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
 def test_mixed_precision_between_stages_is_planned(mesh: DeviceMesh, casts: str) -> None:
     """Casts of what stages are given and return, of layers between them, and one there that changes a type."""
-    torch.manual_seed(0)
     model = Layered()
     dsp.parallelize(model, mesh, gather_output=False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -264,7 +264,6 @@ def test_a_model_that_dsp_cannot_help_is_told_so() -> None:
 
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_heads_as_a_dim_are_exact(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
     stages = {"": "x=b s c", "blocks.*.core": "b h [s d], b h [s d], b h [s d] -> b h [s d]"}
     report = dsp.check(OneSequence(), (torch.randn(2, 7, C),), mesh=mesh, stages=stages)
     assert report, report.text()
@@ -322,7 +321,6 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_an_object_that_a_model_writes_into_is_as_the_runs_left_it(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
     single = Decoder().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b n c"})
     caches = Kept(), Kept()

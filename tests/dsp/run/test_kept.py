@@ -74,7 +74,6 @@ def rolled(model: nn.Module, x: Tensor, caches: bool, chunk: int = 2, rolls: int
     ],
 )
 def test_a_sharded_kv_cache_over_ten_chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
-    torch.manual_seed(0)
     single, x = Video(keep, stage).double(), torch.randn(1, 10, 4, 8).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     with torch.no_grad():
@@ -112,7 +111,6 @@ class Recurrent(nn.Module):
     ("mesh", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
 )
 def test_a_recurrent_state_across_calls(mesh: DeviceMesh, detach: bool, reads: bool) -> None:
-    torch.manual_seed(0)
     single = Recurrent(reads).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     xs = [torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
@@ -144,7 +142,6 @@ def laid(model: nn.Module, x: Tensor, dim: int) -> Tensor:
 
 def test_it_may_lie_otherwise_in_a_later_call(mesh: DeviceMesh) -> None:
     """A call by a known signature that finds what is kept in another layout has a plan of its own."""
-    torch.manual_seed(0)
     single, x = Recurrent().double().eval(), torch.randn(2, 7, 6).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     with torch.no_grad():

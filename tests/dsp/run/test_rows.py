@@ -107,7 +107,6 @@ def test_reductions_over_what_is_sharded(mesh: DeviceMesh, length: int, dtype: t
 
 @pytest.mark.parametrize(("mesh", "length"), [slow(2, 6), (3, 4)])
 def test_a_batch_norm_in_training(mesh: DeviceMesh, length: int) -> None:
-    torch.manual_seed(0)
     single = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.Tanh()).double()
     model, x = copy.deepcopy(single), torch.randn(2, 3, length).double()
     dsp.parallelize(model, mesh, {"": "input=b c l"})
