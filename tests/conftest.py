@@ -1,7 +1,9 @@
-"""One pool of four gloo processes for the whole session: `ranks(fn, n, *args)` runs `fn(mesh, *args)` on n of them.
+"""One pool of four gloo processes for the whole session: a test that takes `mesh` runs on each rank of that mesh.
 
-`whole_world` does so in a world of n ranks. All ranks are forked from one server, itself forked from this process
-once it has imported the tests: before torch has started a thread, and nothing is imported twice.
+`@pytest.mark.parametrize("mesh", [2, 3, "2x2"])` says of how many ranks; where nothing says so it is two. `ranks(fn, n,
+*args)` runs `fn(mesh, *args)` on n of them and returns the results, `whole_world` does so in a world of n ranks. All
+ranks are forked from one server, itself forked from this process once it has imported the tests: before torch has
+started a thread, and nothing is imported twice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the processes it would start for compiling
 os.environ.setdefault("WANDB_MODE", "offline")
 
-RANKS = {"ranks", "whole_world"}
+RANKS = {"ranks", "whole_world", "mesh"}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -86,6 +89,22 @@ def ranks() -> Iterator[Pool]:
     pool = Pool(4, parts=True)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def mesh() -> int:
+    return 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    names = pyfuncitem._fixtureinfo.argnames
+    if "mesh" not in names:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    n, pool = given.pop("mesh"), pyfuncitem._request.getfixturevalue("ranks")
+    pool(partial(pyfuncitem.obj, **given), n)
+    return True
 
 
 @pytest.fixture(scope="session")

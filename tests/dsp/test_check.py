@@ -13,25 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from tests.support import toys
-from tests.support.slow import slow_but
-
-
-def passes(mesh: DeviceMesh, name: str) -> tuple[bool, str]:
-    model = toys.make(name).float()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    kwargs = {k: v.float() if v.is_floating_point() else v for k, v in toys.inputs(name, 2, 7, 5).items()}
-    report = dsp.check(model, kwargs=kwargs, mesh=mesh)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks for m in model.modules())
-    return bool(report), report.text()
-
-
-@pytest.mark.parametrize("name", slow_but([n for n in toys.TOYS if n != "Unplanned"], "Loss"))
-def test_right_models_pass(ranks, name: str) -> None:
-    for ok, text in ranks(passes, 2, name):
-        assert ok, text
-        assert "float64: ok" in text
 
 
 class One(nn.Module):
@@ -80,29 +61,18 @@ def frame_argument(m: Fn, x: Tensor, table: Tensor | None) -> Tensor:
 WRONG = [table_by_frame, arange_positions, divided_by_length, over_time]
 
 
-def finds(mesh: DeviceMesh) -> list[tuple[bool, str]]:
-    x = torch.randn(2, 7, 5, 4)
-    found = []
+@pytest.mark.parametrize("mesh", [1, 2])
+def test_wrong_statements_are_named(mesh: DeviceMesh) -> None:
+    x, table = torch.randn(2, 7, 5, 4), torch.randn(2, 7, 4)
     for f in WRONG:
         report = dsp.check(One(f), (x,), mesh=mesh)
-        found.append((report.ok, report.text()))
-    report = dsp.check(One(frame_argument), (x, torch.randn(2, 7, 4)), mesh=mesh)
-    found.append((report.ok, report.text()))
-    right = One(frame_argument, "b t [s c], table=b t [c]")
-    found.append((dsp.check(right, (x, torch.randn(2, 7, 4)), mesh=mesh).ok, ""))
-    return found
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_wrong_statements_are_named(ranks, n: int) -> None:
-    *wrong, argument, right = ranks(finds, n)[0]
-    for ok, text in wrong:
-        assert not ok
-        assert "stage 'stage' is not independent along 't'" in text
-        assert "write [t]" in text
-    assert not argument[0]
-    assert "stage 'stage'" in argument[1]
-    assert right[0]
+        assert not report.ok
+        assert "stage 'stage' is not independent along 't'" in report.text()
+        assert "write [t]" in report.text()
+    report = dsp.check(One(frame_argument), (x, table), mesh=mesh)
+    assert not report.ok
+    assert "stage 'stage'" in report.text()
+    assert dsp.check(One(frame_argument, "b t [s c], table=b t [c]"), (x, table), mesh=mesh).ok
 
 
 class Choosy(One):
@@ -113,13 +83,9 @@ class Choosy(One):
         return y * 2 if type(y) is Tensor else y
 
 
-def choosy(mesh: DeviceMesh) -> str:
-    return dsp.check(Choosy(lambda m, x, table: x + m.w[:1]), (torch.randn(1, 7, 5, 4),), mesh=mesh).text()
-
-
-def test_a_branch_that_subclasses_take_is_found(ranks) -> None:
-    for text in ranks(choosy, 2):
-        assert "outputs differ" in text, text
+def test_a_branch_that_subclasses_take_is_found(mesh: DeviceMesh) -> None:
+    text = dsp.check(Choosy(lambda m, x, table: x + m.w[:1]), (torch.randn(1, 7, 5, 4),), mesh=mesh).text()
+    assert "outputs differ" in text, text
 
 
 class ByRows(torch.autograd.Function):
@@ -134,13 +100,10 @@ class ByRows(torch.autograd.Function):
         return grad / grad.shape[1]
 
 
-def gradient(mesh: DeviceMesh) -> Any:
-    return dsp.check(One(lambda m, x, table: ByRows.apply(x * m.w[:1])), (torch.randn(2, 7, 5, 4),), mesh=mesh)
-
-
-def test_a_wrong_gradient_is_named(ranks) -> None:
+def test_a_wrong_gradient_is_named(mesh: DeviceMesh) -> None:
     """Slices of the forward do not show it."""
-    report = ranks(gradient, 2)[0]
+    model = One(lambda m, x, table: ByRows.apply(x * m.w[:1]))
+    report = dsp.check(model, (torch.randn(2, 7, 5, 4),), mesh=mesh)
     assert report.output < 1e-12
     assert not report.ok
     assert any("the gradient of stage.w differs by" in problem for problem in report.problems)
@@ -233,7 +196,7 @@ class Unborn(nn.Module):
         return self.last(self.time(self.space(x)))
 
 
-def finds_what_comes_late(mesh: DeviceMesh) -> None:
+def test_what_one_call_does_not_show_is_found(mesh: DeviceMesh) -> None:
     from dsp.run.forward import Run
 
     torch.manual_seed(0)
@@ -245,21 +208,15 @@ def finds_what_comes_late(mesh: DeviceMesh) -> None:
     assert not dsp.check(Endless(), (x,), mesh=mesh)
 
     # a forward that reads its data, and goes wrong where it follows the record of its first call
-    own = Run.push_all
-    Run.push_all = lambda run, parts: 1 / 0 if run.script and run.script.recorded else own(run, parts)  # type: ignore
-    try:
+    own, recorded = Run.push_all, lambda run: run.script and run.script.recorded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "push_all", lambda run, parts: 1 / 0 if recorded(run) else own(run, parts))
         report = dsp.check(toys.make("Unplanned"), kwargs=toys.inputs("Unplanned", 1, 7, 5), mesh=mesh)
-    finally:
-        Run.push_all = own
     (problem,) = report.problems
     assert problem == "the parallel run raised ZeroDivisionError: division by zero (in training, t=7 s=5, call 2)"
 
 
-def test_what_one_call_does_not_show_is_found(ranks) -> None:
-    ranks(finds_what_comes_late, 2)
-
-
-def alone_wrong(mesh: DeviceMesh) -> list[str]:
+def test_all_ranks_report_what_one_of_them_sees(mesh: DeviceMesh) -> None:
     """Only one rank sees that something is wrong; none waits for it, and all say the same."""
     check = sys.modules["dsp.check.check"]  # the function has its name
     own = check.compare
@@ -269,60 +226,56 @@ def alone_wrong(mesh: DeviceMesh) -> list[str]:
         found.problems += ["is seen by one rank"] * mesh.get_local_rank()
         return found
 
-    check.compare = compare
-    try:
-        return dsp.check(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 5, 3), mesh=mesh).problems
-    finally:
-        check.compare = own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "compare", compare)
+        report = dsp.check(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 5, 3), mesh=mesh)
+    assert report.problems == ["is seen by one rank (in training, t=5 s=3, call 1)"]
 
 
-def test_all_ranks_report_what_one_of_them_sees(ranks) -> None:
-    assert ranks(alone_wrong, 2) == [["is seen by one rank (in training, t=5 s=3, call 1)"]] * 2
-
-
-def uncovered(mesh: DeviceMesh) -> list[str]:
+@pytest.mark.parametrize("mesh", [1, 2])
+def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
     report = dsp.check(Partly(), (torch.randn(1, 5, 3, 4),), mesh=mesh)
     assert report, report.text()
     assert report.modes == (["in eval mode", "under no_grad", "in training"] if mesh.size() > 1 else [])
     assert all(f"  not covered: {u}" in report.text() for u in report.uncovered)
-    return report.uncovered
-
-
-def test_what_is_not_covered_is_said(ranks) -> None:
-    expect = [
-        "stages that did not run: idle",
-        "slices along 'b', which has size 1: space, time",
-        'a second size of the inputs: the stages name no dims of the model\'s own inputs, as {"": "x=b t s c"} would',
-        "values in training: not compared, as the model draws random numbers",
-        "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
-    ]
-    assert ranks(uncovered, 2) == [expect, expect]
-    assert ranks(uncovered, 1)[0][-1] == "a parallel run: there is one rank"
-
-
-def drawn(mesh: DeviceMesh) -> list[Any]:
-    model, x = Unborn(), torch.randn(1, 5, 3, 4)
-    found = []
-    for draw in (True, False):
-        report = dsp.check(model, (x,), mesh=mesh, draw=draw)
-        assert report, report.text()
-        (line,) = (line for line in report.text().split("\n") if "gradients:" in line)
-        found += [line.partition(", largest")[0].strip(), [u for u in report.uncovered if "zero" in u]]
-    assert not any(p.any() for p in model.last.parameters())
-    return found
-
-
-def test_a_model_that_was_not_trained_is_compared_with_weights_that_are_drawn(ranks) -> None:
-    expect = [
-        "gradients: 8 tensors",
-        [],
-        "gradients: 2 tensors beside 6 of zeros",
-        [
+    expect = (
+        ["a parallel run: there is one rank"]
+        if mesh.size() == 1
+        else [
+            "stages that did not run: idle",
+            "slices along 'b', which has size 1: space, time",
+            "a second size of the inputs: the stages name no dims of the model's own inputs",
+            "values in training: not compared",
             "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
-            "what the outputs are made of: all of them were zeros",
-        ],
-    ]
-    assert ranks(drawn, 2) == [expect, expect]
+        ]
+    )
+    found = report.uncovered[-len(expect) :] if mesh.size() == 1 else report.uncovered
+    assert len(found) == len(expect)
+    assert all(line.startswith(start) for line, start in zip(found, expect)), found
+
+
+@pytest.mark.parametrize(
+    ("draw", "counted", "zeros"),
+    [
+        (True, "gradients: 8 tensors", []),
+        (
+            False,
+            "gradients: 2 tensors beside 6 of zeros",
+            ["no gradient but zeros", "all of them were zeros"],
+        ),
+    ],
+)
+def test_a_model_that_was_not_trained_is_compared_with_weights_that_are_drawn(
+    mesh: DeviceMesh, draw: bool, counted: str, zeros: list[str]
+) -> None:
+    model = Unborn()
+    report = dsp.check(model, (torch.randn(1, 5, 3, 4),), mesh=mesh, draw=draw)
+    assert report, report.text()
+    assert f"{counted}, largest" in report.text()
+    said = [u for u in report.uncovered if "zero" in u]
+    assert len(said) == len(zeros)
+    assert all(part in line for part, line in zip(zeros, said))
+    assert not any(p.any() for p in model.last.parameters())
 
 
 class Angles(nn.Module):
@@ -346,13 +299,8 @@ class Scaled(nn.Module):
         return x * by[:, None, None]
 
 
-def angles(mesh: DeviceMesh) -> tuple[bool, str, float]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("mesh", [3])
+def test_rounding_of_what_a_model_computes_in_a_shorter_type_is_no_fault(mesh: DeviceMesh) -> None:
     report = dsp.check(Angles(), (torch.randn(2, 7, 5, 4), torch.rand(2) * 900), mesh=mesh)
-    return report.ok, report.text(), report.gradients["input 1"]
-
-
-def test_rounding_of_what_a_model_computes_in_a_shorter_type_is_no_fault(ranks) -> None:
-    for ok, text, off in ranks(angles, 3):
-        assert ok, text
-        assert 1e-8 < off < 1e-4  # more than float64 rounds by: this is what is allowed for
+    assert report.ok, report.text()
+    assert 1e-8 < report.gradients["input 1"] < 1e-4  # more than float64 rounds by: this is what is allowed for

@@ -1,8 +1,7 @@
-"""dsp.discover: for every model here a plan as cheap as the hand-written one, and exact in parallel; its traps."""
+"""dsp.discover: the dicts it finds, and its traps; that they are exact and cheap tests/parity/test_models.py shows."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from queue import SimpleQueue
 from typing import Any
@@ -12,181 +11,49 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.discover.dims import Dims, Follower, GlueOp
 from dsp.discover.discover import Stages
 from dsp.slices import Draws, slices
-from tests.support import cases as zoo_models
-from tests.support import diffusers_latte, diffusers_models, third_party, toys
+from tests.support import diffusers_latte, diffusers_models, toys
+from tests.support.registry import built, discovered, sample
 from tests.support.slow import long, slow, slow_but
 
 C = toys.C
-ZOO = [
-    "transformer2d-stdit",
-    "latte-text",
-    "latte-4-text",
-    "stdit-v1",
-    "st_mamba",
-    "st_rwkv-sst",
-    "axial-video",
-    "axial-image",
-]
-MODELS = [*toys.TOYS, "diffusers-latte", *ZOO, *third_party.MODELS]
-LONG = "st_rwkv-sst diffusers-latte st_mamba latte-4-text latte-text stdit-v1 axial-image".split()
-IN_CI = [name for name in MODELS if name not in LONG]
-
-
-def build(name: str, frames: int = 7) -> nn.Module:
-    if name == "axial":
-        pytest.importorskip("axial_attention")
-    if name in toys.TOYS:
-        return toys.make(name)
-    if name in third_party.MODELS:
-        return third_party.make(name, frames, 4)
-    return diffusers_latte.build(7, 4, 2) if name == "diffusers-latte" else zoo_models.build(name)
-
-
-def inputs(name: str, batch: int = 2, frames: int = 7) -> dict[str, Tensor]:
-    if name in toys.TOYS:
-        return toys.inputs(name, batch, frames, 5)
-    if name in third_party.MODELS:
-        return {k: v.double() for k, v in third_party.MODELS[name].inputs(batch, frames, 4).items()}
-    if name == "diffusers-latte":
-        return diffusers_latte.inputs(batch, 7, 4)
-    kwargs = zoo_models.doubled(zoo_models.example(build(name), batch, frames=frames, height=4, width=6))
-    time = {"timestep": torch.tensor([3, 700])[:batch]}  # computed in float32: no gradient to compare
-    return {**kwargs, **time} if "timestep" in kwargs else kwargs
-
-
-def by_hand(name: str) -> dict[str, str]:
-    if name in third_party.MODELS:
-        return third_party.MODELS[name].stages
-    return diffusers_latte.STAGES if name == "diffusers-latte" else build(name).stages
-
-
-# of which others show the same in less time
-DEARER = (
-    "st_rwkv-sst",
-    "st_mamba",
-    "latte-4-text",
-    "latte-text",
-    "stdit-v1",
-    "transformer2d-stdit",
-    "patchtst",
-    "timesformer",
-    "diffusers-latte",
-    "axial-image",
-    "axial-video",
-)
-
-
-@functools.cache
-def found(name: str) -> dict[str, str]:
-    return dsp.discover(build(name), kwargs=inputs(name))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*map(long, DEARER), *slow_but([n for n in MODELS if n not in ("Unplanned", *DEARER)], "Grid", "Folded", "Global")],
-)
-def test_the_plan_costs_no_more_bytes_than_the_hand_written_one(name: str) -> None:
-    stages, hand = found(name), by_hand(name)
-    for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):
-        options = {"kwargs": inputs(name, batch, frames), "size": size, "gather_output": size > 2}
-        one, two = (dsp.plan(build(name, frames), stages=s, **options) for s in (stages, hand))
-        divides = name == "Global" and one.flops_whole < two.flops_whole  # what by hand every rank computes
-        # Of each move the busiest rank's: a plan has the least of their sum. What is joined along a sharded dim need be
-        # no stage: rows for a halo, a few more than by hand
-        sent, expect = (sum(row.bytes for row in plan.stages) for plan in (one, two))
-        assert divides or sent <= 1.002 * expect, options
-
-
-@pytest.mark.parametrize(("name", "n"), [("axial", 2), *(long(name, 4) for name in third_party.MODELS)])
-def test_no_rank_holds_more_than_under_the_hand_written_stages(ranks, name: str, n: int) -> None:
-    lengths = (32, 16) if name == "patchtst" else (16, 4)
-    discovered = ranks(third_party.held, n, name, 1, *lengths, dict(found(name)))
-    for (largest, total), (largest_by_hand, total_by_hand) in zip(
-        discovered, ranks(third_party.held, n, name, 1, *lengths)
-    ):
-        # axial is sharded along its three frames, too, two and one on two ranks; patches overlap where ranks meet
-        share = {"axial": 4 / 3, "patchtst": 1.06}.get(name, 1)
-        assert largest <= share * largest_by_hand
-        assert total <= share * total_by_hand
-
-
-def checked(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> str:
-    report = dsp.check(build(name, 5), kwargs=inputs(name, 2, 5), mesh=mesh, stages=stages, thorough=False)
-    return report.text()
-
-
-# the rest takes longer to discover
-@pytest.mark.parametrize("name", slow_but(MODELS, "Folded", "Unplanned", "axial", but=IN_CI))
-def test_parallel_is_exact_under_the_discovered_stages(ranks, name: str) -> None:
-    for text in ranks(checked, 3, name, dict(found(name))):
-        assert "float64: ok" in text, text
-
-
-def moved(mesh: DeviceMesh, name: str, stages: dict[str, str]) -> tuple[Any, dict[str, int], float]:
-    model, single, kwargs = build(name), build(name), inputs(name, 1, 7)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
-    dsp.parallelize(model, mesh, stages, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = model(**kwargs)
-        out = out.sample if hasattr(out, "sample") else out
-        dsp.mean(out.square()).backward()
-    expect = single(**kwargs)
-    expect = expect.sample if hasattr(expect, "sample") else expect
-    return comm.by_collective(), plan.bytes, float((dsp.gather(out) - expect).detach().abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusers-latte", "transformer2d-stdit", "latte-text", "Folded"])
-def test_ranks_move_what_is_planned_and_no_more_than_under_the_hand_written_stages(ranks, name: str) -> None:
-    def switched(counts: dict[str, Any]) -> int:
-        return sum(counts[phase]["switch"]["bytes"] for phase in ("forward", "backward"))
-
-    discovered = ranks(moved, 2, name, dict(found(name)))
-    written = ranks(moved, 2, name, by_hand(name))
-    for (counts, _, off), (expect, _, _) in zip(discovered, written):
-        assert 0 < switched(counts) <= switched(expect)
-        assert off < 1e-9
-    busiest = max(counts["forward"]["switch"]["bytes"] for counts, _, _ in discovered)
-    assert 0 < busiest <= discovered[0][1]["forward"]  # the plan sums the busiest rank of each switch
 
 
 def test_the_dicts() -> None:
-    assert found("Grid") == {
+    assert discovered("Grid") == {
         "": "x=b t s c -> b t s c",
         "space.*": "b t [s c], scale=b 1 1 [c]",
         "time.*": "b [t] s [c]",
     }
-    assert found("Folded") == {
+    assert discovered("Folded") == {
         "": "x=b t s c, mask=(b t) 1 d -> b t s c",
         "space.*": "(b t) [s c], text=(b t) [l k], mask=(b t) 1 [d]",
         "time.*": "(b s) [t c]",
     }
-    assert found("Cube") == toys.Cube.stages
+    assert discovered("Cube") == toys.Cube.stages
     # the first operand alone, the second alone, or both by their channels: as triangle multiplication is written
-    assert found("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
+    assert discovered("Pair")["outgoing"] == "b s [r] u, right=b v [r] u -> b s v u"
 
 
 @pytest.mark.slow
 def test_the_dicts_of_transformers() -> None:
-    assert list(found("diffusers-latte")) == list(diffusers_latte.STAGES)
+    assert list(discovered("diffusers-latte")) == list(diffusers_latte.STAGES)
     # the final projection is cheaper between stages: what it returns is shorter, and switched in its place
-    assert list(found("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
+    assert list(discovered("transformer2d-stdit")) == ["", "embed", "blocks.*.spatial", "blocks.*.temporal"]
     # a class token joined to the tokens is no fold of frames and positions: they are told apart again behind it
     layer = "timesformer.encoder.layer.*."
-    assert found("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"
-    assert found("timesformer")[f"{layer}attention"] == "(b r) [l d]"
+    assert discovered("timesformer")[f"{layer}temporal_attention"] == "(b s) [r d]"
+    assert discovered("timesformer")[f"{layer}attention"] == "(b r) [l d]"
     # called along time and along variables: no dim has one name in both
-    assert found("patchtst")["model.encoder.layers.*.self_attn"] == "(b r) [l d]"
+    assert discovered("patchtst")["model.encoder.layers.*.self_attn"] == "(b r) [l d]"
 
 
 def test_it_prints_as_python() -> None:
-    stages = found("Folded")
+    stages = discovered("Folded")
     assert eval(str(stages)) == eval(repr(stages)) == stages
     assert str(stages).startswith('{\n    "": "x=b t s c, mask=(b t) 1 d -> b t s c",\n')
     assert isinstance(stages, dict)
@@ -207,20 +74,14 @@ class Odd(nn.Module):
         return self.f(self, self.lin(x))
 
 
-class Between(nn.Module):
+def between(odd: nn.Module) -> nn.Module:
     """An odd module between attention over space and attention over time."""
-
-    def __init__(self, odd: nn.Module) -> None:
-        super().__init__()
-        self.space, self.odd, self.time = toys.Along(2), odd, toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.odd(self.space(x)))
+    return toys.SpaceTime(lambda m, x: m.time(m.odd(m.space(x))), odd=odd)
 
 
 def of(f: Any) -> str | None:
     """discover's pattern of an odd module; None if it may stay between stages."""
-    stages = dsp.discover(Between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
+    stages = dsp.discover(between(f if isinstance(f, nn.Module) else Odd(f)), (torch.randn(2, 7, 5, C),))
     assert stages["space"] == "b t [s c]"
     assert stages["time"] == "b [t] s [c]"
     return next((text for path, text in stages.items() if path.startswith("odd")), None)
@@ -236,13 +97,8 @@ def drawn(*shape: int) -> Any:
     return f
 
 
-class BatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(x.movedim(-1, 1)).movedim(1, -1)
+def batch_norm() -> nn.Module:
+    return toys.Does(lambda m, x: m.bn(x.movedim(-1, 1)).movedim(1, -1), bn=nn.BatchNorm2d(C))
 
 
 TRAPS = {
@@ -257,7 +113,7 @@ TRAPS = {
     "numbers shared along s": (drawn(1, 1, 0, 0), "b t [s c]"),
     "a permutation of frames": (lambda m, x: x[:, torch.randperm(x.shape[1])], None),
     "a permutation of one's own": (lambda m, x: x.gather(1, torch.rand_like(x).argsort(1)), "b [t] s [c]"),
-    "a norm over the batch": (BatchNorm(), None),
+    "a norm over the batch": (batch_norm(), None),
 }  # fmt: skip
 
 
@@ -267,35 +123,21 @@ def test_traps(trap: str) -> None:
     assert of(f) == expect
 
 
-def test_zero_initialised_gates_hide_nothing() -> None:
-    model = nn.Sequential(toys.Along(2), toys.Along(1))
-    for block in model:
-        nn.init.zeros_(block.out.weight)
-        nn.init.zeros_(block.out.bias)
-    assert dsp.discover(model, (torch.zeros(2, 7, 5, C),)) == {  # nor do inputs that are all alike
-        "": "input=b t s c -> b t s c", "0": "b t [s c]", "1": "b [t] s [c]",
-    }  # fmt: skip
-
-
-def test_dropout_within_attention_and_after_it() -> None:
-    assert dsp.discover(nn.Sequential(toys.Along(2, 0.5), toys.Along(1, 0.5)), (torch.randn(2, 7, 5, C),)) == {
-        "": "input=b t s c -> b t s c", "0": "b t [s c]", "1": "b [t] s [c]",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [slow("Grid"), "Folded", slow("Cube"), slow("Branches")])
 def test_equal_sizes_are_not_confused(name: str) -> None:
     kwargs = toys.inputs(name, 4, 4, 4)
     if name == "Folded":
         kwargs["text"] = torch.randn(4, 4, C, dtype=torch.float64)
         kwargs["mask"] = torch.zeros(16, 1, 4, dtype=torch.float64)
-    assert dsp.discover(toys.make(name), kwargs=kwargs) == found(name)
+    assert dsp.discover(toys.make(name), kwargs=kwargs) == discovered(name)
 
 
-class Alternating(nn.Module):
-    def __init__(self, dims: list[int]) -> None:
+class Blocks(nn.Module):
+    """One block after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(toys.Along(d) for d in dims)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -303,19 +145,8 @@ class Alternating(nn.Module):
         return x
 
 
-def test_repeated_blocks_share_a_pattern_only_if_all_agree() -> None:
-    x = torch.randn(2, 7, 5, C)
-    space, time = "b t [s c]", "b [t] s [c]"
-    assert dsp.discover(Alternating([2, 1, 2]), (x,)) == {
-        "": "x=b t s c -> b t s c", "blocks.0": space, "blocks.1": time, "blocks.2": space,
-    }  # fmt: skip
-    model = nn.Sequential(Alternating([2, 2]), Alternating([1, 1]), Alternating([2, 1]))
-    assert dsp.discover(model, (x,)) == {
-        "": "input=b t s c -> b t s c", "0": space, "1": time, "2.blocks.0": space, "2.blocks.1": time,
-    }  # fmt: skip
-
-
-# --- what becomes a stage ---------------------------------------------------------------------------------------------
+def alternating(*dims: int) -> nn.Module:
+    return Blocks(*(toys.Along(d) for d in dims))
 
 
 class Nested(nn.Module):
@@ -332,27 +163,8 @@ class Nested(nn.Module):
 
 def test_what_runs_on_whole_tensors_is_no_stage() -> None:
     kwargs = {k: v.float() for k, v in toys.inputs("Folded", 2, 7, 5).items()}
-    expect = {f"net.grid.{k}" if k else k: v for k, v in found("Folded").items()}
+    expect = {f"net.grid.{k}" if k else k: v for k, v in discovered("Folded").items()}
     assert dsp.discover(Nested(), kwargs=kwargs) == expect
-
-
-class Axial(nn.Module):
-    """PyTorch's own transformer layers, on folds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b = len(x)
-        x = rearrange(self.space(rearrange(x, "b t s c -> (b t) s c")), "(b t) s c -> (b s) t c", b=b)
-        return rearrange(self.time(x), "(b s) t c -> b t s c", b=b)
-
-
-def test_folds() -> None:
-    assert dsp.discover(Axial(), (torch.randn(2, 7, 5, 8),)) == {
-        "": "x=b t s c -> b t s c", "space": "(b t) [s c]", "time": "(b s) [t c]",
-    }  # fmt: skip
 
 
 class FoldedAtEntry(nn.Module):
@@ -367,99 +179,97 @@ class FoldedAtEntry(nn.Module):
         return rearrange(self.time(x), "(b s) t c -> (b t) s c", s=5)
 
 
-def test_a_fold_that_is_opened_behind_a_stage() -> None:
-    assert dsp.discover(FoldedAtEntry(), (torch.randn(14, 5, C), 7)) == {
-        "": "x=t s c -> t s c", "space": "t [s c]", "time": "(r s) [l c]",
-    }  # fmt: skip
+def transformer() -> nn.Module:
+    """PyTorch's own layer: queries, keys and values are arguments of their own."""
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
-def test_convolutions_need_no_stages() -> None:
-    model = nn.Sequential(
-        nn.Conv3d(3, 8, 1),
-        nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)),
-        nn.SiLU(),
-        nn.GroupNorm(2, 8),
-        nn.Conv3d(8, 8, (3, 1, 1), padding=(1, 0, 0)),
-    )
-    assert dsp.discover(model, (torch.randn(2, 3, 6, 5, 7),)) == {
-        "": "input=b c t h w -> b d t h w",
-    }
+def zeroed(block: nn.Module) -> nn.Module:
+    nn.init.zeros_(block.out.weight)
+    nn.init.zeros_(block.out.bias)
+    return block
 
 
-def test_what_glue_can_run_stays_glue() -> None:
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.over_s = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 5))
-            self.over_c = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.over_s(x.transpose(-1, -2)).transpose(-1, -2)
-            return x + self.over_c(x)
-
-    assert list(dsp.discover(Mixer(), (torch.randn(2, 7, 5, C),))) == [""]
+def on_folds(m: nn.Module, x: Tensor) -> Tensor:
+    b = len(x)
+    x = rearrange(m.space(rearrange(x, "b t s c -> (b t) s c")), "(b t) s c -> (b s) t c", b=b)
+    return rearrange(m.time(x), "(b s) t c -> b t s c", b=b)
 
 
-class Fourier(nn.Module):
-    """Its own forward does what glue has no rule for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(self.time(self.space(x)), dim=-1).real
+def convolutions() -> nn.Module:
+    spatial, temporal = nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(8, 8, (3, 1, 1), padding=(1, 0, 0))
+    return nn.Sequential(nn.Conv3d(3, 8, 1), spatial, nn.SiLU(), nn.GroupNorm(2, 8), temporal)
 
 
-def test_what_glue_has_no_rule_for_does_not_close_the_module_around_it() -> None:
-    stages = dsp.discover(nn.Sequential(Fourier(), toys.Along(1)), (torch.randn(2, 7, 5, C),))
-    assert (stages["0.space"], stages["1"]) == ("b t [s c]", "b [t] s [c]")
+def mixed(m: nn.Module, x: Tensor) -> Tensor:
+    x = x + m.over_s(x.transpose(-1, -2)).transpose(-1, -2)
+    return x + m.over_c(x)
 
 
-class Full(nn.Module):
-    """Attention over one sequence, as PyTorch writes it: queries, keys and values are arguments of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def mixer() -> nn.Module:
+    over_s = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 5))
+    return toys.Does(mixed, over_s=over_s, over_c=nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)))
 
 
-def test_attention_over_one_sequence_keeps_its_queries_apart() -> None:
-    assert dsp.discover(Full(), (torch.randn(2, 7, 8),)) == {
-        "": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]",
-    }  # fmt: skip
+def with_a_scalar(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x, loss = m.first(x)
+    return m.time(x), loss
 
 
-class Pooled(nn.Module):
+def scalars() -> nn.Module:
     """A stage that also returns a scalar, which no pattern can describe: its parts become stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = toys.Along(2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.space(x)
-        return x, x.square().mean()
+    first = toys.Does(lambda m, x: (y := m.space(x), y.square().mean()), space=toys.Along(2))
+    return toys.Does(with_a_scalar, first=first, time=toys.Along(1))
 
 
-def test_scalar_outputs() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.time = Pooled(), toys.Along(1)
+def fourier(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.fft.fft(m.time(m.space(x)), dim=-1).real
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x, loss = self.first(x)
-            return self.time(x), loss
 
-    assert dsp.discover(Model(), (torch.randn(2, 7, 5, C),)) == {
-        "": "x=b t s c", "first.space": "b t [s c]", "time": "b [t] s [c]",
-    }  # fmt: skip
+X = torch.randn(2, 7, 5, C)
+SPACE, TIME, ROOT, SAME = "b t [s c]", "b [t] s [c]", {"": "input=b t s c -> b t s c"}, {"": "x=b t s c -> b t s c"}
+FOUND: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
+    "gates that are zero, and inputs all alike": (
+        lambda: nn.Sequential(zeroed(toys.Along(2)), zeroed(toys.Along(1))), (torch.zeros_like(X),),
+        {**ROOT, "0": SPACE, "1": TIME},
+    ),
+    "dropout within attention and after it": (
+        lambda: nn.Sequential(toys.Along(2, 0.5), toys.Along(1, 0.5)), (X,), {**ROOT, "0": SPACE, "1": TIME},
+    ),
+    "blocks that do not all agree": (
+        lambda: alternating(2, 1, 2), (X,), {**SAME, "blocks.0": SPACE, "blocks.1": TIME, "blocks.2": SPACE},
+    ),
+    "blocks of which some agree": (
+        lambda: nn.Sequential(alternating(2, 2), alternating(1, 1), alternating(2, 1)), (X,),
+        {**ROOT, "0": SPACE, "1": TIME, "2.blocks.0": SPACE, "2.blocks.1": TIME},
+    ),
+    "transformer layers on folds": (
+        lambda: toys.Does(on_folds, space=transformer(), time=transformer()), (torch.randn(2, 7, 5, 8),),
+        {**SAME, "space": "(b t) [s c]", "time": "(b s) [t c]"},
+    ),
+    "a fold that is opened behind a stage": (
+        FoldedAtEntry, (torch.randn(14, 5, C), 7), {"": "x=t s c -> t s c", "space": "t [s c]", "time": "(r s) [l c]"},
+    ),
+    "convolutions, which need no stages": (
+        convolutions, (torch.randn(2, 3, 6, 5, 7),), {"": "input=b c t h w -> b d t h w"},
+    ),
+    "what glue can run": (mixer, (X,), {"": "x=b t h w -> b t h w"}),
+    "one sequence, whose queries stay apart": (
+        lambda: Blocks(transformer(), transformer()), (torch.randn(2, 7, 8),),
+        {"": "x=b s c -> b s c", "blocks.*.self_attn": "b s [c], key=b [l c], value=b [l c]"},
+    ),
+    "scalar outputs": (scalars, (X,), {"": "x=b t s c", "first.space": SPACE, "time": TIME}),
+    "a module whose forward does what glue has no rule for": (
+        lambda: nn.Sequential(toys.SpaceTime(fourier), toys.Along(1)), (X,),
+        {**ROOT, "0.space": SPACE, "0.time": TIME, "1": TIME},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_becomes_a_stage(name: str) -> None:
+    build, args, expect = FOUND[name]
+    assert dsp.discover(build(), args) == expect
 
 
 # --- nothing is left behind, and errors teach -------------------------------------------------------------------------
@@ -470,7 +280,7 @@ class Fussy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grid, self.bn, self.calls, self.limit = toys.Grid(1), BatchNorm(), 0, 10**9
+        self.grid, self.bn, self.calls, self.limit = toys.Grid(1), batch_norm(), 0, 10**9
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         self.calls += 1
@@ -506,13 +316,13 @@ def test_the_model_and_the_random_state_are_left_as_they_were(limit: int) -> Non
 
 
 def test_the_same_seed_finds_the_same() -> None:
-    assert found("Grid") == dsp.discover(build("Grid"), kwargs=inputs("Grid"), seed=7)
+    assert discovered("Grid") == dsp.discover(built("Grid"), kwargs=sample("Grid"), seed=7)
 
 
 def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
     monkeypatch.setattr("dsp.text.EVERY", 0)  # also on a fast machine
     with caplog.at_level(logging.INFO, logger="dsp"):
-        dsp.discover(build("Branches"), kwargs=inputs("Branches"), progress=True)
+        dsp.discover(built("Branches"), kwargs=sample("Branches"), progress=True)
     runs = next(m for m in caplog.messages if "runs of submodules on slices" in m)
     assert int(runs.split()[1]) < 400
     *lines, last = capsys.readouterr().err.split("\r")[:-1]
@@ -522,20 +332,14 @@ def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
     assert not capsys.readouterr().err  # no terminal
 
 
-class Turned(nn.Module):
+def turned() -> nn.Module:
     """Mixes the second dim, and returns it in the place of the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.along(x).transpose(1, 2)
+    return toys.Does(lambda m, x: m.along(x).transpose(1, 2), along=toys.Along(1))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_of_layers_alike_two_run(device: str) -> None:
-    model = Alternating([2, 1, 2, 1, 2]).to(device)
+    model = alternating(2, 1, 2, 1, 2).to(device)
     heard = SimpleQueue[int]()  # which discover does not put back
     for n, block in enumerate(model.blocks):
         block.norm.register_forward_pre_hook(lambda *_, n=n: heard.put(n))
@@ -552,7 +356,7 @@ def test_of_layers_alike_two_run(device: str) -> None:
 
 
 def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
-    model, x = nn.Sequential(*(Turned() for _ in range(4))), torch.randn(2, 4, 4, C)
+    model, x = nn.Sequential(*(turned() for _ in range(4))), torch.randn(2, 4, 4, C)
     assert "not run" not in str(stages := dsp.discover(model, x))
     assert stages["0"] == stages["2"] == "b [t] s [c] -> b s [t c]"
     assert stages["1"] == stages["3"] == "b [s] t [c] -> b t [s c]"
@@ -560,22 +364,22 @@ def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
 
 @pytest.mark.parametrize("name", slow_but(["Grid", "Folded", "Branches", "Pair"]))
 def test_without_data_the_rules_find_what_slices_do(name: str) -> None:
-    model, kwargs = build(name).to("meta"), {k: v.to("meta") for k, v in inputs(name).items()}
-    assert dsp.discover(model, kwargs=kwargs) == found(name)
+    model, kwargs = built(name).to("meta"), {k: v.to("meta") for k, v in sample(name).items()}
+    assert dsp.discover(model, kwargs=kwargs) == discovered(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trap", [trap for trap in TRAPS if "shared" not in trap and "of frames" not in trap])
 def test_traps_without_data(trap: str) -> None:
     f, expect = TRAPS[trap]
-    model = Between(f if isinstance(f, nn.Module) else Odd(f)).to("meta")
+    model = between(f if isinstance(f, nn.Module) else Odd(f)).to("meta")
     stages = dsp.discover(model, torch.randn(2, 7, 5, C, device="meta"))
     assert (stages["space"], stages["time"]) == ("b t [s c]", "b [t] s [c]")
     assert next((text for path, text in stages.items() if path.startswith("odd")), None) == expect
 
 
 def test_one_sample_is_enough_for_stages_of_one() -> None:
-    stages = dsp.discover(Alternating([2, 1, 2]).to("meta"), torch.randn(1, 7, 5, C, device="meta"))
+    stages = dsp.discover(alternating(2, 1, 2).to("meta"), torch.randn(1, 7, 5, C, device="meta"))
     assert stages == {
         "": "x=b t s c -> b t s c", "blocks.0": "[l] t [s c]", "blocks.1": "[l t] s [c]", "blocks.2": "[l] t [s c]",
     }  # fmt: skip
@@ -600,21 +404,11 @@ def test_models_at_their_real_depth_and_width(caplog, name: str, batch: int, run
     assert int(next(m for m in caplog.messages if "runs of submodules" in m).split()[1]) <= runs
 
 
-class FNet(nn.Module):
+class FNet(Blocks):
     """Mixes the whole sequence by a Fourier transform."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Mix() for _ in range(2))
-
-    class Mix(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.fft.fft2(x).real
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(*(toys.Fn(lambda x: x + torch.fft.fft2(x).real) for _ in range(2)))
 
 
 class InADict(nn.Module):
@@ -626,12 +420,11 @@ class InADict(nn.Module):
         return self.space(given["x"])
 
 
-class Labelled(nn.Module):
+class Labelled(toys.SpaceTime):
     """Frames with a label each, in one list for all samples."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.label = toys.Along(2), toys.Along(1), nn.Embedding(4, C)
+        super().__init__(None, label=nn.Embedding(4, C))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.time(self.space(x) + self.label(labels).unflatten(0, x.shape[:2])[:, :, None])
@@ -656,14 +449,14 @@ def test_errors() -> None:
     says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
     says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
-    says("needs example inputs", Full())
+    says("needs example inputs", alternating(2))
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
-    bare = {k: v.to("meta") for k, v in inputs("Unplanned").items()}
+    bare = {k: v.to("meta") for k, v in sample("Unplanned").items()}
     with pytest.raises(
         ValueError, match=r"Unplanned reads its data: int\(\) at toys.py.*build it, and its inputs, on a"
     ):
-        dsp.discover(build("Unplanned").to("meta"), kwargs=bare)
+        dsp.discover(built("Unplanned").to("meta"), kwargs=bare)
     says("no submodule of ReLU", nn.ReLU(), x)
 
 

@@ -93,15 +93,11 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
     same(read[1], whole)
 
 
-def every(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [slow(2), 3])
+def test_collectives_of_every_dtype(mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     for dtype in [*ASKS, *COUNTS]:
         for shape in SHAPES:
             moves(mesh, dtype, shape)
         if dtype in ASKS and dtype.itemsize > 2:
             moves(mesh, dtype, SHAPES[0], "view")
-
-
-@pytest.mark.parametrize("n", [slow(2), 3])
-def test_every_dtype_moves(ranks, n: int) -> None:
-    ranks(every, n)

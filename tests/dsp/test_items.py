@@ -60,7 +60,8 @@ def inputs(count: int) -> dict[str, Any]:
     return {"x": x, "text": tuple(torch.randn(3 + n, 12, dtype=torch.float64) for n in range(count))}
 
 
-def exact(mesh: DeviceMesh, count: int) -> None:
+@pytest.mark.parametrize(("mesh", "count"), [(2, 1), (2, 2), (3, 3)])
+def test_a_list_of_samples_is_exact(mesh: DeviceMesh, count: int) -> None:
     kwargs = inputs(count)
     single = Joint().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
@@ -71,20 +72,11 @@ def exact(mesh: DeviceMesh, count: int) -> None:
     assert sum(comm.forward.bytes.values()) <= plan.bytes["forward"]
 
 
-@pytest.mark.parametrize(("n", "count"), [(2, 1), (2, 2), (3, 3)])
-def test_a_list_of_samples_is_exact(ranks, n: int, count: int) -> None:
-    ranks(exact, n, count)
-
-
-def checked(mesh: DeviceMesh) -> str:
-    return dsp.check(Joint(), kwargs=inputs(2), mesh=mesh).text()
-
-
 @pytest.mark.slow
-def test_check_takes_lists_at_two_sizes(ranks) -> None:
-    for text in ranks(checked, 2):
-        assert "float64: ok" in text
-        assert "with t₁=5 h₁=4 w=6 t₂=3 h₂=6 l₁=3 l₂=4 and with t₁=3" in text
+def test_check_takes_lists_at_two_sizes(mesh: DeviceMesh) -> None:
+    text = dsp.check(Joint(), kwargs=inputs(2), mesh=mesh).text()
+    assert "float64: ok" in text
+    assert "with t₁=5 h₁=4 w=6 t₂=3 h₂=6 l₁=3 l₂=4 and with t₁=3" in text
 
 
 def test_a_plan_names_the_items() -> None:

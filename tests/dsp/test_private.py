@@ -465,8 +465,8 @@ ON_RANKS = [dtensors, strided_shards, groups, functional_collectives, names_of_n
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)
-def test_on_ranks(ranks, case: Callable[[DeviceMesh], None]) -> None:
-    ranks(case, 2)
+def test_on_ranks(mesh: DeviceMesh, case: Callable[[DeviceMesh], None]) -> None:
+    case(mesh)
 
 
 # ------------------------------------------------------------------------------------------------------- nowhere else

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dsp
 from dsp.layout import Axis, Cut
 from dsp.sharded import Sharded, carry
-from tests.support.beside import beside
+from tests.support.beside import exact
 from tests.support.toys import C, Glued
 
 SHAPE = (2, 5, 6, C)
@@ -26,11 +26,6 @@ def made(glue: Any) -> nn.Module:
 
 def inputs() -> Tensor:
     return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def parity(mesh: DeviceMesh, glue: Any) -> None:
-    single, model = made(glue), dsp.parallelize(made(glue), mesh)
-    beside(single, model, mesh, (inputs(),))
 
 
 def test_every_rank_says_alike_how_a_tensor_lies() -> None:
@@ -72,20 +67,16 @@ class Squared(torch.autograd.Function):
         return g * 2 * x
 
 
-def custom_functions(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
     for glue in (Unchanged.apply, Viewed.apply, lambda x: Squared.apply(x.detach()) + x):
-        parity(mesh, glue)
+        exact(made(glue), mesh, (inputs(),))
     model = dsp.parallelize(made(Squared.apply), mesh)
     with pytest.raises(RuntimeError, match="put it into a stage, a submodule with a pattern"):
         model(inputs()).sum().backward()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_autograd_functions_between_stages(ranks, n: int) -> None:
-    ranks(custom_functions, n)
-
-
-def kept(mesh: DeviceMesh) -> None:
+def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     found: list[Any] = []
     glue = lambda x: (found.append(x), x * 1)[1]  # noqa: E731
     whole = made(glue)(inputs())
@@ -111,7 +102,3 @@ def kept(mesh: DeviceMesh) -> None:
     assert "the part of rank" in repr(x)
     assert f"sharded along dim 1" in f"{x}"  # noqa: F541
     assert x.new_zeros(2).shape == (2,)
-
-
-def test_it_reads_as_a_dtensor(ranks) -> None:
-    ranks(kept, 2)

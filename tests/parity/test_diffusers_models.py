@@ -1,4 +1,4 @@
-"""Unmodified models of diffusers, each by one line, against one process: what docs/diffusers.md says of them."""
+"""Unmodified models of diffusers and of other fields, each by one line, against one process, as the pages say."""
 
 from __future__ import annotations
 
@@ -32,12 +32,23 @@ MODELS = {
 IN_CI = [name for name in MODELS if name not in ("AutoencoderKLWan, decoder", "AutoencoderKLLTXVideo, decoder")]
 
 
+# of what package, how exact (FNO's modes are complex64, whatever the model's type), and a rank's share of the largest
+OTHER_FIELDS = {
+    "neuraloperator's FNO": ("neuralop", 1e-6, 0.04),
+    "torch_geometric's GCN": ("torch_geometric", 1e-12, 0.06),
+    "minGRU's language model": ("minGRU_pytorch", 1e-12, 0.06),
+    "monai's SegResNet": ("monai", 1e-12, 0.06),
+    "fair-esm's MSATransformer": ("esm", 1e-12, 0.06),
+}
+
+
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    from benchmarks.models import diffusers_models
+    from benchmarks.models import diffusers_models, other_fields
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
-        return diffusers_models.held(mesh, (diffusers_models.CASES | diffusers_models.MORE)[name])
+        cases = diffusers_models.CASES | diffusers_models.MORE | other_fields.CASES
+        return diffusers_models.held(mesh, cases[name])
 
 
 def test_the_page_has_every_row() -> None:
@@ -62,6 +73,19 @@ def test_one_line_is_enough(ranks: Any, name: str) -> None:
     assert found["share"] <= 0.37
     if MODELS[name]:
         assert found["planned"] <= MODELS[name] * found["ulysses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_FIELDS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_line_is_enough_in_other_fields(ranks: Any, n: int, name: str) -> None:
+    """Output and every gradient; what each rank sends is counted by `held`, which raises where the plan says else."""
+    package, exact, more = OTHER_FIELDS[name]
+    pytest.importorskip(package)
+    found = ranks(held, n, name)[0]
+    assert max(found["output"], found["inputs"], found["parameters"]) < exact
+    assert found["share"] <= 1 / n + more
+    assert found["whole"] < 0.01
 
 
 @pytest.mark.long

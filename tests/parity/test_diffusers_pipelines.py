@@ -86,7 +86,8 @@ def sampled(pipe: Any, name: str) -> Tensor:
     return pipe(**text, **PIPELINES[name][2], **size, generator=draw, output_type="pt").frames
 
 
-def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
+@pytest.mark.parametrize(("name", "whole", "mesh"), [long("wan", True, 2), slow("ltx", False, 3)])
+def test_a_pipeline_gives_the_video_of_one_process(mesh: DeviceMesh, name: str, whole: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         single, pipe = made(name), made(name)
@@ -107,11 +108,6 @@ def video(mesh: DeviceMesh, name: str, whole: bool) -> None:
             torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "whole", "n"), [long("wan", True, 2), slow("ltx", False, 3)])
-def test_a_pipeline_gives_the_video_of_one_process(ranks: Any, name: str, whole: bool, n: int) -> None:
-    ranks(video, n, name, whole)
-
-
 def test_what_is_known_is_what_the_table_shows() -> None:
     """The package's line of each class is the one that benchmarks/models/diffusers_models.py holds to one process."""
     from benchmarks.models import diffusers_models
@@ -124,7 +120,7 @@ def test_what_is_known_is_what_the_table_shows() -> None:
             shown.setdefault(kind, {})[way] = case.line.partition("=")[2]
         else:
             shown[kind] = case.line
-    shown["LatteTransformer3DModel"] = WAN[""]  # tests/parity/test_diffusers_latte.py
+    shown["LatteTransformer3DModel"] = WAN[""]  # tests/parity/test_models.py
     found = table()
     assert {k: v["line"] for k, v in found["models"].items()} | found["autoencoders"] == shown
     for kind, entry in found["models"].items():

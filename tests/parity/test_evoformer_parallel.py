@@ -23,19 +23,16 @@ every_case = pytest.mark.parametrize("case", CASES)
 # In parallel
 
 
-def parity(mesh: DeviceMesh, case: str, batch: int, rows: int, residues: int, masked: bool, sharded: bool) -> None:
-    single, model = build(case), build(case)
-    whole = {**inputs(single, batch, rows, residues, masked), "recycles": int(mesh.size() == 3)}
+@pytest.mark.parametrize("case", slow_but([*CASES, LINEAR], "evoformer"))
+@pytest.mark.parametrize("mesh", [long(2), 3])
+def test_outputs_and_every_gradient(mesh: DeviceMesh, case: str) -> None:
+    """On two ranks with masks, and some inputs that arrive sharded."""
+    two, single, model = mesh.size() == 2, build(case), build(case)
+    whole = {**inputs(single, 2, 5, 7, masked=two), "recycles": int(not two)}
     given = dict(whole)
-    for name in {"msa", "deletions", "msa_mask", "couplings"} & whole.keys() if sharded else ():
+    for name in {"msa", "deletions", "msa_mask", "couplings"} & whole.keys() if two else ():
         given[name] = dsp.split(whole[name], mesh, 1 if name == "couplings" else 2)
     beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, whole, given)
-
-
-@pytest.mark.parametrize("case", slow_but([*CASES, LINEAR], "evoformer"))
-@pytest.mark.parametrize("n", [long(2), 3])
-def test_outputs_and_every_gradient(ranks: Any, case: str, n: int) -> None:
-    ranks(parity, n, case, 2, 5, 7, n != 3, n == 2)
 
 
 def dropped(mesh: DeviceMesh) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,14 +142,14 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
 
 
 @pytest.mark.parametrize("kind", ["evoformer", "opm first", "trunk"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_outputs_and_every_gradient(ranks, kind: str, n: int) -> None:
-    ranks(parity, n, kind, [(5, 7), (3, 6)], n != 3, False)
+@pytest.mark.parametrize("mesh", [2, 3, 4])
+def test_outputs_and_every_gradient(mesh: DeviceMesh, kind: str) -> None:
+    parity(mesh, kind, [(5, 7), (3, 6)], mesh.size() != 3, False)
 
 
 @pytest.mark.parametrize("kind", ["evoformer", "trunk"])
-def test_under_the_trunks_own_checkpointing(ranks, kind: str) -> None:
-    ranks(parity, 2, kind, [(5, 7)], True, True)
+def test_under_the_trunks_own_checkpointing(mesh: DeviceMesh, kind: str) -> None:
+    parity(mesh, kind, [(5, 7)], True, True)
 
 
 def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> dsp.Plan:
@@ -176,22 +177,15 @@ def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
         assert block == channels
 
 
-def held(mesh: DeviceMesh, kind: str) -> tuple[float, float]:
-    def build() -> nn.Module:
-        return make(kind, {**SMALL, "no_blocks": 1})[0]
-
+@pytest.mark.parametrize("mesh", [2, 4])
+def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
     def parallelize(model: nn.Module) -> None:
         dsp.parallelize(model, mesh, EVOFORMER, gather_output=False)
 
     warnings.filterwarnings("ignore", "CUDA is not available")
-    return shares(build, inputs(kind, 8, 48, SMALL), parallelize, 48 * 48 * 2)
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_pair_activations_are_shared_out(ranks, n: int) -> None:
-    for largest, total in ranks(held, n, "evoformer"):
-        assert largest <= 1.3 / n
-        assert total <= 1.3 / n
+    build = partial(make, "evoformer", {**SMALL, "no_blocks": 1})
+    given = inputs("evoformer", 8, 48, SMALL)
+    assert max(shares(lambda: build()[0], given, parallelize, 48 * 48 * 2)) <= 1.3 / mesh.size()
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,29 +16,13 @@ import dsp
 from dsp.tensors import tensors_in
 
 
-def as_tuple(out: Any) -> tuple[Tensor, ...]:
-    return out if isinstance(out, tuple) else (out,)
-
-
-def scalar(outputs: tuple[Tensor, ...]) -> Tensor:
-    """A weighted mean of each output, by `dsp.mean` on shards."""
+def weighted(*outputs: Tensor) -> Tensor:
+    """A weighted mean of the squares of each output, by `dsp.mean` on shards."""
     total = torch.zeros((), dtype=torch.float64)
     for y in outputs:
-        if y.ndim == 0:
-            total = total + y
-            continue
-        weight = torch.linspace(0.5, 2, y.shape[1], dtype=y.dtype).view(-1, *[1] * (y.ndim - 2))
-        square = y * y
-        total = total + dsp.mean(square, weight)
+        weight = torch.linspace(0.5, 2, y.shape[1], dtype=y.dtype).view(-1, *[1] * (y.ndim - 2)) if y.ndim > 1 else None
+        total = total + (y if y.ndim == 0 else dsp.mean(y * y, weight))
     return total
-
-
-def step(model: nn.Module, kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
-    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in kwargs.items()}
-    outputs = as_tuple(model(**leaves))
-    loss = scalar(outputs)
-    loss.backward()
-    return outputs, loss, {k: v.grad for k, v in leaves.items() if v.requires_grad}
 
 
 def averaged(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -72,6 +57,7 @@ def beside(
     """
 
     def step(m: nn.Module, args: Any) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        m.zero_grad()
         named = args if isinstance(args, dict) else dict(enumerate(args))
         asks = [k for k, v in named.items() if isinstance(v, Tensor) and v.requires_grad]
         leaves = named | {k: named[k].detach().clone().requires_grad_() for k in asks}
@@ -84,7 +70,6 @@ def beside(
     assert expect_total != 0
     sent = []
     for _ in range(rounds):
-        model.zero_grad()
         with dsp.count_comm() if count else nullcontext() as comm:
             outputs, total, found = step(model, inputs if given is None else given)
         assert len(outputs) == len(expect)
@@ -96,6 +81,14 @@ def beside(
         same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()}, **rounding)
         sent.append(comm)
     return sent
+
+
+def exact(
+    single: nn.Module, mesh: DeviceMesh, inputs: Any, stages: Any = None, *, gather: bool = True, **how: Any
+) -> list[Any]:
+    """`beside` a copy of the model made parallel."""
+    model = dsp.parallelize(copy.deepcopy(single), mesh, stages, gather_output=gather)
+    return beside(single, model, mesh, inputs, **how)
 
 
 def wrap_checkpoints(model: nn.Module) -> None:

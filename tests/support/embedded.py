@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,17 @@ def two_blocks(device: str, dtype: torch.dtype, tolerance: float, causal: bool) 
         assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
 
 
-def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, width: int) -> None:
-    single, model = build(case), build(case)
+def parity(
+    mesh: DeviceMesh, case: str, method: str, *shapes: tuple[int, int, int], **more: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Steps on clips of some frames, heights and widths in turn, by a method and on one process: both models."""
+    single, model = build(case, **more), build(case, **more)
     assert set(single.state_dict()) == set(model.state_dict())
-    inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-    beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, inputs)
+    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
+    for frames, height, width in shapes:
+        inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
+        beside(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
+    return single, model
 
 
 def recomputed(model: nn.Module, how: str | None) -> None:

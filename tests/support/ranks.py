@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -106,10 +107,16 @@ class Pool:
             there.close()
 
     def stop(self) -> None:
-        for process, pipe in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        """End the ranks: those that wait for a job by themselves, others within a second."""
+        for _, pipe in self.workers:
             pipe.close()
+        end = time.monotonic() + 1
+        for process, _ in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < end:
+                    os.kill(process, 0)
+                    time.sleep(0.01)
+                os.kill(process, signal.SIGKILL)
         self.workers = []
 
     def __call__(self, fn: Callable[..., Any], n: int | str, *args: Any) -> list[Any]:

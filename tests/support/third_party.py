@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-
-import dsp
-from tests.support.shares import shares
 
 
 @dataclass
@@ -86,14 +82,3 @@ def make(name: str, one: int, two: int) -> nn.Module:
         if p.requires_grad:
             torch.nn.init.normal_(p, std=0.3)
     return model.double().train()
-
-
-def held(
-    mesh: DeviceMesh, name: str, batch: int, one: int, two: int, stages: dict[str, str] | None = None
-) -> tuple[float, float]:
-    kwargs = {k: v.double() for k, v in MODELS[name].inputs(batch, one, two).items()}
-
-    def parallelize(model: nn.Module) -> None:
-        dsp.parallelize(model, mesh, stages or MODELS[name].stages, gather_output=False)
-
-    return shares(lambda: make(name, one, two), kwargs, parallelize)

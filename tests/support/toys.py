@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 C = 4
 
@@ -16,6 +19,30 @@ def attend(x: Tensor, dim: int, w: Tensor) -> Tensor:
     """Attention along one dim of [..., c], whatever the other dims."""
     q, k, v = (x @ w).movedim(dim, -2).chunk(3, -1)
     return F.scaled_dot_product_attention(q, k, v).movedim(-2, dim)
+
+
+class Fn(nn.Module):
+    """A function as a module, to be named as a stage."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+class Core(nn.Module):
+    """Attention as a module, of (b h s d), or of (b s h d) if `inner`."""
+
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.inner:
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class Along(nn.Module):
@@ -315,17 +342,33 @@ class Streams(nn.Module):
         return {"x": torch.randn(batch, t, s, C), "y": torch.randn(batch, t, s, 2)}
 
 
-class Glued(nn.Module):
-    """Attention over space, what `glue` does, attention over time."""
+class Does(nn.Module):
+    """A forward of a test's own: `does(model, x, ...)`, with whatever modules and attributes it needs."""
+
+    def __init__(self, does: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.does = does
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        return self.does(self, x, *args)
+
+
+class SpaceTime(Does):
+    """Such a forward of attention over space and attention over time."""
 
     stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 
-    def __init__(self, glue: Any = lambda x: x) -> None:
-        super().__init__()
-        self.space, self.time, self.glue = Along(2), Along(1), glue
+    def __init__(self, does: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__(does, **{"space": Along(2), "time": Along(1), **attributes})
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self.space(x)))
+
+class Glued(SpaceTime):
+    """Attention over space, what `glue` does, attention over time."""
+
+    def __init__(self, glue: Any = lambda x: x) -> None:
+        super().__init__(lambda m, x: m.time(m.glue(m.space(x))), glue=glue)
 
 
 class Unplanned(nn.Module):
@@ -350,11 +393,341 @@ class Unplanned(nn.Module):
 TOYS: dict[str, Any] = {t.__name__: t for t in (Grid, Folded, Cube, Pair, Branches, Global, Loss, Streams, Unplanned)}
 
 
-def make(name: str) -> nn.Module:
+# --- models that would rather not be made parallel --------------------------------------------------------------------
+
+BLOCKS = {"": "x=b t s c", "blocks.*.space": "b t [s c]", "blocks.*.time": "b [t] s [c]"}
+
+
+class Blocks(nn.Module):
+    """Two blocks, each of which may be checkpointed by the model itself."""
+
+    block: type[nn.Module]
+    stages: dict[str, str] = BLOCKS
+
+    def __init__(self, ckpt: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(type(self).block() for _ in range(2))
+        self.ckpt = ckpt
+
+    def call(self, block: nn.Module, *args: Any) -> Any:
+        return checkpoint(block, *args, use_reentrant=False) if self.ckpt else block(*args)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+    @staticmethod
+    def inputs(b: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, t, s, C)}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Along(2), Along(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.glue(self.time(self.glue(self.space(x))))
+
+    def glue(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Cumsum(Blocks):
+    """A running sum over both dims, so that no one layout will do."""
+
+    class block(Block):
+        def glue(self, x: Tensor) -> Tensor:
+            return x.cumsum(1) / x.shape[1] + x.cumsum(2) / x.shape[2]
+
+
+class InPlace(Blocks):
+    """Writes in place: into slices, through views, with masks, and into a buffer filled frame by frame."""
+
+    class block(Block):
+        def glue(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            y[:, 0] *= 2
+            y[..., 1:].add_(x[..., :-1])
+            row = y.select(-1, 0)
+            y += 1
+            row.mul_(3)
+            out = torch.zeros_like(x)
+            for i in range(x.shape[2]):
+                out[:, :, i] = y[:, :, i].tanh()
+            return F.relu(out.masked_fill_(x > 1, 0.5), inplace=True)
+
+
+class TwoRoles(Blocks):
+    """One module over space and over time, by what it is given."""
+
+    stages = {"": "x=b t s c", "blocks.*.mix": "(b n) [l c]"}
+
+    class block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = Along(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.mix(x.flatten(0, 1)).view(x.shape)
+            y = x.transpose(1, 2)
+            return self.mix(y.flatten(0, 1)).view(y.shape).transpose(1, 2)
+
+
+class TwoRolesUnnamed(TwoRoles):
+    """The same, with a pattern that does not say what its first axis is folded from."""
+
+    stages = {"": "x=b t s c", "blocks.*.mix": "n [l c]"}
+
+
+class DataDependent(Blocks):
+    """Shapes and steps that depend on the data: positions are dropped by value, a loop runs as often as it is told."""
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        for block in list(self.blocks)[: int(steps)]:
+            x = self.call(block, x)
+        kept = x[:, :, x.detach().mean((0, 1, 3)) > -1]
+        if kept.detach().abs().max() > 0.5:
+            kept = kept * 0.5
+        kept = kept.reshape(len(kept), torch.div(kept.shape[1], 1, rounding_mode="trunc"), -1, C)
+        return self.call(self.blocks[0], kept)
+
+    block = Block
+
+    @staticmethod
+    def inputs(b: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, t, s, C), "steps": torch.tensor(2 - t % 2)}
+
+
+class Norm(Blocks):
+    """A batch norm whose statistics run over every dim but the channels, in training mode, running averages and all."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(C)
+
+        def glue(self, x: Tensor) -> Tensor:
+            return self.norm(x.flatten(0, 2)).view(x.shape)
+
+
+class CrossedFold(Blocks):
+    """Views whose axes begin and end inside of dims: pairs of tokens across frames, and the dims in another order."""
+
+    class block(Block):
+        def glue(self, x: Tensor) -> Tensor:
+            b, t, s, c = x.shape
+            y = x.reshape(b, c, s, t) if t * s % 2 else x.reshape(b, t * s // 2, 2 * c).flip(1)
+            return x + y.reshape(b, -1, c).tanh().reshape(x.shape)
+
+
+class Outputs(Blocks):
+    """Lists of tensors of different layouts among other things, in a dataclass; and a stage that returns a list."""
+
+    @dataclass
+    class Result:
+        parts: list[Any]
+        pooled: Tensor
+        note: str = "kept"
+
+    class block(Block):
+        class Both(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.own = Along(2)
+
+            def forward(self, x: Tensor) -> list[Tensor]:
+                return [self.own(x), x.mean(2)]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.space, self.time = self.Both(), Along(1)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x, pooled = self.space(x)
+            return [self.time(x), pooled]
+
+    stages = {**BLOCKS, "blocks.*.space": "b t [s c] -> b t [s c], b t [c]"}
+
+    def forward(self, x: Tensor) -> Result:
+        first, pooled = self.call(self.blocks[0], x)
+        second, _ = self.call(self.blocks[1], first)
+        return self.Result([first, None, {"second": second, "size": x.shape[1]}], pooled)
+
+
+class CalledInside(Blocks):
+    """A stage that another stage calls, too, without being part of it: there it is part of the caller."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = Along(1)
+            self.space = self.Around([self.time])
+
+        class Around(nn.Module):
+            def __init__(self, other: list[nn.Module]) -> None:
+                super().__init__()
+                self.own, self.other = Along(2), other
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.other[0](x.transpose(1, 2)).transpose(1, 2)  # over positions, not over frames
+                return self.own(y)
+
+
+class FrameTable(Blocks):
+    """Tables and masks indexed by frame, with positions counted from the whole and taken from an input."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, C))
+            self.register_buffer("decay", torch.linspace(1, 0, 16))
+
+        def glue(self, x: Tensor) -> Tensor:
+            t = x.shape[1]
+            frames = torch.arange(t)
+            x = x + self.table[frames][:, None] + F.embedding(frames.flip(0), self.table)[None, :, None]
+            return x * self.decay[:t, None, None] + (frames % 2 == 0).to(x.dtype).view(1, t, 1, 1)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        x = x + self.blocks[0].table[numbers].unsqueeze(2)
+        return super().forward(x)
+
+    @staticmethod
+    def inputs(b: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, t, s, C), "numbers": torch.arange(t).expand(b, t).flip(1)}
+
+
+class Windows(nn.Module):
+    """Down and up again with a skip connection, causal caches, and norms over what is sharded."""
+
+    stages = {"": "x=b c h w"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose2d(4, 4, 4, 2, 1), nn.Conv2d(8, 2, (5, 3), padding=(0, 1))
+        self.group = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.silu(self.group(self.first(x)))
+        x = F.interpolate(F.avg_pool2d(self.down(skip), (1, 2)), scale_factor=(1, 2), mode="nearest")
+        x = F.silu(self.up(F.instance_norm(x)))
+        beyond = (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2])
+        x = torch.cat([skip, F.pad(x, beyond)], 1)
+        x = F.pad(x, (0, 0, 4, 0), mode="replicate")
+        x = self.last(torch.cat([x[:, :, -1:], x[:, :, 1:]], 2))
+        head, tail = x.split([2, x.shape[2] - 2], 2)
+        return torch.cat([tail, head.softmax(2)], 2) * x.std((2, 3), keepdim=True)
+
+    @staticmethod
+    def inputs(b: int, h: int, w: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, 3, h, w)}
+
+
+class Stretches(nn.Module):
+    """Writes into stretches of the only dim that there is to shard, and of two, either of which it may be."""
+
+    stages = {"": "x=b l"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.s = nn.Parameter(torch.linspace(0.5, 2, 20)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, v = x * self.s, self.v[: x.shape[1]]
+        y[:, 1:] += x[:, :-1] * v[1:]
+        y[:, 2:-1] = y[:, :-3] * 0.7 + x[:, 3:].sin() * self.s
+        y[:, 1::2] *= 0.5
+        y[..., 3] = x[:, 1] * self.s
+        y[:, -2:], y[:, :1] = self.v[:2], self.s
+        view = y.unsqueeze(-1)
+        view[:, 1:] += x[:, 1:, None]
+        z = x.new_zeros(x.shape)
+        z[:, 1:] = y[:, :-1]
+        pairs = y[:, :, None] * x[:, None]
+        pairs[:, 1:, 1:] += y[:, 1:, None] * z[:, None, 1:]
+        return y * z + pairs.softmax(-1).mean(1)
+
+    @staticmethod
+    def inputs(b: int, length: int, _: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, length)}
+
+
+class Mixers(nn.Module):
+    """A recurrence over frames, and a Fourier layer over space whose modes are few, as modules between stages."""
+
+    stages = {"": "x=b t h w c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), nn.GRU(6, 4)
+        self.modes = nn.Parameter(torch.randn(4, 4, 2, 2, 2) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, h, w, c = x.shape
+        y, _ = self.lstm(x.permute(0, 2, 3, 1, 4).reshape(b * h * w, t, c))
+        y, _ = self.gru(y.transpose(0, 1))
+        x = x + y.view(t, b, h, w, c).transpose(0, 1)
+        few = torch.fft.rfft2(x, dim=(2, 3))[:, :, :2, :2]
+        few = torch.einsum("bthwc,cdhw->bthwd", few, torch.view_as_complex(self.modes))
+        wide = torch.zeros(b, t, h, w // 2 + 1, c, dtype=few.dtype)
+        wide[:, :, :2, :2] = few
+        return torch.fft.irfft2(wide, s=(h, w), dim=(2, 3))
+
+    @staticmethod
+    def inputs(b: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, t, s, 5, 4)}
+
+
+class ByNumpy(torch.autograd.Function):
+    """A kernel that torch knows nothing of: a running sum over the last dim but one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert type(x) is Tensor
+        return torch.from_numpy(x.detach().numpy().cumsum(-2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy()[..., ::-1, :].cumsum(-2)[..., ::-1, :].copy())
+
+
+class Kernel(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "space": "b t [s] c", "time": "b [t] s [c]"}
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ByNumpy.apply(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = self.Sum(), Along(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.space(self.time(x)) * 0.1 + x
+
+    @staticmethod
+    def inputs(b: int, t: int, s: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(b, t, s, C)}
+
+
+HOSTILE: dict[str, Any] = {
+    m.__name__: m
+    for m in (
+        Cumsum, InPlace, TwoRoles, TwoRolesUnnamed, DataDependent, Norm, CrossedFold, Outputs, CalledInside, FrameTable,
+        Windows, Stretches, Mixers, Kernel,
+    )
+}  # fmt: skip
+
+
+def make(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(1)
-    return TOYS[name]().double()
+    return (TOYS | HOSTILE)[name](**options).double()
 
 
 def inputs(name: str, batch: int, t: int, s: int) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    return {k: v.double() if v.is_floating_point() else v for k, v in TOYS[name].inputs(batch, t, s).items()}
+    given = (TOYS | HOSTILE)[name].inputs(batch, t, s)
+    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}

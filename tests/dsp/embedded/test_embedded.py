@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import warnings
@@ -33,9 +34,14 @@ METHODS = ("ulysses", "ring")
 # ----------------------------------------------------------------------------------------------------- the functions
 
 
-def function(mesh: DeviceMesh, method: str, cases: list[tuple[int, int, int, bool]]) -> None:
+HEADS = [(4, 4), (4, 2), (6, 2), (6, 1), (12, 6), (5, 5)]  # for 4 ranks: even, shared, uneven, padded, idle
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mesh", [3, slow(4)])
+def test_functions(mesh: DeviceMesh, method: str) -> None:
     group = mesh.get_group().group_name
-    for places, heads, kv_heads, causal in cases:
+    for places, (heads, kv_heads), causal in itertools.product((8, 7, 5), HEADS, (False, True)):
         torch.manual_seed(0)
         shapes = [(2, places, h, 8) for h in (heads, kv_heads, kv_heads)]
         whole = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -54,14 +60,7 @@ def function(mesh: DeviceMesh, method: str, cases: list[tuple[int, int, int, boo
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("n", [3, slow(4)])
-def test_functions(ranks, method: str, n: int) -> None:
-    heads = [(4, 4), (4, 2), (6, 2), (6, 1), (12, 6), (5, 5)]  # for 4 ranks: even, shared, uneven, padded, idle
-    cases = [(places, *h, causal) for places in (8, 7, 5) for h in heads for causal in (False, True)]
-    ranks(function, n, method, cases)
-
-
-def low_precision(mesh: DeviceMesh, method: str) -> None:
+def test_low_precision(mesh: DeviceMesh, method: str) -> None:
     group, errors = mesh.get_group().group_name, []
     torch.manual_seed(0)
     whole = [torch.randn(1, 32, 4, 16) for _ in range(3)]
@@ -77,11 +76,6 @@ def low_precision(mesh: DeviceMesh, method: str) -> None:
         errors.append((got.float() - own(expect, mesh)).abs().max().item())
     assert errors[0] < 1e-5
     assert errors[1] < 2e-2
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_low_precision(ranks, method: str) -> None:
-    ranks(low_precision, 3, method)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,18 +96,20 @@ CASES = ("transformer2d", "transformer2d-stdit", "latte-class", "stdit-v1", "std
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("case", "n"),
+    ("case", "mesh"),
     [
         (CASES[0], 4), *(slow(case, 4) for case in CASES[1:]), ("stdit-v3", 3),
         *(slow(case, 2) for case in ("latte-2-text", "latte-3-text", "latte-4-class", "wan")),
     ],
 )  # fmt: skip
-def test_models(ranks, case: str, method: str, n: int) -> None:
+def test_models(mesh: DeviceMesh, case: str, method: str) -> None:
     """15 places on 2 and 3 ranks. On 4 ranks 9: the last has none; and of 2 frames DSP would leave two with nothing."""
-    ranks(parity, n, case, method, 5 if n < 4 else 2, 6, 10 if n < 4 else 6)
+    parity(mesh, case, method, (5, 6, 10) if mesh.size() < 4 else (2, 6, 6))
 
 
-def objective(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_an_objective_that_shares_a_model_with_dsp(mesh: DeviceMesh, method: str) -> None:
     single, model = RectifiedFlow(build("stdit-v3")), RectifiedFlow(build("stdit-v3"))
     inputs = doubled(single.model.example_inputs(2, frames=3, height=6, width=6))
     inputs["timestep"] = torch.tensor([0.2, 0.7], dtype=torch.float64)
@@ -124,12 +120,6 @@ def objective(mesh: DeviceMesh, method: str) -> None:
     for parallel in (model, sampler):
         single.zero_grad()
         beside(single, parallel, mesh, inputs, loss=dsp.mean)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_an_objective_that_shares_a_model_with_dsp(ranks, method: str) -> None:
-    ranks(objective, 2, method)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -164,7 +154,9 @@ def test_bytes_are_those_of_the_plan_and_of_the_formula(ranks, method: str, how:
             assert sent(counts, phase, "switch", "ring") == expect + ends == plan.bytes[phase]
 
 
-def travels(mesh: DeviceMesh, method: str) -> tuple[float, float]:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the loopback counter of Linux")
+@pytest.mark.parametrize("method", ["ulysses", slow("ring")])
+def test_bytes_are_those_that_the_kernel_counts(mesh: DeviceMesh, method: str) -> None:
     group = mesh.get_group().group_name
     parts = [own(torch.randn(8, 509, 4, 128), mesh).requires_grad_() for _ in range(3)]
 
@@ -175,14 +167,8 @@ def travels(mesh: DeviceMesh, method: str) -> tuple[float, float]:
             y = ulysses_attention(*parts, lambda q, k, v: q + k + v, 509, group)
         y.sum().backward()
 
-    return measured(mesh, step)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the loopback counter of Linux")
-@pytest.mark.parametrize("method", ["ulysses", slow("ring")])
-def test_bytes_are_those_that_the_kernel_counts(ranks, method: str) -> None:
-    for kernel, counted in ranks(travels, 2, method):
-        assert kernel == pytest.approx(counted, rel=0.03)
+    kernel, counted = measured(mesh, step)
+    assert kernel == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.parametrize(("kv_heads", "share"), [(16, 4), (8, 3), (4, 2.5), (2, 2.5), (1, 2.5)])
@@ -233,7 +219,9 @@ def test_cores_that_do_not_fit_are_errors() -> None:
             dsp.embedded.plan(model, kwargs=inputs, size=2, method="ring", gather_output=False)
 
 
-def compiled(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_and_recomputed_stages(mesh: DeviceMesh, method: str) -> None:
     single, model = build("transformer2d"), build("transformer2d")
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     stage = model.blocks[0].spatial
@@ -244,13 +232,7 @@ def compiled(mesh: DeviceMesh, method: str) -> None:
         beside(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_compiled_and_recomputed_stages(ranks, method: str) -> None:
-    ranks(compiled, 2, method)
-
-
-def reentrant(mesh: DeviceMesh) -> None:
+def test_reentrant_checkpoints_and_second_methods_are_errors(mesh: DeviceMesh) -> None:
     model = build("transformer2d")
     inputs = doubled(example(model, 2, frames=2, height=4, width=4))
     dsp.embedded.parallelize(model, mesh, "ulysses", gather_output=False)
@@ -262,10 +244,6 @@ def reentrant(mesh: DeviceMesh) -> None:
     other = dsp.embedded.core.Distributed("core", spatial.attention.core)
     with pytest.raises(ValueError, match="already run by ulysses"):
         other.install(Axis.of(mesh))
-
-
-def test_reentrant_checkpoints_and_second_methods_are_errors(ranks) -> None:
-    ranks(reentrant, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- train.py

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +20,7 @@ from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import parity, recomputed, sent, step
 from tests.support.slow import slow
+from tests.support.toys import Core
 
 METHODS = ("dsp_ulysses", "dsp_ring")
 
@@ -33,39 +34,38 @@ def test_factors(n: int, size: int, switch: int) -> None:
     assert switch_ranks(n, size) == switch
 
 
-CASES = [
-    ("transformer2d", 4, 3, 6, 10),  # frames 2 and 1, places 4, 4, 4, 3
-    ("transformer2d", 4, 5, 6, 6),  # places 3, 3, 3 and none: one block has 6, the other 3
-    ("transformer2d", 4, 3, 2, 4),  # two places: a block without any
-    ("transformer2d", 4, 4, 6, 6),  # as many frames as ranks: DSP
-    ("transformer2d", 3, 2, 6, 10),  # no two of three ranks: the method inside alone
-    ("transformer2d-stdit", 4, 2, 6, 6),
-    ("latte-2-text", 4, 3, 6, 6),
-    ("stdit-v3", 4, 3, 6, 10),
+CASES = [  # on how many ranks, and frames, height and width of the clip
+    ("transformer2d", 4, (3, 6, 10)),  # frames 2 and 1, places 4, 4, 4, 3
+    ("transformer2d", 4, (5, 6, 6)),  # places 3, 3, 3 and none: one block has 6, the other 3
+    ("transformer2d", 4, (3, 2, 4)),  # two places: a block without any
+    ("transformer2d", 4, (4, 6, 6)),  # as many frames as ranks: DSP
+    ("transformer2d", 3, (2, 6, 10)),  # no two of three ranks: the method inside alone
+    ("transformer2d-stdit", 4, (2, 6, 6)),
+    ("latte-2-text", 4, (3, 6, 6)),
+    ("stdit-v3", 4, (3, 6, 10)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "n", "frames", "height", "width", "method"),
+    ("case", "mesh", "shape", "method"),
     [
         (*case, method) if case == CASES[1] else slow(*case, method)
         for method in METHODS
         for case in (CASES if method == "dsp_ulysses" else CASES[:3] + CASES[-1:])
     ],
 )
-def test_models(ranks, case: str, n: int, frames: int, height: int, width: int, method: str) -> None:
-    ranks(parity, n, case, method, frames, height, width)
+def test_models(mesh: DeviceMesh, case: str, shape: tuple[int, int, int], method: str) -> None:
+    parity(mesh, case, method, shape)
 
 
-@pytest.mark.parametrize("method", [slow("dsp_ulysses"), slow("dsp_ring")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_eight_ranks_on_four_frames(whole_world, method: str) -> None:
-    whole_world(parity, 8, "transformer2d", method, 4, 6, 10)
+    whole_world(of_four_frames, 8, method)
 
 
-class Core(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+def of_four_frames(mesh: DeviceMesh, method: str) -> None:
+    parity(mesh, "transformer2d", method, (4, 6, 10))
 
 
 class Space(nn.Module):
@@ -73,7 +73,7 @@ class Space(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.core, self.out = nn.Linear(8, 24), Core(), nn.Linear(8, 8)
+        self.qkv, self.core, self.out = nn.Linear(8, 24), Core(inner=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, frame: Tensor, place: Tensor, shared: Tensor) -> Tensor:
         b, s = len(x), place.shape[0]
@@ -118,10 +118,13 @@ class Toy(nn.Module):
         return x
 
 
-def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
-    torch.manual_seed(0)
-    single, model = Toy().double(), Toy().double()
-    model.load_state_dict(single.state_dict())
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("t", "s"), [(3, 6), slow(2, 3)])
+def test_folds_and_what_else_a_stage_is_given(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
+    """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
+    single = Toy().double()
+    model = copy.deepcopy(single)
     inputs = {"x": torch.randn(2, t, s, 8).double(), "shared": torch.randn(2, 1, 8).double()}
     for x in inputs.values():
         x.requires_grad_()
@@ -130,19 +133,12 @@ def toy(mesh: DeviceMesh, method: str, t: int, s: int) -> None:
     assert comm.forward.calls["switch"] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("t", "s"), [(3, 6), slow(2, 3)])
-def test_folds_and_what_else_a_stage_is_given(ranks, method: str, t: int, s: int) -> None:
-    """A tensor along t alone is cut, one along s alone gathered among those that switch, another passes."""
-    ranks(toy, 4, method, t, s)
-
-
 class Inner(nn.Module):
     """Attention over the first of two dims of an axis, batch and frames being another axis in either order."""
 
     def __init__(self, fold: int) -> None:
         super().__init__()
-        self.fold, self.qkv, self.core, self.out = fold, nn.Linear(8, 24), Core(), nn.Linear(8, 8)
+        self.fold, self.qkv, self.core, self.out = fold, nn.Linear(8, 24), Core(inner=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.unflatten(1, (-1, self.fold)).transpose(1, 2)
@@ -172,18 +168,14 @@ class Folded(nn.Module):
         return x
 
 
-def folded(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
-    torch.manual_seed(0)
-    single, model = Folded(fold).double(), Folded(fold).double()
-    model.load_state_dict(single.state_dict())
-    x = torch.randn(t, 2, s, fold, 8).double()
-    beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
-
-
+@pytest.mark.parametrize("mesh", [4])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("t", "s", "fold"), [(3, 8, 3), slow(3, 6, 1)])
-def test_dims_that_others_are_folded_into(ranks, method: str, t: int, s: int, fold: int) -> None:
-    ranks(folded, 4, method, t, s, fold)
+def test_dims_that_others_are_folded_into(mesh: DeviceMesh, method: str, t: int, s: int, fold: int) -> None:
+    single = Folded(fold).double()
+    model = copy.deepcopy(single)
+    x = torch.randn(t, 2, s, fold, 8).double()
+    beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
 
 
 class Writer(Space):
@@ -199,19 +191,18 @@ class Written(Toy):
         self.register_buffer("place", torch.zeros(64, 8))
 
 
-def written(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
+def test_writing_into_a_part_is_an_error(mesh: DeviceMesh, method: str) -> None:
+    """A stage's argument after a switch is a copy: a write into it would be lost."""
     model = dsp.embedded.parallelize(Written(), mesh, method)
     with pytest.raises(GlueError, match="in place into its part of a tensor that is whole"):
         model(torch.randn(2, 2, 8, 8), torch.randn(2, 1, 8))
 
 
-@pytest.mark.parametrize("method", ["ulysses", "dsp_ulysses"])
-def test_writing_into_a_part_is_an_error(ranks, method: str) -> None:
-    """A stage's argument after a switch is a copy: a write into it would be lost."""
-    ranks(written, 4, method)
-
-
-def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex64])
+def test_every_dtype_is_switched_among_some(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     rank, group = mesh.get_local_rank(), mesh.get_group().group_name
     among = [rank % 2, rank % 2 + 2]
     whole = torch.arange(30).reshape(5, 3, 2).remainder(3).to(dtype)
@@ -220,11 +211,6 @@ def switched_among(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     assert torch.equal(found, whole.split([1, 2], 1)[rank // 2])
     with pytest.raises(ValueError, match="ascending order"):
         torch.ops.dsp.switch_among(own, 0, 1, [1, 4], [1, 2], among[::-1], group)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex64])
-def test_every_dtype_is_switched_among_some(ranks, dtype: torch.dtype) -> None:
-    ranks(switched_among, 4, dtype)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -293,10 +279,7 @@ def test_stages_without_another_dim_are_errors() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.Module()
-            self.attention.core = Core()
+            self.attention.core = Core(inner=True)
 
     with pytest.raises(ValueError, match="leaves no dim but batch to switch to"):
         dsp.embedded.plan(Lone(), (torch.randn(1, 8, 8),), size=2, method="dsp_ulysses", gather_output=False)
-
-
-# ---------------------------------------------------------------------------------------------------------- train.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from functools import partial
 from typing import Any
@@ -27,8 +28,8 @@ from zoo.protein.objective import ProteinObjective
 MEGATRON = ("megatron_sp", "megatron_lm")
 
 
-def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, width: int) -> list[tuple[int, int]]:
-    """Bytes, (planned, sent) by phase; those of the loss, a scalar's, apart."""
+def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, width: int) -> None:
+    """Exact, a part of each weight a rank; as many bytes as planned, where lengths do not divide at most so many."""
     single, model = build(case), build(case)
     inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
     inputs["x"].requires_grad_()
@@ -40,34 +41,35 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     for name, p in weights.items():
         assert p.to_local().numel() * mesh.size() == single.get_parameter(name).numel()
     assert not comm.recompute.bytes
-    scalar = 2 * 8 * (mesh.size() - 1) // mesh.size()
-    phases = {"forward": comm.forward, "backward": comm.backward}
-    return [(plan.bytes[name], sum(phase.bytes.values()) - scalar) for name, phase in phases.items()]
+    scalar = 2 * 8 * (mesh.size() - 1) // mesh.size()  # the loss'
+    for name, phase in {"forward": comm.forward, "backward": comm.backward}.items():
+        sent, planned = phase.bytes.total() - scalar, plan.bytes[name]
+        assert sent <= planned
+        assert sent == planned or (method == "megatron_sp" and width != 8)
 
 
 @pytest.mark.parametrize("method", MEGATRON)
 @pytest.mark.parametrize(
-    ("case", "n"),
+    ("case", "mesh"),
     [
         slow("transformer2d", 4), ("transformer2d-stdit", 2), slow("stdit-v2", 4),
         slow("stdit-v3", 2), slow("latte-text", 2), slow("latte-3-text", 4),
     ],
 )  # fmt: skip
-def test_models(ranks, case: str, n: int, method: str) -> None:
-    for phase in zip(*ranks(parity, n, case, method, 7, 6, 10)):  # 15 patches a frame
-        assert all(sent <= planned for planned, sent in phase)
-        if method == "megatron_lm":
-            assert all(sent == planned for planned, sent in phase)
+def test_models(mesh: DeviceMesh, case: str, method: str) -> None:
+    parity(mesh, case, method, 7, 6, 10)  # 15 patches a frame
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", MEGATRON)
+def test_bytes_where_lengths_divide(mesh: DeviceMesh, method: str) -> None:
+    parity(mesh, "transformer2d-stdit", method, 8, 8, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", MEGATRON)
-def test_bytes_where_lengths_divide(ranks, method: str) -> None:
-    for phases in ranks(parity, 4, "transformer2d-stdit", method, 8, 8, 8):
-        assert all(planned == sent for planned, sent in phases)
-
-
-def lengths(mesh: DeviceMesh, method: str) -> None:
+def test_lengths_and_checkpoints(mesh: DeviceMesh, method: str) -> None:
     """A rank without a patch, one patch in all, and other lengths again, in one model and with checkpoints."""
     single, model = build("stdit-v3"), build("stdit-v3")
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
@@ -86,23 +88,13 @@ def lengths(mesh: DeviceMesh, method: str) -> None:
         model.blocks[0].spatial.mlp(torch.zeros(1, 1, 1, 48, dtype=torch.float64))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", MEGATRON)
-def test_lengths_and_checkpoints(ranks, method: str) -> None:
-    ranks(lengths, 2, method)
-
-
-def half(mesh: DeviceMesh, method: str) -> None:
+def test_half_precision_stays_half(mesh: DeviceMesh, method: str) -> None:
     model = build("transformer2d")
     inputs = doubled(example(model, 1, frames=3, height=4, width=4))
     dsp.embedded.parallelize(model, mesh, method)
     given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
     assert model.to(torch.bfloat16)(**given).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("method", MEGATRON)
-def test_half_precision_stays_half(ranks, method: str) -> None:
-    ranks(half, 2, method)
 
 
 def plan_of(method: str, n: int, name: str = "stdit", **overrides: Any) -> dsp.Plan:
@@ -170,29 +162,21 @@ def test_bytes_of_fastfold() -> None:
 PROTEINS = {"evoformer": {"opm_first": False}, "evoformer-first": {"opm_first": True}, "pairformer": {}}
 
 
-def protein(mesh: DeviceMesh, case: str) -> list[tuple[int, int]]:
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = zoo.create(case.split("-")[0], "test", **PROTEINS[case]).double()
-        for p in model.parameters():
-            nn.init.normal_(p, std=0.2)
-        return model
-
-    single, model = made(), made()
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mesh"), [slow("evoformer", 4), ("evoformer-first", 2), long("pairformer", 4)])
+def test_fastfold(mesh: DeviceMesh, case: str) -> None:
+    single = zoo.create(case.split("-")[0], "test", **PROTEINS[case]).double()
+    for p in single.parameters():
+        nn.init.normal_(p, std=0.2)
+    model = copy.deepcopy(single)
     torch.manual_seed(1)
     inputs = single.example_inputs(1, rows=5, residues=7)
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap", gather_output=False)
     dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
     (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
     scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()
-    return [(plan.bytes[p], sum(getattr(comm, p).bytes.values()) - scalars) for p in ("forward", "backward")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "n"), [slow("evoformer", 4), ("evoformer-first", 2), long("pairformer", 4)])
-def test_fastfold(ranks, case: str, n: int) -> None:
-    for phase in zip(*ranks(protein, n, case)):
-        assert max(sent for _, sent in phase) <= phase[0][0]
+    assert comm.forward.bytes.total() - scalars <= plan.bytes["forward"]
+    assert comm.backward.bytes.total() - scalars <= plan.bytes["backward"]
 
 
 def test_objectives_have_it_too() -> None:

@@ -16,7 +16,7 @@ import dsp
 import zoo
 from tests.support.beside import beside, unsharded
 from tests.support.cases import build, doubled, example
-from tests.support.embedded import gradients, own, recomputed, sent
+from tests.support.embedded import own, parity, recomputed, sent
 from tests.support.oracles import randomise
 from tests.support.slow import slow
 from zoo.attention import LowRankAttention, SelfAttention
@@ -115,25 +115,13 @@ def test_what_cannot_be_is_refused(make, message: str) -> None:
 # --------------------------------------------------------------------------------------------------------- many of them
 
 
-def parity(mesh: DeviceMesh, case: str, method: str, shapes: list[tuple[int, int, int]], heads: int = 4) -> None:
-    single, model = (make(case, heads=heads) for _ in range(2))
-    dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    for frames, height, width in shapes:
-        inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-        single.zero_grad()
-        beside(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
-        cores = [m for m in model.modules() if isinstance(m, LowRankAttention)]
-        assert all(p.grad is not None for core in cores for p in core.parameters())  # on every rank
-        assert all(p.grad.abs().max() > 1e-6 for p in single.parameters())
-
-
 # frames, height, width: 15 places; and 9, of which the last of 4 ranks has none, in one model
 SHAPES = [(5, 6, 10), (2, 6, 6)]
 MIXED = [(2, 6, 10), (1, 6, 6)]  # 2 x 2 ranks for two frames, 15 places; and 1 x 4 for one
 
 
 @pytest.mark.parametrize(
-    ("method", "n", "case", "shapes", "heads"),
+    ("method", "mesh", "case", "shapes", "heads"),
     [
         ("ring", 3, "transformer2d", SHAPES[:1], 4), slow("ring", 4, "transformer2d-stdit", SHAPES, 4),
         ("ulysses", 2, "transformer2d-stdit", SHAPES[:1], 4), slow("ulysses", 4, "transformer2d", SHAPES, 4),
@@ -143,8 +131,11 @@ MIXED = [(2, 6, 10), (1, 6, 6)]  # 2 x 2 ranks for two frames, 15 places; and 1 
         ("megatron_sp", 2, "transformer2d", [(3, 6, 10)], 4),
     ],
 )  # fmt: skip
-def test_models(ranks, method: str, n: int, case: str, shapes: list[tuple[int, int, int]], heads: int) -> None:
-    ranks(parity, n, case, method, shapes, heads)
+def test_models(mesh: DeviceMesh, method: str, case: str, shapes: list[tuple[int, int, int]], heads: int) -> None:
+    single, model = parity(mesh, case, method, *shapes, low_rank=(ROWS, PLACES), heads=heads)
+    cores = [m for m in model.modules() if isinstance(m, LowRankAttention)]
+    assert all(p.grad is not None for core in cores for p in core.parameters())  # on every rank
+    assert all(p.grad.abs().max() > 1e-6 for p in single.parameters())
 
 
 def step(mesh: DeviceMesh, how: str | None) -> dict:
@@ -202,26 +193,20 @@ def test_bytes_of_a_mixture(ranks) -> None:
         assert max(sent(counts, phase, "switch") for _, counts in found) == found[0][0][phase]
 
 
-def low_precision(mesh: DeviceMesh) -> tuple[float, float]:
+@pytest.mark.parametrize("mesh", [4])
+def test_low_precision(mesh: DeviceMesh) -> None:
     """The errors of one process and of all ranks in bf16, against float64."""
-    torch.manual_seed(0)
     core = LowRankAttention(8, 64)
     whole = [torch.randn(2, 64, 2, 16) for _ in range(3)]
     exact = core.double()(*(x.double() for x in whole))
-    core = core.bfloat16()
-    whole = [x.bfloat16() for x in whole]
-    alone, group = core(*whole), mesh.get_group().group_name
-    got = dsp.embedded.low_rank_attention(*(own(x, mesh) for x in whole), core, 64, group)
+    core, whole = core.bfloat16(), [x.bfloat16() for x in whole]
+    got = dsp.embedded.low_rank_attention(*(own(x, mesh) for x in whole), core, 64, mesh.get_group().group_name)
     assert got.dtype == torch.bfloat16
-    return tuple((x - own(exact, mesh)).norm().item() for x in (own(alone, mesh), got))
+    alone, together = ((x - own(exact, mesh)).norm().item() for x in (own(core(*whole), mesh), got))
+    assert 0 < together < 1.5 * alone
 
 
-def test_low_precision(ranks) -> None:
-    for alone, together in ranks(low_precision, 4):
-        assert 0 < together < 1.5 * alone
-
-
-def fsdp(mesh: DeviceMesh) -> None:
+def test_fully_shard(mesh: DeviceMesh) -> None:
     single, model = make(), make()
     inputs = doubled(example(single, 2, frames=3, height=2, width=6))  # 3 places on 2 ranks
     dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
@@ -231,11 +216,9 @@ def fsdp(mesh: DeviceMesh) -> None:
     beside(single, model, mesh, inputs, gradients=unsharded)
 
 
-def test_fully_shard(ranks) -> None:
-    ranks(fsdp, 2)
-
-
-def too_long(mesh: DeviceMesh, method: str) -> None:
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("method", [slow("dsp"), "ring", slow("ulysses")])
+def test_too_many_places_are_an_error_on_every_rank(mesh: DeviceMesh, method: str) -> None:
     """24 places for weights of 20: every rank says so, before anything is sent, and the model lives on."""
     single, model = make(), make()
     dsp.embedded.parallelize(model, mesh, method)
@@ -243,11 +226,6 @@ def too_long(mesh: DeviceMesh, method: str) -> None:
         model(**doubled(example(model, 1, frames=4, height=8, width=12)))
     inputs = doubled(example(model, 1, frames=4, height=8, width=8))
     torch.testing.assert_close(model(**inputs), single(**inputs))
-
-
-@pytest.mark.parametrize("method", [slow("dsp"), "ring", slow("ulysses")])
-def test_too_many_places_are_an_error_on_every_rank(ranks, method: str) -> None:
-    ranks(too_long, 4, method)
 
 
 class Weighted(nn.Module):

@@ -19,31 +19,16 @@ from tests.support import toys
 HERE = __file__.rpartition("/")[2]
 
 
-class Turned(nn.Module):
+def turned(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """Glue that gathers, by a function of another library."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.time(self.space(x))
-        x = rearrange(x, "b t s c -> b (t s) c").softmax(1)  # the gather
-        return rearrange(x, "b (t s) c -> b t s c", s=4)
+    x = m.time(m.space(x))
+    x = rearrange(x, "b t s c -> b (t s) c").softmax(1)  # the gather
+    return rearrange(x, "b (t s) c -> b t s c", s=4)
 
 
-class Refused(nn.Module):
-    stages = {"": "x=b t s c", "space": "b t [s c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = toys.Along(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.space(x)
-        return torch.autograd.grad(x.sum(), x)[0]  # the refusal
+def refused(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    x = m.space(x)
+    return torch.autograd.grad(x.sum(), x)[0]  # the refusal
 
 
 class Exact(nn.Module):
@@ -61,10 +46,8 @@ def written(line: str) -> str:
 
 
 def test_rows_name_lines_where_asked() -> None:
-    plan = dsp.plan(Turned(), torch.randn(1, 6, 4, toys.C), size=2, gather_output=False)
-    assert [written(r.line).split("#")[0].strip() for r in plan.stages if r.pattern] == [
-        "x = self.time(self.space(x))"
-    ] * 2
+    plan = dsp.plan(toys.SpaceTime(turned), torch.randn(1, 6, 4, toys.C), size=2, gather_output=False)
+    assert [written(r.line).split("#")[0].strip() for r in plan.stages if r.pattern] == ["x = m.time(m.space(x))"] * 2
     assert any("the gather" in written(r.line) for r in plan.stages if not r.pattern)
     assert HERE not in plan.text()
     head, _, *rows = plan.text(lines=True).split("\n")
@@ -74,26 +57,18 @@ def test_rows_name_lines_where_asked() -> None:
 
 def test_a_refusal_in_a_plan_names_its_line() -> None:
     with pytest.raises(GlueError) as caught:
-        dsp.plan(Refused(), torch.randn(1, 6, 4, toys.C), size=2)
+        dsp.plan(toys.SpaceTime(refused), torch.randn(1, 6, 4, toys.C), size=2)
     (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", str(caught.value))
     assert "the refusal" in written(line)
 
 
-def refused(mesh: DeviceMesh) -> list[str]:
-    model = dsp.parallelize(Refused(), mesh)
-    found = []
+def test_a_refusal_in_a_run_names_its_line(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.SpaceTime(refused), mesh)
     for _ in range(2):
         with pytest.raises(GlueError) as caught:
             model(torch.randn(1, 6, 4, toys.C))
-        found.append(str(caught.value))
-    return found
-
-
-def test_a_refusal_in_a_run_names_its_line(ranks) -> None:
-    for texts in ranks(refused, 2):
-        for text in texts:
-            (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", text)
-            assert "the refusal" in written(line)
+        (line,) = re.findall(rf"\(at ({HERE}:\d+)\)$", str(caught.value))
+        assert "the refusal" in written(line)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")

@@ -86,8 +86,8 @@ def test_tiles_that_are_alike_take_the_same_choices() -> None:
     assert plan.bytes["forward"] < 2 * 25_200  # in float64; what a sweep finds in a minute
 
 
-def whole_model(mesh: DeviceMesh, what: str) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("what", "mesh"), [("scan", 2), long("scan", 3), long("tiles", 2)])
+def test_they_are_exact(mesh: DeviceMesh, what: str) -> None:
     if what == "scan":
         single, x, stages = nn.Sequential(Scan(), Scan()).double(), torch.randn(2, 18, 6).double(), {"": "input=b l c"}
         beside(single, dsp.parallelize(copy.deepcopy(single), mesh, stages), mesh, {"input": x})
@@ -97,8 +97,3 @@ def whole_model(mesh: DeviceMesh, what: str) -> None:
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(z), single(z))
-
-
-@pytest.mark.parametrize(("what", "n"), [("scan", 2), long("scan", 3), long("tiles", 2)])
-def test_they_are_exact(ranks, what: str, n: int) -> None:
-    ranks(whole_model, n, what)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import dsp
 from dsp.planner import Infeasible
 from tests.support import toys
-from tests.support.beside import as_tuple, scalar, wrap_checkpoints
-from tests.support.slow import slow
+from tests.support.beside import wrap_checkpoints
 
 
 def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:
@@ -41,44 +39,6 @@ def test_size_one_costs_nothing() -> None:
     assert plan.bytes == {"forward": 0, "backward": 0, "recompute": 0}
 
 
-def moved(mesh: DeviceMesh, name: str, shape: tuple[int, int, int], ckpt: bool) -> tuple[dict, dict, dict, dict]:
-    model = toys.make(name)
-    stages = dict(model.stages)
-    if ckpt:
-        wrap_checkpoints(model)
-        stages = {k.replace(".*", ".*.inner"): v for k, v in stages.items()}
-    kwargs = toys.inputs(name, *shape)
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), stages=stages, gather_output=False)
-    dsp.parallelize(model, mesh, stages, gather_output=False)
-    with dsp.count_comm() as comm:
-        out = as_tuple(model(**kwargs))
-        forward, calls = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
-        scalar(out).backward()
-    counted = {
-        "forward": forward,
-        "backward": sum(v for k, v in comm.backward.bytes.items() if k != "all_reduce"),
-        "recompute": sum(comm.recompute.bytes.values()),
-    }
-    called = {
-        "forward": calls,
-        "backward": sum(v for k, v in comm.backward.calls.items() if k != "all_reduce"),
-        "recompute": sum(comm.recompute.calls.values()),
-    }
-    return counted, plan.bytes, called, plan.calls
-
-
-@pytest.mark.parametrize("ckpt", [False, slow(True)])
-@pytest.mark.parametrize("name", ["Grid", "Folded", slow("Cube"), "Pair", "Branches", "Global", slow("Streams")])
-def test_planned_bytes_and_calls_are_those_of_a_run(ranks, name: str, ckpt: bool) -> None:
-    for counted, planned, called, calls in ranks(moved, 2, name, (1, 8, 8), ckpt):
-        assert counted == planned
-        assert called == calls
-    uneven = ranks(moved, 3, name, (1, 7, 5), ckpt)
-    for phase in ("forward", "backward", "recompute"):
-        # the plan adds up the busiest rank of each move, which need not be the same one
-        assert max(c[phase] for c, *_ in uneven) <= uneven[0][1][phase]
-
-
 def test_tensors_that_switch_together_share_a_collective() -> None:
     """Out of one stage, and from two stages into one; not where checkpointing would repeat it."""
     model, kwargs = toys.make("Streams"), toys.inputs("Streams", 1, 8, 8)
@@ -94,15 +54,6 @@ def test_tensors_that_switch_together_share_a_collective() -> None:
     stages = {k.replace(".*", ".*.inner"): v for k, v in type(model).stages.items()}
     plan = dsp.plan(model, kwargs=kwargs, size=2, stages=stages, gather_output=False)
     assert plan.calls == {"forward": 6, "backward": 6, "recompute": 0}
-
-
-@pytest.mark.slow
-def test_large_tensors_switch_alone(ranks) -> None:
-    """x is too large to share a switch with y and the mask: two calls, in the plan as in the run."""
-    shape = 1, 160, 128
-    for counted, planned, called, calls in ranks(moved, 2, "Streams", shape, False):
-        assert counted == planned
-        assert called == calls == {"forward": 10, "backward": 10, "recompute": 0}
 
 
 def test_an_input_that_arrives_sharded_is_planned_from_where_it_lies() -> None:

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import dsp
 from dsp.plan.table import Plan
@@ -19,16 +18,11 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.core, self.out = nn.Linear(48, 144), Core(), nn.Linear(48, 48)
+        self.qkv, self.core, self.out = nn.Linear(48, 144), toys.Core(inner=True), nn.Linear(48, 48)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 6, 8)).unbind(-3)
         return x + self.out(self.core(q, k, v).flatten(-2))
-
-
-class Core(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 class Unnamed(nn.Module):
@@ -53,10 +47,9 @@ class Shaped(nn.Module):
         return self.columns(self.rows(y).reshape_as(x[:, 0]))
 
 
-class Products(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        scores = torch.einsum("bic,bjc->bij", x, 2 * x)
-        return torch.einsum("bij,bjc->bic", scores.softmax(-1), x)
+def products(x: Tensor) -> Tensor:
+    scores = torch.einsum("bic,bjc->bij", x, 2 * x)
+    return torch.einsum("bij,bjc->bic", scores.softmax(-1), x)
 
 
 def names(plan: Plan) -> set[str]:
@@ -85,7 +78,7 @@ def test_a_dim_is_called_after_the_operand_that_brings_it() -> None:
 
 
 def test_an_einsum_has_its_own_letters() -> None:
-    plan = dsp.plan(Products(), torch.randn(1, 6, 8), size=2, stages={"": "x=b l c"}, gather_output=False)
+    plan = dsp.plan(toys.Fn(products), torch.randn(1, 6, 8), size=2, stages={"": "x=b l c"}, gather_output=False)
     assert names(plan) <= {"b", "l", "c", "i", "j", "l₁"}
 
 

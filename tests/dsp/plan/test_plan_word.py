@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,45 +37,28 @@ class Frames(nn.Module):
         return self.out(self.rnn[0](y)[0] + self.rnn[1](y)[0]), y - y.flip(0)
 
 
-def sent(mesh: DeviceMesh, build: Any, x: Tensor, stages: dict[str, str] | None = None) -> tuple[Any, ...]:
-    model = build()
-    plan = dsp.plan(model, (x,), size=mesh.size(), stages=stages, gather_output=False)
-    dsp.parallelize(model, mesh, stages, gather_output=False)
+def keeps_its_word(mesh: DeviceMesh, model: nn.Module, x: Tensor) -> tuple[dsp.Plan, Tensor, int]:
+    """Two forwards send what the plan promises, and nothing is said; the plan, the busiest rank's bytes, and calls."""
+    plan = dsp.plan(model, (x,), size=mesh.size(), gather_output=False)
+    dsp.parallelize(model, mesh, gather_output=False)
     with Heard() as heard:
         for _ in range(2):
             with torch.no_grad(), dsp.count_comm() as comm:
                 model(x)
     word = next(iter(model.forward.__self__.entries.values())).plan.script.planned_counts.phases["forward"]
-    own = sum(comm.forward.bytes.values()), sum(comm.forward.calls.values())
-    return own, (word.bytes, word.calls), plan, heard.texts
+    assert (comm.forward.bytes.total(), comm.forward.calls.total()) == (word.bytes, word.calls)
+    assert heard.texts == []
+    busiest = torch.tensor(word.bytes)
+    torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX, mesh.get_group())
+    return plan, busiest, word.calls
 
 
-def test_a_fold_that_is_opened_is_switched_once(ranks) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_a_fold_that_is_opened_is_switched_once(mesh: DeviceMesh) -> None:
     """2 samples on 3 ranks, for both recurrences: no cut of the fold looks like one of its samples."""
-    results = ranks(sent, 3, Frames, torch.randn(2, 6, 3, 4, 4))
-    for own, promised, plan, told in results:
-        assert own == promised
-        assert own[1] == plan.calls["forward"] == 1
-        assert told == []
-    assert max(own[0] for own, *_ in results) == results[0][2].bytes["forward"]
-
-
-class Compared(nn.Module):
-    """Tells a cache from the word that stands for none, as the autoencoder of Wan does."""
-
-    stages = {"": "x=b t c"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache: Any = "none"
-        for _ in range(2):
-            x = x.softmax(-1) if cache == "none" else x + cache
-            cache = x if cache != "none" else x.softmax(1)
-        return x
-
-
-def test_what_is_compared_with_a_word_follows_its_plan(ranks) -> None:
-    for own, promised, _, told in ranks(sent, 3, Compared, torch.randn(2, 6, 4)):
-        assert (own, told) == (promised, [])
+    plan, busiest, calls = keeps_its_word(mesh, Frames(), torch.randn(2, 6, 3, 4, 4))
+    assert calls == plan.calls["forward"] == 1
+    assert busiest == plan.bytes["forward"]
 
 
 class Joint(nn.Module):
@@ -90,19 +74,16 @@ class Joint(nn.Module):
         return joint.square().cumsum(1)
 
 
-def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(ranks) -> None:
-    for own, promised, plan, told in ranks(sent, 2, Joint, torch.randn(2, 60, 4)):
-        assert own == promised
-        assert own[1] == plan.calls["forward"]
-        assert told == []
+def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(mesh: DeviceMesh) -> None:
+    plan, _, calls = keeps_its_word(mesh, Joint(), torch.randn(2, 60, 4))
+    assert calls == plan.calls["forward"]
 
 
-def left(mesh: DeviceMesh) -> int:
-    """How many tensors a forward leaves to the garbage collector, which does not know when memory is short."""
+def test_a_forward_leaves_no_garbage(mesh: DeviceMesh) -> None:
+    """No tensors are left to the garbage collector, which does not know when memory is short."""
     model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))
     dsp.parallelize(model, mesh, {"": "input=b c t"})
-    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    found = []
+    x, found = torch.randn(2, 4, 6), []
     gc.freeze()  # what ranks have of other tests is not gone through each time
     with torch.no_grad():
         model(x)
@@ -116,11 +97,7 @@ def left(mesh: DeviceMesh) -> int:
             gc.enable()
             found.append(sum(isinstance(o, Tensor) for o in gc.garbage))
             gc.garbage.clear()
-    return min(found)
-
-
-def test_a_forward_leaves_no_garbage(ranks) -> None:
-    assert ranks(left, 2) == [0, 0]
+    assert min(found) == 0
 
 
 class DualPath(nn.Module):
@@ -171,97 +148,57 @@ class Pairs(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape", "n"),
+    ("build", "shape", "mesh"),
     [slow(DualPath, (1, 6, 9, 4), 2), slow(DualPath, (2, 5, 7, 4), 3), (Pairs, (1, 5, 5, 4), 2)],
 )
-def test_runs_send_what_is_planned(ranks, build: Any, shape: tuple[int, ...], n: int) -> None:
-    for own, promised, _, told in ranks(sent, n, build, torch.randn(shape)):
-        assert own == promised
-        assert own[1] > 0
-        assert told == []
+def test_runs_send_what_is_planned(mesh: DeviceMesh, build: Any, shape: tuple[int, ...]) -> None:
+    *_, calls = keeps_its_word(mesh, build(), torch.randn(shape))
+    assert calls > 0
 
 
-class Wayward(nn.Module):
+def often_told(m: toys.SpaceTime, x: Tensor, often: Tensor) -> Tensor:
     """The way of a forward that reads its data, planned from the record of its first call."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor, often: Tensor) -> Tensor:
-        for k in range(int(often)):
-            x = self.space(x) if k % 2 else self.time(x)
-        return x
+    for k in range(int(often)):
+        x = m.space(x) if k % 2 else m.time(x)
+    return x
 
 
-def wayward(mesh: DeviceMesh, *often: int) -> list[list[str]]:
-    model = dsp.parallelize(Wayward(), mesh, gather_output=False)
-    x, told = torch.randn(1, 4, 6, toys.C), []
-    for k in often:
+def test_a_run_that_goes_another_way_says_so_once(mesh: DeviceMesh) -> None:
+    """Rank 0 for all."""
+    model = dsp.parallelize(toys.SpaceTime(often_told), mesh, gather_output=False)
+    told = []
+    for often in (2, 2, 3, 4):
         with Heard() as heard, torch.no_grad():
-            model(x, torch.tensor(k))
+            model(torch.randn(1, 4, 6, toys.C), torch.tensor(often))
         told.append(heard.texts)
-    return told
+    assert told[:2] + told[3:] == [[], [], []]
+    assert len(told[2]) == (mesh.get_local_rank() == 0)
+    for said in told[2]:
+        assert re.search(r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has none", said)
 
 
-def test_a_run_that_goes_another_way_says_so_once(ranks) -> None:
-    first, second = ranks(wayward, 2, 2, 2, 3, 4)
-    assert first[:2] == [[], []]
-    assert len(first[2]) == 1
-    assert first[2][0] == (
-        "this forward sent 192 B in 2 calls where its plan says 96 B in 1: it came to stage 'time' on tensors "
-        "on which the plan, which is the record of an earlier call, has none"
-    )
-    assert first[3] == []
-    assert second == [[], [], [], []]  # rank 0 speaks for all
-
-
-class Own(nn.Module):
+def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A model that gathers by itself what the library moves."""
-
-    stages = {"": "x=b t s c", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.time(x) * 2
-        if hasattr(y, "placements"):
-            dsp.gather(y)
-        return y
+    y = m.time(x) * 2
+    if hasattr(y, "placements"):
+        dsp.gather(y)
+    return y
 
 
-def own_way(mesh: DeviceMesh) -> list[str]:
-    model = dsp.parallelize(Own(), mesh, gather_output=False)
+def test_what_no_plan_has_is_named_with_its_place(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.SpaceTime(gathering), mesh, gather_output=False)
     with Heard() as heard, torch.no_grad():
         for _ in range(4):
             model(torch.randn(1, 4, 6, toys.C))
-    return heard.texts
+    assert len(heard.texts) == (mesh.get_local_rank() == 0)
+    for said in heard.texts:
+        assert "where its plan says 0 B in 0: at gather() a gather of 192 B instead of nothing" in said
 
 
-def test_what_no_plan_has_is_named_with_its_place(ranks) -> None:
-    (told,) = ranks(own_way, 2)[0]
-    assert told == (
-        "this forward sent 192 B in 1 calls where its plan says 0 B in 0: at gather() a gather of 192 B instead of "
-        "nothing. What it computes is right"
-    )
-
-
-class Two(nn.Module):
+def two(m: toys.SpaceTime, x: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over space, then over time, once more in a checkpoint; both results."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.space(x)
-        return x, checkpoint(lambda x: self.space(self.time(x)).flip(1), x, use_reentrant=False).sin()
+    x = m.space(x)
+    return x, checkpoint(lambda x: m.space(m.time(x)).flip(1), x, use_reentrant=False).sin()
 
 
 def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
@@ -273,7 +210,7 @@ def phases_of(comm: Any) -> dict[str, tuple[int, int]]:
 
 def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = False, stop: bool = True) -> Any:
     """The traffic of this rank by phase, that of its plan, and what was said of three steps."""
-    model = dsp.parallelize(Two(), mesh, gather_output=False)
+    model = dsp.parallelize(toys.SpaceTime(two), mesh, gather_output=False)
     x = torch.randn(1, 5, 7, toys.C, generator=torch.Generator().manual_seed(0))
 
     def back(loss: Tensor, comm: Any) -> None:
@@ -297,38 +234,35 @@ def way_back(mesh: DeviceMesh, used: int = 2, passes: int = 1, apart: bool = Fal
     return phases_of(comm), promised, heard.texts
 
 
+@pytest.mark.parametrize("mesh", [3])
 @pytest.mark.parametrize("apart", [False, True])
-def test_backward_and_what_it_computes_again_are_counted_in_any_thread(ranks, apart: bool) -> None:
-    for sent, promised, told in ranks(way_back, 3, 2, 1, apart):
-        assert sent == promised
-        assert min(calls for _, calls in promised.values()) > 0
-        assert told == []
+def test_backward_and_what_it_computes_again_are_counted_in_any_thread(mesh: DeviceMesh, apart: bool) -> None:
+    sent, promised, told = way_back(mesh, apart=apart)
+    assert sent == promised
+    assert min(calls for _, calls in promised.values()) > 0
+    assert told == []
 
 
-def test_each_pass_of_backward_is_one(ranks) -> None:
-    for sent, promised, told in ranks(way_back, 2, 2, 2):
-        assert sent["backward"] == tuple(2 * k for k in promised["backward"])
-        assert told == []
+def test_each_pass_of_backward_is_one(mesh: DeviceMesh) -> None:
+    sent, promised, told = way_back(mesh, passes=2)
+    assert sent["backward"] == tuple(2 * k for k in promised["backward"])
+    assert told == []
 
 
-def test_a_backward_that_sends_other_than_planned_says_so_once(ranks) -> None:
+def test_a_backward_that_sends_other_than_planned_says_so_once(mesh: DeviceMesh) -> None:
     """A loss of the first result alone: nothing comes back through what follows."""
-    first, second = ranks(way_back, 2, 1)
-    assert first[2] == [
-        "this backward sent 464 B in 2 calls where its plan says 736 B in 4: at stage 'time' nothing instead of a "
-        "switch of 144 B: no gradient came there. What it computes is right"
-    ]
-    assert second[2] == []
+    *_, told = way_back(mesh, used=1)
+    assert len(told) == (mesh.get_local_rank() == 0)
+    for said in told:
+        assert re.search(r"464 B in 2 calls .* 736 B in 4: at stage 'time' nothing instead of a switch of 144 B", said)
 
 
-def test_what_is_computed_again_other_than_planned_is_said_once(ranks) -> None:
+def test_what_is_computed_again_other_than_planned_is_said_once(mesh: DeviceMesh) -> None:
     """Recomputation that does not stop where it has all, in a thread of its own."""
-    first, second = ranks(way_back, 2, 2, 1, True, False)
-    assert first[2] == [
-        "recomputation in this backward sent 272 B in 2 calls where its plan says 128 B in 1: at stage 'space' a "
-        "switch of 144 B instead of nothing. What it computes is right"
-    ]
-    assert second[2] == []
+    *_, told = way_back(mesh, apart=True, stop=False)
+    assert len(told) == (mesh.get_local_rank() == 0)
+    for said in told:
+        assert re.search(r"recomputation .* 272 B in 2 calls .* 128 B in 1: at stage 'space' a switch of 144 B", said)
 
 
 class Twice(nn.Module):
@@ -344,21 +278,14 @@ class Twice(nn.Module):
         return self.one(x) + self.two(x)
 
 
-def given_sharded(mesh: DeviceMesh) -> tuple[list[str], list[int]]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_an_input_that_comes_sharded_is_switched_once(mesh: DeviceMesh) -> None:
     single, x = Twice(), torch.randn(2, 5, 7, toys.C)
-    expect = single(x)
-    model, calls = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False), []
+    model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False)
     with Heard() as heard:
         for _ in range(2):
             with dsp.count_comm() as comm:
                 y = model(dsp.split(x, mesh, 1))
-            calls.append(sum(comm.forward.calls.values()))
-            torch.testing.assert_close(dsp.gather(y), expect)
-    return heard.texts, calls
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_input_that_comes_sharded_is_switched_once(ranks, n: int) -> None:
-    for texts, calls in ranks(given_sharded, n):
-        assert (texts, calls) == ([], [1, 1])
+            assert sum(comm.forward.calls.values()) == 1
+            torch.testing.assert_close(dsp.gather(y), single(x))
+    assert heard.texts == []

@@ -20,25 +20,20 @@ from dsp.plan.tracing import trace
 from tests.support import toys
 
 
-class Small(nn.Module):
+def small() -> nn.Module:
     """Stages in a checkpoint, views, a write in place, a mask, and something on whole tensors alone."""
+    return toys.SpaceTime(in_a_checkpoint, table=nn.Parameter(torch.ones(toys.C, toys.C)))
 
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-        self.table = nn.Parameter(torch.ones(toys.C, toys.C))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(lambda x: self.time(F.gelu(self.space(x))), x, use_reentrant=False)
-        out = torch.zeros_like(x) + x
-        out[:, :, 1:] = y[:, :, 1:].transpose(1, 2).transpose(1, 2)
-        return out @ self.table.softmax(0)
+def in_a_checkpoint(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    y = checkpoint(lambda x: m.time(F.gelu(m.space(x))), x, use_reentrant=False)
+    out = torch.zeros_like(x) + x
+    out[:, :, 1:] = y[:, :, 1:].transpose(1, 2).transpose(1, 2)
+    return out @ m.table.softmax(0)
 
 
 def test_a_record_shows_each_node_with_what_it_reads() -> None:
-    plan = dsp.plan(Small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    plan = dsp.plan(small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
     text = [line.partition("  #")[0] for line in str(plan.record).splitlines()]
     assert text == [
         "%0 [2, 4, 3, 4] = input 'x=b t s c'",
@@ -68,7 +63,7 @@ def recorded(model: nn.Module, args: Any, real: bool) -> Any:
 
 
 def test_data_change_nothing_of_a_record() -> None:
-    model, x = Small(), torch.randn(2, 4, 3, toys.C)
+    model, x = small(), torch.randn(2, 4, 3, toys.C)
     fake, real = (recorded(model, (x,), data).record for data in (False, True))
     assert str(fake) == str(real)
     for a, b in zip(fake.nodes, real.nodes, strict=True):
@@ -78,7 +73,7 @@ def test_data_change_nothing_of_a_record() -> None:
 
 
 def test_a_pass_over_a_record_can_be_made_again() -> None:
-    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), False).record
+    record = recorded(small(), (torch.randn(2, 4, 3, toys.C),), False).record
     one, two = (trace_of(record, {}, gather=True) for _ in range(2))
     assert (one.ops, one.values, one.names) == (two.ops, two.values, two.names)
 
@@ -95,30 +90,17 @@ def held(value: Any) -> list[Any]:
 
 
 def test_no_tensor_is_part_of_a_record() -> None:
-    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), True).record
+    record = recorded(small(), (torch.randn(2, 4, 3, toys.C),), True).record
     found = held(record)
     assert len(found) > 100
     assert not [v for v in found if isinstance(v, (Tensor, nn.Module))]
 
 
 def test_a_plan_goes_to_another_process_without_its_record() -> None:
-    plan = dsp.plan(Small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    plan = dsp.plan(small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
     sent = pickle.loads(pickle.dumps(plan))
     assert sent == plan
     assert sent.record is None
-
-
-class Reads(nn.Module):
-    """An operation that no rule stands in for, on what a stage returned."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]"}
-
-    def __init__(self, read: Any) -> None:
-        super().__init__()
-        self.space, self.read = toys.Along(2), read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.read(self.space(x))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -130,56 +112,41 @@ def test_what_is_refused_is_named_with_its_line_though_the_forward_went_on(fails
         return wrong
 
     with pytest.raises(dsp.GlueError, match=r"as_strided\(\) between stages .*\(at test_record.py:\d+\)$"):
-        dsp.plan(Reads(read), torch.randn(2, 4, 3, toys.C), size=3)
+        dsp.plan(toys.SpaceTime(lambda m, x: read(m.space(x))), torch.randn(2, 4, 3, toys.C), size=3)
 
 
 def test_an_operation_has_its_cost_where_it_was_measured() -> None:
-    record = recorded(Small(), (torch.randn(2, 4, 3, toys.C),), False).record
+    record = recorded(small(), (torch.randn(2, 4, 3, toys.C),), False).record
     costs = {n.name: n.cost for n in record.nodes if isinstance(n, OperationNode)}
     assert costs["matmul"].flops == 2 * 2 * 4 * 3 * toys.C * toys.C
     assert costs["gelu"].touched > 0
     assert costs["transpose"].touched == 0
 
 
-class Written(nn.Module):
-    """A view of a stage's result, which is written in place before or after the view is taken."""
+def test_a_gradient_comes_to_what_is_written_after_its_view_was_taken() -> None:
+    """Before the view was taken, or after."""
 
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        self.space, self.time, self.before = toys.Along(2), toys.Along(1), before
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.time(self.space(x)) + 1
+    def written(m: toys.SpaceTime, x: Tensor) -> Tensor:
+        y = m.time(m.space(x)) + 1
         view = y[:, :, 1:]
         y.mul_(2)
-        return y[:, :, 1:] if self.before else view
+        return y[:, :, 1:] if m.before else view
 
-
-def test_a_gradient_comes_to_what_is_written_after_its_view_was_taken() -> None:
     x = torch.empty(2, 4, 3, toys.C, device="meta")
-    one, two = (dsp.plan(Written(before), x, size=3) for before in (True, False))
+    one, two = (dsp.plan(toys.SpaceTime(written, before=before), x, size=3) for before in (True, False))
     assert one.bytes["backward"] > 0
     assert one.bytes == two.bytes
 
 
 def test_new_zeros_tell_how_they_lie_until_something_sharded_is_written_into_them() -> None:
-    class Zeros(nn.Module):
-        stages = Small.stages
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.space, self.time = toys.Along(2), toys.Along(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            table = torch.zeros(3, 4).t()
-            out = torch.zeros(2, 3, 4, toys.C).transpose(1, 2)
-            print(table.is_contiguous(), out.is_contiguous())
-            out[:, 1:] = self.space(x)[:, 1:]
-            print(out.is_contiguous(), out.transpose(0, 1).is_contiguous())
-            return self.time(out) + table.sum()
+    def zeros(m: toys.SpaceTime, x: Tensor) -> Tensor:
+        table = torch.zeros(3, 4).t()
+        out = torch.zeros(2, 3, 4, toys.C).transpose(1, 2)
+        print(table.is_contiguous(), out.is_contiguous())
+        out[:, 1:] = m.space(x)[:, 1:]
+        print(out.is_contiguous(), out.transpose(0, 1).is_contiguous())
+        return m.time(out) + table.sum()
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        dsp.plan(Zeros(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+        dsp.plan(toys.SpaceTime(zeros), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
     assert said.getvalue().split() == ["False", "False", "True", "True"]

@@ -166,7 +166,9 @@ class Flex(nn.Module):
         return x + y.transpose(1, 2).flatten(2)
 
 
-def flexible(mesh: DeviceMesh, compiled: bool) -> None:
+@pytest.mark.slow  # for what it imports, and compiles
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention(mesh: DeviceMesh, compiled: bool) -> None:
     from torch.nn.attention import flex_attention
 
     flex_attention._validate_device = lambda *_: None  # type: ignore[attr-defined]  # it has gradients on a CPU, too
@@ -183,12 +185,6 @@ def flexible(mesh: DeviceMesh, compiled: bool) -> None:
     compiling = list[bool]()
     torch.compile(lambda x: compiling.append(torch.compiler.is_dynamo_compiling()) or x, backend="eager")(torch.ones(1))
     assert True in compiling, "the compiler is put aside after the forward, too"
-
-
-@pytest.mark.slow  # for what it imports, and compiles
-@pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention(ranks: Any, compiled: bool) -> None:
-    ranks(flexible, 2, compiled)
 
 
 class Reading(nn.Module):
@@ -297,7 +293,8 @@ FLEX: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def interfaces(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [long(2), slow(3)])
+def test_interfaces_of_flex_attention(mesh: DeviceMesh) -> None:
     """diffusers' and transformers' own ways to flex_attention, which a CPU has no backward of."""
     models = {kind: lambda kind=kind: nn.Sequential(Attention(kind), Attention(kind)) for kind in FLEX}
     models["transformers' Llama, flex"] = lambda: llama("flex_attention")
@@ -320,8 +317,3 @@ def interfaces(mesh: DeviceMesh) -> None:
             layouts = [row.layout for row in plan.stages if row.name == "(flex_attention)"]
             assert len(layouts) == 2, name
             assert None not in layouts, name
-
-
-@pytest.mark.parametrize("size", [long(2), slow(3)])
-def test_interfaces_of_flex_attention(ranks: Any, size: int) -> None:
-    ranks(interfaces, size)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -20,11 +20,14 @@ from dsp.moves import Part, switch_local
 from dsp.pending import ahead
 from dsp.run.forward import Run
 from dsp.tensors import memory
+from tests.support.beside import beside
+from tests.support.toys import Fn
 
 SIZES = [1, 2, 3, 4]
 
 
-def launched(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", SIZES)
+def test_an_asynchronous_all_to_all_is_the_synchronous_one(mesh: DeviceMesh) -> None:
     """As a switch at one place does: numbers, their order in memory, gradients twice, counters, of any dtype."""
     axis, shape, joined = Axis.of(mesh), (2, 9, 6, 3), Cut(1, (2, 7))
     whole = torch.randn(shape, dtype=torch.float64)
@@ -56,18 +59,6 @@ def launched(mesh: DeviceMesh) -> None:
         assert torch.equal(y, axis.narrow(whole.relu().to(dtype), Cut(2)))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_a_switch_that_is_launched_is_the_same_switch(ranks, n: int) -> None:
-    ranks(launched, n)
-
-
-class Outside(nn.Module):
-    """A stage, and what it is given: it may hold more than that."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
 class Attention(nn.Module):
     """Attention whose v is switched where it is made, and then `touched`, before q and k are made."""
 
@@ -75,7 +66,7 @@ class Attention(nn.Module):
         super().__init__()
         self.touched = touched
         self.q, self.k, self.v = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
-        self.outside = Outside()
+        self.outside = Fn(lambda x: x + 1)  # a stage: it may hold more than it is given
         self.stages = {"": "x=b s c", "outside": "b [s] c"}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +112,14 @@ TOUCHES: dict[str, Callable[[Attention, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-WITH_SIZES = "dsp.moves", "dsp.plan.program", "dsp.plan.traffic"  # they ask whether a tensor is small
+@contextmanager
+def all_large(launch: Callable[[Run, Part], Tensor]) -> Iterator[None]:
+    """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("dsp.moves", "dsp.plan.program", "dsp.plan.traffic"):
+            patch.setattr(sys.modules[module], "fuses", lambda nbytes, n: False)
+        patch.setattr(Run, "send_ahead", launch)
+        yield
 
 
 def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part], Tensor]) -> Tensor:
@@ -137,42 +135,17 @@ def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part
     return made
 
 
-def touched(mesh: DeviceMesh, name: str) -> int:
-    torch.manual_seed(0)
-    single = Attention(TOUCHES[name])
-    x = torch.randn(1, 7, 8, dtype=torch.float64)
-    whole = copy.deepcopy(single)
-    expect = whole(x)
-    expect.square().sum().backward()
-    under_way, launch = list[int](), Run.send_ahead
-    large = {module: module.fuses for module in map(sys.modules.get, WITH_SIZES)}
-    for module in large:
-        module.fuses = lambda nbytes, n: False
-    Run.send_ahead = lambda run, part: late(run, part, under_way, launch)
-    try:
-        model = dsp.parallelize(single, mesh)
-        for grad in (True, True, False, True):
-            model.zero_grad()
-            with torch.set_grad_enabled(grad):
-                found = model(x)
-            torch.testing.assert_close(found, expect)
-            if grad:
-                found.square().sum().backward()
-                for p, q in zip(model.parameters(), whole.parameters()):
-                    mine = torch.zeros_like(p) if p.grad is None else p.grad
-                    average = torch.ops.dsp.all_reduce(mine, mesh.get_group().group_name) / mesh.size()
-                    torch.testing.assert_close(average, q.grad if q.grad is not None else torch.zeros_like(p))
-    finally:
-        Run.send_ahead = launch
-        for module, fuses in large.items():
-            module.fuses = fuses
-    return max(under_way, default=0)
-
-
 @pytest.mark.parametrize("name", TOUCHES)
-def test_nothing_reads_what_has_not_come(ranks, name: str) -> None:
-    under_way = ranks(partial(touched, name=name), 2)
-    assert name != "nothing" or under_way == [3, 3]  # q, k and v
+def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: str) -> None:
+    single, x = Attention(TOUCHES[name]), torch.randn(1, 7, 8, dtype=torch.float64)
+    under_way, launch = list[int](), Run.send_ahead
+    with all_large(lambda run, part: late(run, part, under_way, launch)):
+        model = dsp.parallelize(copy.deepcopy(single), mesh)
+        beside(single, model, mesh, (x,), rounds=2)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), single(x))
+        beside(single, model, mesh, (x,))
+    assert name != "nothing" or max(under_way) == 3  # q, k and v
 
 
 class Stop(Exception):
@@ -185,31 +158,14 @@ def stop(model: Attention, v: Tensor) -> Tensor:
     return v
 
 
-def stopped(mesh: DeviceMesh) -> None:
-    runs, launch = list[Run](), Run.send_ahead
-    large = {module: module.fuses for module in map(sys.modules.get, WITH_SIZES)}
-    for module in large:
-        module.fuses = lambda nbytes, n: False
-    Run.send_ahead = lambda run, part: runs.append(run) or launch(run, part)
-    model = Attention(stop)
-    try:
+def test_a_forward_that_raises_has_waited_for_what_was_under_way(mesh: DeviceMesh) -> None:
+    """torch keeps for good what nobody waits for."""
+    runs, launch, model = list[Run](), Run.send_ahead, Attention(stop)
+    with all_large(lambda run, part: runs.append(run) or launch(run, part)):
         dsp.parallelize(model, mesh)
         for model.stops in (False, False, True):
             runs.clear()
-            try:
+            with pytest.raises(Stop) if model.stops else nullcontext():
                 model(torch.randn(1, 7, 8, dtype=torch.float64))
-            except Stop:
-                assert model.stops
-            else:
-                assert not model.stops
         assert len(runs) == 1  # v alone was made
         assert not runs[0].coming
-    finally:
-        Run.send_ahead = launch
-        for module, fuses in large.items():
-            module.fuses = fuses
-
-
-def test_a_forward_that_raises_has_waited_for_what_was_under_way(ranks) -> None:
-    """torch keeps for good what nobody waits for."""
-    ranks(stopped, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import shutil
 import warnings
 from functools import partial
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.stages import find_modules
 from tests.support import toys
-from tests.support.beside import averaged, beside, same, scalar, unsharded
+from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
 
@@ -37,8 +36,7 @@ def pair(build: Any) -> tuple[nn.Module, nn.Module]:
 
 def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool, gather: bool) -> None:
     """sp ranks share the parameters; gradients come back averaged over them."""
-    single, model = pair(lambda: toys.make(name))
-    dsp.parallelize(model, mesh, gather_output=gather)
+    single, model = toys.make(name), dsp.parallelize(toys.make(name), mesh, gather_output=gather)
     for block in [m for c in model.children() if isinstance(c, nn.ModuleList) for m in c]:
         if ckpt:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -76,17 +74,6 @@ class Layered(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def fsdp_glue(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
-    single, model = pair(Layered)
-    dsp.parallelize(model, mesh, gather_output=False)
-    for layer in model.layers:
-        if ckpt:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
 
 
 class Twice(torch.autograd.Function):
@@ -127,7 +114,8 @@ class Compared(nn.Module):
         return (self.model(x) - y) ** 2
 
 
-def fsdp_moves(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_fsdp_where_glue_moves(mesh: DeviceMesh) -> None:
     """The operations of glue are found by their number, and those of fully_shard are none of them."""
     single, model = pair(Compared)
     x = torch.randn(2, 1, 7, 5, toys.C).double()
@@ -138,16 +126,20 @@ def fsdp_moves(mesh: DeviceMesh) -> None:
     beside(single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2)
 
 
-def test_fsdp_where_glue_moves(ranks) -> None:
-    ranks(fsdp_moves, 3)
-
-
+@pytest.mark.parametrize("mesh", [4])
 @pytest.mark.parametrize(("reshard", "ckpt"), [(False, True), slow(True, False)])
-def test_fsdp_around_glue_modules(ranks, reshard: bool, ckpt: bool) -> None:
-    ranks(fsdp_glue, 4, reshard, ckpt)
+def test_fsdp_around_glue_modules(mesh: DeviceMesh, reshard: bool, ckpt: bool) -> None:
+    single, model = pair(Layered)
+    dsp.parallelize(model, mesh, gather_output=False)
+    for layer in model.layers:
+        if ckpt:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
 
 
-def mixed(mesh: DeviceMesh) -> None:
+def test_mixed_precision_moves_half_the_bytes(mesh: DeviceMesh) -> None:
     model = toys.make("Grid").float()
     dsp.parallelize(model, mesh, gather_output=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -172,13 +164,9 @@ def mixed(mesh: DeviceMesh) -> None:
     assert moved <= 4 * m
 
 
-def test_mixed_precision_moves_half_the_bytes(ranks) -> None:
-    ranks(mixed, 2)
-
-
-def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
+@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
+def test_mixed_precision_between_stages_is_planned(mesh: DeviceMesh, casts: str) -> None:
     """Casts of what stages are given and return, of layers between them, and one there that changes a type."""
-    torch.manual_seed(0)
     model = Layered()
     dsp.parallelize(model, mesh, gather_output=False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -196,38 +184,33 @@ def mixed_around_glue(mesh: DeviceMesh, casts: str) -> None:
     assert bool(heard.texts) == (casts == "unknown" and mesh.get_local_rank() == 0), heard.texts
 
 
-@pytest.mark.parametrize("casts", ["of outputs", "of a layer", slow("of inputs"), slow("unknown")])
-def test_mixed_precision_between_stages_is_planned(ranks, casts: str) -> None:
-    ranks(mixed_around_glue, 2, casts)
-
-
-def sharded_inputs(mesh: DeviceMesh, dim: int) -> None:
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_inputs_that_arrive_sharded(mesh: DeviceMesh, dim: int) -> None:
     kwargs = toys.inputs("Grid", 2, 7, 5)
-    single, model = toys.make("Grid"), toys.make("Grid")
-    x = kwargs["x"].clone().requires_grad_()
-    expect = single(x, kwargs["cond"])
-    scalar((expect,)).backward()
-    dsp.parallelize(model, mesh, gather_output=False)
-    given = dsp.split(kwargs["x"], mesh, dim).requires_grad_()
-    out = model(given, kwargs["cond"])
+    single, model = toys.make("Grid"), dsp.parallelize(toys.make("Grid"), mesh, gather_output=False)
+    x, given = kwargs["x"].clone().requires_grad_(), dsp.split(kwargs["x"], mesh, dim).requires_grad_()
+    expect, out = single(x, kwargs["cond"]), model(given, kwargs["cond"])
+    for y in (expect, out):
+        weighted(y).backward()
     torch.testing.assert_close(dsp.gather(out), expect)
-    scalar((out,)).backward()
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
     torch.testing.assert_close(given.grad.full_tensor(), x.grad)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_inputs_that_arrive_sharded(ranks, n: int) -> None:
-    ranks(sharded_inputs, n, 1)
-    ranks(sharded_inputs, n, 2)
+def by_hand(x: DTensor) -> DTensor:
+    local = x.to_local() * 1
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def in_a_row(mesh: DeviceMesh, road: str) -> None:
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
+def test_models_in_a_row(mesh: DeviceMesh, road: str) -> None:
     """Two models in a row, and what the second one's input is to the first: gradients of every parameter."""
     kwargs = toys.inputs("Grid", 2, 7, 5)
     x, cond = kwargs["x"], kwargs["cond"]
     singles, models = ([toys.make("Grid"), toys.make("Grid")] for _ in range(2))
-    scalar((singles[1](singles[0](x, cond), cond),)).backward()
+    weighted(singles[1](singles[0](x, cond), cond)).backward()
     dsp.parallelize(models[1], mesh)
     if road == "split":
         middle = dsp.split(models[0](x, cond), mesh, 1)
@@ -239,31 +222,23 @@ def in_a_row(mesh: DeviceMesh, road: str) -> None:
         middle = dsp.hand_over(middle)
     elif road == "cut":  # as a pipeline does it
         received = middle.detach().requires_grad_()
-        scalar((models[1](received, cond),)).backward()
+        weighted(models[1](received, cond)).backward()
         torch.autograd.backward(dsp.hand_over(middle), received.grad)
         assert received.grad.placements == middle.placements
     if road != "cut":
-        scalar((models[1](middle, cond),)).backward()
+        weighted(models[1](middle, cond)).backward()
     for model, single in zip(models, singles):
         same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
-def by_hand(x: DTensor) -> DTensor:
-    local = x.to_local() * 1
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
-@pytest.mark.parametrize("road", ["sharded", "split", "computed on", "by hand", "handed over", "cut"])
-def test_models_in_a_row(ranks, road: str) -> None:
-    ranks(in_a_row, 3, road)
-
-
-def leaves(mesh: DeviceMesh, road: str) -> None:
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
+def test_gradients_of_sharded_leaves(mesh: DeviceMesh, road: str) -> None:
     """A gradient asked of an input is the true one, however it comes to be sharded."""
     kwargs = toys.inputs("Grid", 2, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
     x = kwargs["x"].clone().requires_grad_()
-    scalar((single(x, kwargs["cond"]),)).backward()
+    weighted(single(x, kwargs["cond"])).backward()
     expect = dsp.split(x.grad, mesh, 1).to_local()
     dsp.parallelize(model, mesh)
     if road == "fully_shard":
@@ -274,17 +249,13 @@ def leaves(mesh: DeviceMesh, road: str) -> None:
     else:
         leaf = dsp.split(kwargs["x"], mesh, 1).to_local().clone().requires_grad_()
         given = DTensor.from_local(leaf, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
-    scalar((model(given, kwargs["cond"]),)).backward()
+    weighted(model(given, kwargs["cond"])).backward()
     rounding = {"rtol": 1e-3, "atol": 1e-6} if road == "fully_shard" else {}
     torch.testing.assert_close(leaf.grad, expect, **rounding)
 
 
-@pytest.mark.parametrize("road", ["split", "from_local", "fully_shard"])
-def test_gradients_of_sharded_leaves(ranks, road: str) -> None:
-    ranks(leaves, 3, road)
-
-
-def handing_over(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_handing_over_sends_nothing(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
     with dsp.count_comm() as comm:
         y = dsp.hand_over(dsp.split(x * 1, mesh, 1))
@@ -294,10 +265,6 @@ def handing_over(mesh: DeviceMesh) -> None:
     assert dsp.hand_over(x) is x
     with pytest.raises(ValueError, match="hand_over: the tensor is"):
         dsp.hand_over(DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False))
-
-
-def test_handing_over_sends_nothing(ranks) -> None:
-    ranks(handing_over, 3)
 
 
 def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
@@ -352,11 +319,11 @@ def test_compiled_forward_of_stages(ranks, backend: str) -> None:
 
 
 @pytest.mark.parametrize("how_made", ["wrapped", "compile() before", "compile() after"])
-def test_compiled_stage_modules(ranks, how_made: str) -> None:
-    ranks(compiled, 2, "eager", how_made)
+def test_compiled_stage_modules(mesh: DeviceMesh, how_made: str) -> None:
+    compiled(mesh, "eager", how_made)
 
 
-def compiled_between(mesh: DeviceMesh) -> None:
+def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(mesh: DeviceMesh) -> None:
     """A module between stages that compile() compiled is refused, with what to compile instead."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     model = toys.make("Grid")
@@ -371,11 +338,7 @@ def compiled_between(mesh: DeviceMesh) -> None:
         bare(**kwargs)
 
 
-def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(ranks) -> None:
-    ranks(compiled_between, 2)
-
-
-def compiled_and_raising(mesh: DeviceMesh) -> None:
+def test_a_compiled_stage_that_raises_leaves_nothing_open(mesh: DeviceMesh) -> None:
     """A compiled stage that raises leaves a model that can be called again; and a copy of the model has its hooks."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     single, model = toys.make("Grid"), toys.make("Grid")
@@ -399,10 +362,6 @@ def compiled_and_raising(mesh: DeviceMesh) -> None:
         beside(single, again, mesh, kwargs)
 
 
-def test_a_compiled_stage_that_raises_leaves_nothing_open(ranks) -> None:
-    ranks(compiled_and_raising, 2)
-
-
 def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
     compiled = partial(torch.compile, backend="eager")
     model, patterns = toys.make("Grid"), {**toys.Grid.stages, "space.*.norm": "b t s [c]"}
@@ -410,45 +369,6 @@ def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
     model.space[0], model.time = (compiled(m) for m in (model.space[0], model.time))
     model.space[1] = checkpoint_wrapper(model.space[1])
     assert [name for name, *_ in find_modules(compiled(model), patterns)] == expect
-
-
-class ByNumpy(torch.autograd.Function):
-    """A kernel that torch knows nothing of: a running sum over the last dim but one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        assert type(x) is Tensor
-        return torch.from_numpy(x.detach().numpy().cumsum(-2))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.from_numpy(grad.numpy()[..., ::-1, :].cumsum(-2)[..., ::-1, :].copy())
-
-
-class Kernel(nn.Module):
-    stages = {"": "x=b t s c -> b t s c", "space": "b t [s] c", "time": "b [t] s [c]"}
-
-    class Sum(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return ByNumpy.apply(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = self.Sum(), toys.Along(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.space(self.time(x)) * 0.1 + x
-
-
-def any_kernel(mesh: DeviceMesh) -> None:
-    single, model = pair(Kernel)
-    dsp.parallelize(model, mesh)
-    # it cannot run on fake tensors: the first call is recorded, the second follows the plan
-    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), rounds=2)
-
-
-def test_a_stage_sees_plain_tensors_and_may_be_any_kernel(ranks) -> None:
-    ranks(any_kernel, 3)
 
 
 class Remembers(nn.Module):
@@ -468,36 +388,28 @@ class Remembers(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v)[:, text.shape[1] :]
 
 
-def less_from_the_second_call_on(mesh: DeviceMesh) -> list[int]:
-    single, model = pair(Remembers)
-    dsp.parallelize(model, mesh)
+def sent_by_call(mesh: DeviceMesh) -> list[int]:
     inputs = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
-    return [sum(comm.forward.bytes.values()) for comm in beside(single, model, mesh, inputs, rounds=4, count=True)]
+    steps = exact(Remembers().double(), mesh, inputs, rounds=4, count=True)
+    return [sum(comm.forward.bytes.values()) for comm in steps]
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_forward_that_does_less_from_the_second_call_on(ranks, n: int) -> None:
     """The plan is of the first call. The second goes its own way and the third is recorded: as cheap as at first."""
-    sent = torch.tensor(ranks(less_from_the_second_call_on, n)).amax(0).tolist()
+    sent = torch.tensor(ranks(sent_by_call, n)).amax(0).tolist()
     assert sent[3] == sent[0]
 
 
-class Noisy(nn.Module):
-    stages = {"": "x=b t s c -> b t s c", "space": "b t [s c]"}
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.space = toys.Along(2, dropout=p)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shared = torch.rand(3)
-        y = self.space(x)
-        return F.dropout(torch.ones_like(y), 0.5, self.training), y - x, shared
+def noisy(m: toys.SpaceTime, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shared = torch.rand(3)
+    y = m.space(x)
+    return F.dropout(torch.ones_like(y), 0.5, m.training), y - x, shared
 
 
 def randomness(mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(mesh.get_local_rank())  # ranks start apart: glue must agree nevertheless
-    model = Noisy().train()
+    model = toys.SpaceTime(noisy, space=toys.Along(2, dropout=0.5)).train()
     for p in model.parameters():
         nn.init.constant_(p, 0.3)
     dsp.parallelize(model, mesh)
@@ -519,55 +431,15 @@ def test_randomness(ranks) -> None:
     assert not torch.equal(mask, again)
 
 
-def random_checkpoint(mesh: DeviceMesh) -> None:
-    """A stage that drops out, recomputed in backward: the same mask."""
-
-    class Sum(nn.Module):
-        stages = {"": "x=b t s c -> b t s c", "space.own": "b t [s c]"}
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.space = nn.Module()
-            self.space.own = Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.space.own, x, use_reentrant=False)
-
-    class Identity(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 0.5) * x
-
-    x = torch.rand(1, 8, 5, 3, requires_grad=True)
-    model = dsp.parallelize(Sum().train(), mesh)
-    y = model(x)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, 2 * y / x)
-
-
-def test_dropout_recomputes_the_same_mask(ranks) -> None:
-    ranks(random_checkpoint, 2)
-
-
 # --- what must be refused ---------------------------------------------------------------------------------------------
 
 
-def disagree(mesh: DeviceMesh, how: str) -> str:
-    model = dsp.parallelize(toys.make("Grid"), mesh)
-    kwargs = toys.inputs("Grid", 1, 4, 4)
-    model(**kwargs)
-    rank = mesh.get_local_rank()
+def differing(how: str, rank: int) -> dict[str, Tensor]:
+    """Inputs of which rank 1 has other ones."""
+    kwargs = toys.inputs("Grid", 1, 4 + (rank if how == "shapes" else 0), 4)
     if how == "values":
-        kwargs["x"] = kwargs["x"] + rank * 1e-9
-    elif how == "order":
-        kwargs["x"] = kwargs["x"].flip(1) if rank else kwargs["x"]
-    try:
-        if how == "shapes":
-            kwargs = toys.inputs("Grid", 1, 4 + rank, 4)
-        model(**kwargs)
-        model(**toys.inputs("Grid", 1, 4, 4))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        kwargs["x"] += rank * 1e-9
+    return kwargs | {"x": kwargs["x"].flip(1)} if how == "order" and rank else kwargs
 
 
 @pytest.mark.parametrize(
@@ -578,12 +450,15 @@ def disagree(mesh: DeviceMesh, how: str) -> str:
         ("shapes", "different shapes"),
     ],
 )
-def test_ranks_that_hold_different_inputs(ranks, how: str, says: str) -> None:
-    for message in ranks(disagree, 2, how):
-        assert re.search(says, message)
+def test_ranks_that_hold_different_inputs(mesh: DeviceMesh, how: str, says: str) -> None:
+    model = dsp.parallelize(toys.make("Grid"), mesh)
+    model(**toys.inputs("Grid", 1, 4, 4))
+    with pytest.raises(RuntimeError, match=says):
+        model(**differing(how, mesh.get_local_rank()))
+        model(**toys.inputs("Grid", 1, 4, 4))
 
 
-def refused(mesh: DeviceMesh) -> None:
+def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
     """Those that docs/your-own-model.md does not show."""
     grid = toys.make("Grid")
     with pytest.raises(dsp.NotationError, match="lies inside stage"):
@@ -615,16 +490,21 @@ def refused(mesh: DeviceMesh) -> None:
         model = dsp.parallelize(toys.Glued(glue).double(), mesh)
         with pytest.raises(dsp.GlueError, match=word):
             model(x)
+    with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
+        dsp.parallelize(toys.SpaceTime(lambda m, x: m.space(x * 2, [x * 2]), space=Listed()), mesh)(x)
     again = dsp.parallelize(toys.make("Grid"), mesh)
     with pytest.raises(ValueError, match="already parallelized"):
         dsp.parallelize(again, mesh)
 
 
-def test_refused_in_plain_words(ranks) -> None:
-    ranks(refused, 2)
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x._is_view() and type(x).__name__ == "FakeTensor":
+            return x
+        raise KeyboardInterrupt
 
 
-def after_errors(mesh: DeviceMesh) -> None:
+def test_nothing_is_left_after_an_exception(mesh: DeviceMesh) -> None:
     """An exception inside a stage leaves nothing behind."""
     model = toys.make("Grid")
     single = toys.make("Grid")
@@ -638,30 +518,14 @@ def after_errors(mesh: DeviceMesh) -> None:
     assert torch.overrides._get_current_function_mode() is None
     block.out = kept
     torch.testing.assert_close(model(**kwargs), single(**kwargs))
-    for error in (KeyboardInterrupt,):
-        block.out = Raises(error)
-        with pytest.raises(error):
-            model(**kwargs)
-        block.out = kept
-        torch.testing.assert_close(model(**kwargs), single(**kwargs))
+    block.out = Raises()
+    with pytest.raises(KeyboardInterrupt):
+        model(**kwargs)
+    block.out = kept
+    torch.testing.assert_close(model(**kwargs), single(**kwargs))
 
 
-class Raises(nn.Module):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x._is_view() and type(x).__name__ == "FakeTensor":
-            return x
-        raise self.error
-
-
-def test_nothing_is_left_after_an_exception(ranks) -> None:
-    ranks(after_errors, 2)
-
-
-def nested(mesh: DeviceMesh) -> None:
+def test_models_inside_models(mesh: DeviceMesh) -> None:
     """Two parallelized models, one inside the other: the outermost governs; each also runs alone."""
 
     class Objective(nn.Module):
@@ -684,62 +548,20 @@ def nested(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
 
 
-def test_models_inside_models(ranks) -> None:
-    ranks(nested, 2)
+class Listed(nn.Module):
+    """A stage that is given a list of what is sharded, which no pattern could name."""
+
+    def forward(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        return x + others[0]
 
 
-def containers(mesh: DeviceMesh) -> None:
-    """Outputs in dataclasses; sharded tensors in lists of arguments are refused, for no pattern could name them."""
-
-    @dataclasses.dataclass
-    class Out:
-        y: Tensor
-        extra: dict
-
-    class Model(nn.Module):
-        stages = {"": "x=b t s c", "space": "b t [s c]"}
-
-        def __init__(self, listed: bool) -> None:
-            super().__init__()
-            self.space, self.listed = (Listed() if listed else toys.Along(2)), listed
-
-        def forward(self, x: Tensor) -> Out:
-            x = x * 2
-            return Out(self.space(x, [x]) if self.listed else self.space(x), {"twice": x})
-
-    class Listed(nn.Module):
-        def forward(self, x: Tensor, others: list) -> Tensor:
-            return x + others[0]
-
-    torch.manual_seed(0)
-    x = torch.randn(1, 6, 5, toys.C)
-    model = Model(False)
-    expect = model(x)
-    out = dsp.parallelize(model, mesh)(x)
-    torch.testing.assert_close(out.y, expect.y)
-    torch.testing.assert_close(out.extra["twice"], expect.extra["twice"])
-    with pytest.raises(dsp.NotationError, match="inside the list 'others'"):
-        dsp.parallelize(Model(True), mesh)(x)
-
-
-def test_containers(ranks) -> None:
-    ranks(containers, 2)
-
-
-def input_gradient_bytes(mesh: DeviceMesh) -> tuple[int, int]:
-    model = toys.make("Grid")
+def test_gradients_of_inputs_are_in_the_plan(mesh: DeviceMesh) -> None:
     kwargs = {k: v.requires_grad_() for k, v in toys.inputs("Grid", 1, 8, 8).items()}
-    plan = dsp.plan(model, kwargs=kwargs, size=mesh.size(), gather_output=False)
-    dsp.parallelize(model, mesh, gather_output=False)
-    loss = dsp.mean(model(**kwargs))
+    plan = dsp.plan(toys.make("Grid"), kwargs=kwargs, size=mesh.size(), gather_output=False)
+    loss = dsp.mean(dsp.parallelize(toys.make("Grid"), mesh, gather_output=False)(**kwargs))
     with dsp.count_comm() as comm:
         loss.backward()
-    return sum(comm.backward.bytes.values()) - 8, plan.bytes["backward"]  # less the loss' own all-reduce
-
-
-def test_gradients_of_inputs_are_in_the_plan(ranks) -> None:
-    for moved, planned in ranks(input_gradient_bytes, 2):
-        assert moved == planned
+    assert sum(comm.backward.bytes.values()) - 8 == plan.bytes["backward"]  # less the loss' own all-reduce
 
 
 class Mixed(nn.Module):
@@ -776,49 +598,31 @@ def test_a_stage_run_whole_draws_the_same_on_every_rank(ranks) -> None:
     assert (a != a[0, 0, 0, 0]).any()
 
 
-class Chain(nn.Module):
-    """Two stages in one function, for checkpoints around both."""
-
-    stages = {"": "x=b t s c -> b t s c", "a": "b t [s c]", "b": "b [t] s [c]"}
-
-    def __init__(self, reentrant: bool, edit: bool = False) -> None:
-        super().__init__()
-        self.a, self.b, self.reentrant, self.edit = toys.Along(2), toys.Along(1), reentrant, edit
-
-    def both(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.edit:
-            y = self.b(self.a(x))
-            y *= 2
-            y.add_(1)
-            return self.a(y)
-        return self.a(checkpoint(self.both, self.a(x), use_reentrant=self.reentrant))
+def checkpointed(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """Two stages in one function, and a checkpoint around both."""
+    return m.space(checkpoint(lambda x: m.time(m.space(x)), m.space(x), use_reentrant=m.reentrant))
 
 
-def chained(mesh: DeviceMesh) -> tuple[int, int, int]:
-    x = torch.randn(1, 8, 8, toys.C).double()
-    single, model = pair(lambda: Chain(False))
+def edited(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    y = m.time(m.space(x))
+    y *= 2
+    y.add_(1)
+    return m.space(y)
+
+
+def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: DeviceMesh) -> None:
+    x, single = torch.randn(1, 8, 8, toys.C).double(), toys.SpaceTime(checkpointed, reentrant=False).double()
     plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=False)
-    (comm,) = beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, (x,), count=True)
+    (comm,) = exact(single, mesh, (x,), gather=False, count=True)
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
-    return comm.forward.calls["switch"], comm.backward.calls["switch"], comm.recompute.calls["switch"]
+    assert [phase.calls["switch"] for phase in (comm.forward, comm.backward, comm.recompute)] == [2, 2, 1]
 
 
-def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(ranks) -> None:
-    assert ranks(chained, 2) == [(2, 2, 1)] * 2
-
-
-def reentrant(mesh: DeviceMesh) -> None:
-    model = dsp.parallelize(Chain(True), mesh, gather_output=False)
+def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.SpaceTime(checkpointed, reentrant=True), mesh, gather_output=False)
     x = torch.randn(1, 8, 8, toys.C, requires_grad=True)
     with pytest.raises((RuntimeError, ValueError), match="use_reentrant=False"):
         dsp.mean(model(x)).backward()
-
-
-def test_reentrant_checkpointing_is_refused(ranks) -> None:
-    ranks(reentrant, 2)
 
 
 class Doubling(nn.Module):
@@ -834,11 +638,7 @@ class Doubling(nn.Module):
         return out
 
 
-def edited(mesh: DeviceMesh) -> None:
-    single, model = pair(lambda: Doubling(Chain(False, edit=True)))
+def test_glue_and_callers_may_write_in_place(mesh: DeviceMesh) -> None:
+    single, model = pair(lambda: Doubling(toys.SpaceTime(edited)))
     dsp.parallelize(model.model, mesh)
     beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))
-
-
-def test_glue_and_callers_may_write_in_place(ranks) -> None:
-    ranks(edited, 2)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import shutil
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.layout import Axis
 from dsp.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
+from tests.support.runs import Heard
 from tests.support.slow import long, slow
+from tests.support.toys import Fn
 
 
 def latte() -> tuple[nn.Module, dict[str, str] | None, dict[str, Tensor]]:
@@ -190,11 +191,6 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
-class Cubed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(x)
-
-
 class Mixes(nn.Module):
     """Mixes along both dims, as `does` says between: it may be what no graph stands for."""
 
@@ -204,7 +200,7 @@ class Mixes(nn.Module):
         self.one, self.two = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
         self.register_buffer("count", torch.zeros(()))
         self.drop, self.act = nn.Dropout(0.5), nn.GELU()
-        self.cubed = Cubed()
+        self.cubed = Fn(Cube.apply)
         self.stages = {"": "x=b s r c -> b s r c", "cubed": "b s r [c]"}
 
     def forward(self, x: Tensor, scale: float = 1.0, other: Any = None) -> Tensor:
@@ -251,57 +247,44 @@ REFUSED = {
 }
 
 
-def refused(mesh: DeviceMesh) -> None:
-    axis, log = Axis.of(mesh), logging.getLogger("dsp")
-    for does, says in REFUSED.items():
-        torch.manual_seed(0)
-        single, heard = Mixes(does), []
-        model = copy.deepcopy(single)
-        if does == "hook":
-            model.one.register_forward_hook(lambda *_: None)
-        elif does == "forward":
-            model.two.forward = partial(type(model.two).forward, model.two)
-        objects = {"object": type("SimpleNamespace", (), {}), "bag": type("Bag", (list,), {})}
-        more = {"other": objects[does]()} if does in objects else {}
-        dsp.parallelize(model, mesh, compile="eager")
-        log.addFilter(hear := lambda record, heard=heard: heard.append(record.getMessage()) or True)
-        try:
-            inputs = {"x": torch.randn(2, 5, 7, 6, dtype=torch.float64), **more}
-            if does == "draws":
-                for _ in range(3):
-                    model(**inputs)
-            else:
-                beside(single, model, mesh, inputs, rounds=3)
-        finally:
-            log.removeFilter(hear)
-        assert graphs(model) == [None]
-        assert len(model.seen) == 3 * (does == "keeps")
-        heard = [text for text in heard if text.startswith("compile: ")]
-        assert axis.rank or (len(heard) == 1 and says in heard[0]), (does, heard)
+class Bag(list[Any]):
+    pass
 
 
-@pytest.mark.parametrize("n", [2])
-def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(ranks, n: int) -> None:
-    ranks(refused, n)
+OBJECTS = {"object": SimpleNamespace(), "bag": Bag()}
 
 
-def refused_twice(mesh: DeviceMesh) -> list[str]:
-    log, heard = logging.getLogger("dsp"), list[str]()
+@pytest.mark.parametrize("does", REFUSED)
+def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(mesh: DeviceMesh, does: str) -> None:
+    single = Mixes(does)
+    model = copy.deepcopy(single)
+    if does == "hook":
+        model.one.register_forward_hook(lambda *_: None)
+    elif does == "forward":
+        model.two.forward = partial(type(model.two).forward, model.two)
+    dsp.parallelize(model, mesh, compile="eager")
+    inputs = {"x": torch.randn(2, 5, 7, 6, dtype=torch.float64)}
+    with Heard() as heard:
+        if does == "draws":
+            for _ in range(3):
+                model(**inputs)
+        else:
+            beside(single, model, mesh, inputs | ({"other": OBJECTS[does]} if does in OBJECTS else {}), rounds=3)
+    assert graphs(model) == [None]
+    assert len(model.seen) == 3 * (does == "keeps")
+    said = [text for text in heard.texts if text.startswith("compile: ")]
+    assert mesh.get_local_rank() or (len(said) == 1 and REFUSED[does] in said[0]), said
+
+
+def test_all_reasons_are_said_at_once(mesh: DeviceMesh) -> None:
     model = Mixes("draws")
     model.one.register_forward_hook(lambda *_: None)
     dsp.parallelize(model, mesh, compile="eager")
-    log.addFilter(hear := lambda record: heard.append(record.getMessage()) or True)
-    try:
+    with Heard() as heard:
         for _ in range(2):
             model(torch.randn(2, 5, 7, 6, dtype=torch.float64))
-    finally:
-        log.removeFilter(hear)
-    return [text for text in heard if text.startswith("compile: ")]
-
-
-def test_all_reasons_are_said_at_once(ranks) -> None:
-    [text], _ = ranks(refused_twice, 2)
-    assert "it draws random numbers; 'one' has a hook" in text
+    said = [text for text in heard.texts if text.startswith("compile: ")]
+    assert mesh.get_local_rank() or ["it draws random numbers; 'one' has a hook" in text for text in said] == [True]
 
 
 class Recurrent(nn.Module):
@@ -314,42 +297,36 @@ class Recurrent(nn.Module):
         return self.out(y).unflatten(0, (len(x), x.shape[2])).transpose(1, 2)
 
 
-def recurrences(mesh: DeviceMesh) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "op"), [(nn.GRU, "gru"), (nn.LSTM, "lstm"), (nn.RNN, "rnn_tanh")])
+def test_recurrences_compile_without_gradients_or_without_a_compiler(mesh: DeviceMesh, kind: Any, op: str) -> None:
     """One graph without gradients; with them torch.compile takes none, and a graph without a compiler does."""
-    said: list[str] = []
-    log = logging.getLogger("dsp")
-    log.addFilter(hear := lambda record: said.append(record.getMessage()) or True)
-    try:
-        for kind in (nn.GRU, nn.LSTM, nn.RNN):
-            torch.manual_seed(0)
-            single, x = Recurrent(kind), torch.randn(2, 5, 6, 6, dtype=torch.float64)
-            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="aot_eager")
-            with torch.no_grad():
-                for m in (single, model):
-                    m.eval()
-                for _ in range(3):
-                    torch.testing.assert_close(model(x), single(x))
-                assert graphs(model) == [1]
-            beside(single, model, mesh, {"x": x}, rounds=3)
-            assert graphs(model) == [1, None]
-            single.zero_grad()
-            model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="eager")
-            beside(single, model, mesh, {"x": x}, rounds=3)
+    single, x = Recurrent(kind), torch.randn(2, 5, 6, 6, dtype=torch.float64)
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="aot_eager")
+    with Heard() as heard:
+        with torch.no_grad():
+            for m in (single, model):
+                m.eval()
+            for _ in range(3):
+                torch.testing.assert_close(model(x), single(x))
             assert graphs(model) == [1]
-    finally:
-        log.removeFilter(hear)
-    return [text for text in said if text.startswith("compile: ")]
+        beside(single, model, mesh, {"x": x}, rounds=3)
+        assert graphs(model) == [1, None]
+        model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="eager")
+        beside(single, model, mesh, {"x": x}, rounds=3)
+        assert graphs(model) == [1]
+    said = [text for text in heard.texts if text.startswith("compile: ")]
+    assert mesh.get_local_rank() or [f"takes no recurrence (aten.{op})" in text for text in said] == [True]
 
 
-class Chain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(5):
-            x = (x + x).transpose(1, 2)
-        return x
+def chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = (x + x).transpose(1, 2)
+    return x
 
 
-def lean(mesh: DeviceMesh) -> None:
-    model = dsp.parallelize(Chain(), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
+def test_a_graph_holds_the_operations_and_nothing_else(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Fn(chain), mesh, {"": "x=b t s"}, gather_output=False, compile="eager")
     for way in (torch.enable_grad, torch.no_grad):
         with way():
             for _ in range(2):
@@ -359,21 +336,9 @@ def lean(mesh: DeviceMesh) -> None:
         assert len(ops) <= 2 * 5 + 2  # and views of what is given and returned
 
 
-def test_a_graph_holds_the_operations_and_nothing_else(ranks) -> None:
-    ranks(lean, 2)
-
-
-@pytest.mark.slow
-def test_recurrences_compile_without_gradients_or_without_a_compiler(ranks) -> None:
-    for said in ranks(recurrences, 2):
-        ops = ("gru", "lstm", "rnn_tanh")
-        why = "compile: Recurrent runs as without it, for torch.compile takes no recurrence (aten.{}) where there are"
-        assert [why.format(op) in text for op, text in zip(ops, said)] in ([True] * 3, [])
-
-
-def anew(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [3])
+def test_it_holds_for_what_it_was_recorded_with(mesh: DeviceMesh) -> None:
     """Numbers, attributes, weights that are others: a graph holds for what it was recorded with."""
-    torch.manual_seed(0)
     single = Mixes()
     model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
     x = torch.randn(2, 5, 7, 6, dtype=torch.float64, requires_grad=True)
@@ -415,11 +380,6 @@ def anew(mesh: DeviceMesh) -> None:
     assert graphs(again) == [1]
 
 
-@pytest.mark.parametrize("n", [3])
-def test_it_holds_for_what_it_was_recorded_with(ranks, n: int) -> None:
-    ranks(anew, n)
-
-
 class Adds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +392,7 @@ class Adds(nn.Module):
         return (x + self.one(x).softmax(1) * p + q + self.pos) * self.scales.by
 
 
-def told_apart(mesh: DeviceMesh) -> None:
+def test_inputs_that_were_one_tensor_are_told_apart(mesh: DeviceMesh) -> None:
     """Inputs that were one tensor when they were recorded, or a weight; and what other objects hold."""
     single = Adds()
     model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
@@ -446,12 +406,7 @@ def told_apart(mesh: DeviceMesh) -> None:
     assert graphs(model) == [2]
 
 
-def test_inputs_that_were_one_tensor_are_told_apart(ranks) -> None:
-    ranks(told_apart, 2)
-
-
-def given_up(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
+def test_numbers_that_change_with_each_call(mesh: DeviceMesh) -> None:
     single = Mixes()
     model = dsp.parallelize(copy.deepcopy(single), mesh, compile="eager")
     x = torch.randn(2, 5, 7, 6, dtype=torch.float64)
@@ -460,15 +415,8 @@ def given_up(mesh: DeviceMesh) -> None:
     assert graphs(model) == [None]
 
 
-def test_numbers_that_change_with_each_call(ranks) -> None:
-    ranks(given_up, 2)
-
-
-def test_none_is_compiled_on_one_rank(ranks) -> None:
-    ranks(alone, 1)
-
-
-def alone(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [1])
+def test_none_is_compiled_on_one_rank(mesh: DeviceMesh) -> None:
     model = Mixes()
     assert dsp.parallelize(model, mesh, compile=True) is model
     assert "forward" not in model.__dict__

@@ -6,7 +6,6 @@ import copy
 import functools
 import pickle
 import re
-import sys
 import threading
 import warnings
 from typing import Any
@@ -20,6 +19,7 @@ import dsp
 from dsp.private import all_gather, set_backward_hooks
 from dsp.run.agreement import small
 from dsp.sharded import Sharded
+from tests.support.runs import Heard
 from tests.support.toys import Along, C, Glued
 
 STAGES = Glued.stages
@@ -89,7 +89,7 @@ def test_ranks_that_are_told_different_things_are_named(ranks, n: int | str) -> 
         assert f"torch is {torch.__version__} on {most}, but 2.0 on {last}" in said[5]
 
 
-def one_collective(mesh: DeviceMesh) -> None:
+def test_they_compare_eight_bytes_and_alone_nothing(mesh: DeviceMesh) -> None:
     sent: list[int] = []
 
     def counted(everyone: Tensor, mine: Tensor, group: Any) -> Any:
@@ -105,14 +105,10 @@ def one_collective(mesh: DeviceMesh) -> None:
         assert sent == [8]
 
 
-def test_they_compare_eight_bytes_and_alone_nothing(ranks) -> None:
-    ranks(one_collective, 2)
-
-
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def two_threads(mesh: DeviceMesh) -> None:
+def test_a_second_thread_is_told_so(mesh: DeviceMesh) -> None:
     inside, go_on, found = threading.Event(), threading.Event(), []
 
     def wait(x: Tensor) -> Tensor:
@@ -143,14 +139,10 @@ def two_threads(mesh: DeviceMesh) -> None:
     assert model.space.out.weight.grad is not None
 
 
-def test_a_second_thread_is_told_so(ranks) -> None:
-    ranks(two_threads, 2)
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def copied(mesh: DeviceMesh) -> None:
+def test_a_deep_copy_is_a_parallel_model_of_its_own(mesh: DeviceMesh) -> None:
     """A deep copy, before any call and after, is a parallel model of its own; a pickle is refused."""
     model = dsp.parallelize(Model(), mesh)
     early = copy.deepcopy(model)
@@ -172,10 +164,6 @@ def copied(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(average(inputs()), expect)
     with pytest.raises(TypeError, match=r"cannot be pickled: save its state_dict\(\)"):
         pickle.dumps(model)
-
-
-def test_a_deep_copy_is_a_parallel_model_of_its_own(ranks) -> None:
-    ranks(copied, 2)
 
 
 # --- what cannot run --------------------------------------------------------------------------------------------------
@@ -225,29 +213,6 @@ class Unmentioned(Model):
         return self.time(self.space(x, scale))
 
 
-def refused(mesh: DeviceMesh) -> None:
-    x = inputs()
-    for name, (glue, says) in REFUSED.items():
-        model = dsp.parallelize(Model(glue), mesh)
-        with pytest.raises((dsp.GlueError, RuntimeError), match=re.escape(says)):
-            model(x)
-            raise AssertionError(name)
-    model = dsp.parallelize(Model(), mesh)
-    for name, call in OUTSIDE.items():
-        with pytest.raises(RuntimeError, match=f"a parallelized Model cannot run under .*{name}.* use backward"):
-            call(model, x)
-    with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
-        torch.compile(model, backend="eager")(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        compiled_between(mesh, x)
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
-        dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
-    for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
-        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
-            dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
-
-
 def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
     """A compiled function between stages is followed, which is said; a compiled stage stays what it is."""
     runs = list[bool]()
@@ -271,11 +236,30 @@ def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
     assert runs
 
 
-def test_what_cannot_run_is_refused_in_a_sentence(ranks) -> None:
-    ranks(refused, 2)
+def test_what_cannot_run_is_refused_in_a_sentence(mesh: DeviceMesh) -> None:
+    x = inputs()
+    for name, (glue, says) in REFUSED.items():
+        model = dsp.parallelize(Model(glue), mesh)
+        with pytest.raises((dsp.GlueError, RuntimeError), match=re.escape(says)):
+            model(x)
+            raise AssertionError(name)
+    model = dsp.parallelize(Model(), mesh)
+    for name, call in OUTSIDE.items():
+        with pytest.raises(RuntimeError, match=f"a parallelized Model cannot run under .*{name}.* use backward"):
+            call(model, x)
+    with pytest.raises(RuntimeError, match=r"torch.compile of a parallelized model, .* of its stages"):
+        torch.compile(model, backend="eager")(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compiled_between(mesh, x)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
+        dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
+    for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
+        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
+            dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
 
 
-def unmentioned(mesh: DeviceMesh) -> None:
+def test_an_argument_that_a_stage_does_not_mention_is_named(mesh: DeviceMesh) -> None:
     model, scale = dsp.parallelize(Unmentioned(), mesh), torch.rand(2, 5, 6, 1)
     says = (
         r"stage 'space' ran on the whole, but on \d of 5 along 't' it raised: The size of tensor a .* does not mention "
@@ -287,25 +271,21 @@ def unmentioned(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model(inputs(), scale), Unmentioned()(inputs(), scale))
 
 
-def test_an_argument_that_a_stage_does_not_mention_is_named(ranks) -> None:
-    ranks(unmentioned, 2)
-
-
 # --- what outlives a call ---------------------------------------------------------------------------------------------
 
 
-def comparisons(mesh: DeviceMesh) -> None:
-    """With what is no number a tensor compares as any Python object."""
-    for other in ("Rep", None, object()):
-        model = dsp.parallelize(Model(lambda x: x if x == other else x * 2 if x != other else x * 3), mesh)  # noqa: B023
-        for _ in range(2):
-            torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
-    model = dsp.parallelize(Model(lambda x: x if x in ("Rep", None) else x * 2), mesh)
-    torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
-
-
-def test_a_tensor_is_no_string(ranks) -> None:
-    ranks(comparisons, 2)
+def test_a_tensor_is_no_string(mesh: DeviceMesh) -> None:
+    """With what is no number a tensor compares as any Python object, and that reads no data of it."""
+    glues: list[Any] = [
+        lambda x, other=other: x if x == other else x * 2 if x != other else x * 3 for other in ("Rep", None, object())
+    ]
+    with Heard() as heard:
+        for glue in (*glues, lambda x: x if x in ("Rep", None) else x * 2):
+            model = dsp.parallelize(Model(glue), mesh)
+            for _ in range(2):
+                torch.testing.assert_close(model(inputs()), Model(lambda x: x * 2)(inputs()))
+            assert not next(iter(model.forward.__self__.entries.values())).plan.script.recorded
+    assert heard.texts == []
 
 
 class Caches(Model):
@@ -325,7 +305,8 @@ class Caches(Model):
         return self.time(y)
 
 
-def caches(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_a_model_keeps_is_of_its_own_runs(mesh: DeviceMesh) -> None:
     single, model = Caches(), dsp.parallelize(Caches(), mesh)
     for call in range(4):
         torch.testing.assert_close(model(inputs()), single(inputs()))
@@ -339,11 +320,6 @@ def caches(mesh: DeviceMesh) -> None:
     single = Model(lambda x: x * table(6))
     expect = single(inputs())
     torch.testing.assert_close(dsp.parallelize(copy.deepcopy(single), mesh)(inputs()), expect)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_a_model_keeps_is_of_its_own_runs(ranks, n: int) -> None:
-    ranks(caches, n)
 
 
 def test_a_checksum_is_of_the_numbers_alone() -> None:
@@ -376,21 +352,15 @@ class Exact(nn.Module):
         return (torch.softmax(y @ y.mT, -1) @ y).reshape(dims_of({"y": y}))
 
 
-def exact_type(mesh: DeviceMesh) -> list[str]:
+def test_an_error_between_stages_says_what_a_sharded_tensor_is(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(Exact(), mesh, {"": "x=b i j d"})
     with pytest.raises(ValueError, match="Not supported") as caught:
         for _ in range(2):  # the first one chooses as it goes
             model(torch.randn(1, 7, 5, C))
-    return getattr(caught.value, "__notes__", [])
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
-def test_an_error_between_stages_says_what_a_sharded_tensor_is(ranks) -> None:
-    for notes in ranks(exact_type, 2):
-        (note,) = notes
-        assert "dsp: at test_host.py:" in note
-        assert "in Exact, t is sharded: a dsp.sharded.Sharded" in note
-        assert "is named in stages" in note
+    (note,) = caught.value.__notes__
+    assert "dsp: at test_host.py:" in note
+    assert "in Exact, t is sharded: a dsp.sharded.Sharded" in note
+    assert "is named in stages" in note
 
 
 class Collecting(Model):
@@ -406,15 +376,11 @@ class Collecting(Model):
         return super().forward(y)
 
 
-def collecting(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_the_collector_may_come_at_any_operation(mesh: DeviceMesh) -> None:
+    """On one rank and not on the next: there is nothing to be done with others."""
     single = Collecting()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     x = inputs()
     for _ in range(2):
         torch.testing.assert_close(model(x), single(x))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_collector_may_come_at_any_operation(ranks, n: int) -> None:
-    """On one rank and not on the next: there is nothing to be done with others."""
-    ranks(collecting, n)

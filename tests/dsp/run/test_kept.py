@@ -63,8 +63,17 @@ def rolled(model: nn.Module, x: Tensor, caches: bool, chunk: int = 2, rolls: int
     return found
 
 
-def chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("mesh", "keep", "stage"),
+    [
+        (2, "module", False),
+        (3, "object", False),
+        slow(2, "object", True),
+        slow(3, "module", True),
+        slow(4, "module", False),
+    ],
+)
+def test_a_sharded_kv_cache_over_ten_chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
     single, x = Video(keep, stage).double(), torch.randn(1, 10, 4, 8).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     with torch.no_grad():
@@ -83,20 +92,6 @@ def chunks(mesh: DeviceMesh, keep: str, stage: bool) -> None:
     assert {plan.bytes["forward"] for plan in plans} == {[1024, 1152, 768][mesh.size() - 2]}
 
 
-@pytest.mark.parametrize(
-    ("n", "keep", "stage"),
-    [
-        (2, "module", False),
-        (3, "object", False),
-        slow(2, "object", True),
-        slow(3, "module", True),
-        slow(4, "module", False),
-    ],
-)
-def test_ten_chunks(ranks, n: int, keep: str, stage: bool) -> None:
-    ranks(chunks, n, keep, stage)
-
-
 class Recurrent(nn.Module):
     """A state that the next call goes on from, with its gradient or without."""
 
@@ -112,8 +107,10 @@ class Recurrent(nn.Module):
         return self.state.softmax(1 if self.training else 2)
 
 
-def states(mesh: DeviceMesh, detach: bool, reads: bool = False) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("mesh", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
+)
+def test_a_recurrent_state_across_calls(mesh: DeviceMesh, detach: bool, reads: bool) -> None:
     single = Recurrent(reads).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     xs = [torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
@@ -135,16 +132,16 @@ def states(mesh: DeviceMesh, detach: bool, reads: bool = False) -> None:
     assert all(kind.plan is not None for kind in model.forward.__self__.entries.values())
 
 
-@pytest.mark.parametrize(
-    ("n", "detach", "reads"), [(2, False, False), (3, True, False), (2, False, True), (3, True, True)]
-)
-def test_a_state_that_calls_hand_on(ranks, n: int, detach: bool, reads: bool) -> None:
-    ranks(states, n, detach, reads)
+def laid(model: nn.Module, x: Tensor, dim: int) -> Tensor:
+    from dsp.layout import Cut
+    from dsp.sharded import carry
+
+    axis = model.forward.__self__.axis
+    return carry(axis.narrow(x, Cut(dim)).contiguous(), axis.at(x.shape, Cut(dim)))
 
 
-def other_layouts(mesh: DeviceMesh) -> None:
+def test_it_may_lie_otherwise_in_a_later_call(mesh: DeviceMesh) -> None:
     """A call by a known signature that finds what is kept in another layout has a plan of its own."""
-    torch.manual_seed(0)
     single, x = Recurrent().double().eval(), torch.randn(2, 7, 6).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     with torch.no_grad():
@@ -154,15 +151,3 @@ def other_layouts(mesh: DeviceMesh) -> None:
             model.state = None if start is None else laid(model, given, "bt".index(start))
             for _ in range(2):
                 torch.testing.assert_close(model(x), single(x))
-
-
-def laid(model: nn.Module, x: Tensor, dim: int) -> Tensor:
-    from dsp.layout import Cut
-    from dsp.sharded import carry
-
-    axis = model.forward.__self__.axis
-    return carry(axis.narrow(x, Cut(dim)).contiguous(), axis.at(x.shape, Cut(dim)))
-
-
-def test_it_may_lie_otherwise_in_a_later_call(ranks) -> None:
-    ranks(other_layouts, 2)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support import toys
-from tests.support.beside import averaged, beside, same
+from tests.support.beside import averaged, beside, exact, same
 from tests.support.runs import Heard
 
 
@@ -42,51 +42,37 @@ class Projections(nn.Module):
         return sum(checkpoint(self.projected, y, *region, use_reentrant=False) for region in regions)
 
 
-def apart(mesh: DeviceMesh, shape: tuple[int, ...], *options: Any) -> tuple[list[str], bool]:
-    torch.manual_seed(0)
-    single = Projections(*options).double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
+def both(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    single = model.double()
+    return single, dsp.parallelize(copy.deepcopy(single), mesh)
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize(("mesh", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
+def test_two_that_read_the_same_are_decided_apart(mesh: DeviceMesh, shape, checkpoints, time_first) -> None:
+    """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
+    single, model = both(Projections(time_first, checkpoints), mesh)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     with Heard() as heard:
         beside(single, model, mesh, (x,), rounds=2)
     [entry] = model.forward.__self__.entries.values()
     alike = [found.nodes for found in entry.plan.script.nodes.values() if len(found.nodes) > 1]
-    return heard.texts, any(len({repr(node.step) for node in nodes}) > 1 for nodes in alike)
+    assert any(len({repr(node.step) for node in nodes}) > 1 for nodes in alike)
+    assert heard.texts == []
 
 
-@pytest.mark.parametrize("time_first", [False, True])
-@pytest.mark.parametrize("checkpoints", [0, 1, 2])
-@pytest.mark.parametrize(("n", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
-def test_two_that_read_the_same_are_decided_apart(ranks, n, shape, checkpoints, time_first) -> None:
-    """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
-    told, differ = ranks(apart, n, shape, time_first, checkpoints)[0]
-    assert differ
-    assert told == []
-
-
-class Remembering(nn.Module):
+def remembering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A memory of the first call, which later ones read in a part that is computed again in backward."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.memory = toys.Along(2), toys.Along(1), None
-
-    def recalled(self, x: Tensor) -> Tensor:
-        return self.space(x * self.memory) + self.time(x + self.memory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.memory is None:
-            self.memory = self.time(x).detach()
-        return checkpoint(self.recalled, self.space(x), use_reentrant=False)
+    if m.memory is None:
+        m.memory = m.time(x).detach()
+    return checkpoint(lambda x: m.space(x * m.memory) + m.time(x + m.memory), m.space(x), use_reentrant=False)
 
 
-def remembered(mesh: DeviceMesh) -> list[str]:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(mesh: DeviceMesh) -> None:
     """Three forwards, and only then their backwards."""
-    torch.manual_seed(0)
-    single = Remembering().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    single, model = both(toys.SpaceTime(remembering, memory=None), mesh)
     xs = [torch.randn(1, 4, 6, toys.C, dtype=torch.float64) for _ in range(3)]
     for x in xs:  # until its memory is planned
         single(x), model(x)
@@ -96,12 +82,7 @@ def remembered(mesh: DeviceMesh) -> list[str]:
             for loss in losses:
                 loss.backward()
     same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
-    return heard.texts
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(ranks, n: int) -> None:
-    assert ranks(remembered, n)[0] == []
+    assert heard.texts == []
 
 
 class Weighed(nn.Module):
@@ -122,105 +103,63 @@ class Weighed(nn.Module):
         return sum((error * w).sum() for error, w in found) + weight.sum()
 
 
-def weighed(mesh: DeviceMesh) -> list[str]:
-    torch.manual_seed(0)
-    single = Weighed().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(mesh: DeviceMesh) -> None:
     inputs = torch.randn(2, 4, 7, toys.C, dtype=torch.float64), torch.rand(2, 7, dtype=torch.float64)
     with Heard() as heard:
-        beside(single, model, mesh, inputs, rounds=3)
-    return heard.texts
+        exact(Weighed().double(), mesh, inputs, rounds=3)
+    assert heard.texts == []
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(ranks, n: int) -> None:
-    assert ranks(weighed, n)[0] == []
-
-
-class Moody(nn.Module):
+def moody(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A forward that does this in one call and that in the next: what, an attribute says."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time = toys.Along(2), toys.Along(1)
-        self.logs, self.start, self.seen = True, 1, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.space(x)
-        if self.logs:
-            self.seen = (y.detach() * 2 - 1).abs()
-        z = y.roll(self.start, -1)
-        z = z * (0.1 * self.start + 0.5) - z * (0.05 * self.start)
-        return self.time(z) + self.space(z)
+    y = m.space(x)
+    if m.logs:
+        m.seen = (y.detach() * 2 - 1).abs()
+    z = y.roll(m.start, -1)
+    z = z * (0.1 * m.start + 0.5) - z * (0.05 * m.start)
+    return m.time(z) + m.space(z)
 
 
-def moods(mesh: DeviceMesh) -> list[str]:
-    torch.manual_seed(0)
-    single = Moody().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: DeviceMesh) -> None:
+    """A forward that leaves something out, or computes it by other numbers, goes on by its plan."""
+    single, model = both(toys.SpaceTime(moody, logs=True, start=1, seen=None), mesh)
     x = torch.randn(1, 5, 6, toys.C, dtype=torch.float64, requires_grad=True)
     with Heard() as heard:
         for logs, start in ((True, 1), (False, 1), (False, 2), (True, 0), (False, 1)):
             for m in (single, model):
                 m.logs, m.start = logs, start
             beside(single, model, mesh, (x,))
-            single.zero_grad()
             assert [entry.astray for entry in model.forward.__self__.entries.values()] == [""]
-    return heard.texts
+    assert heard.texts == []
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(ranks, n: int) -> None:
-    """A forward that leaves something out, or computes it by other numbers, goes on by its plan."""
-    assert ranks(moods, n)[0] == []
-
-
-class Doubling(nn.Module):
+def doubling(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A second pass over the stages in every other call, on another tensor than the plan has for them."""
-
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space, self.time, self.twice = toys.Along(2), toys.Along(1), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.time(self.space(x))
-        if self.twice:
-            y = y + self.time(self.space(y * 0.5))
-        return self.space(y)
+    y = m.time(m.space(x))
+    return m.space(y + m.time(m.space(y * 0.5)) if m.twice else y)
 
 
-class Beside(Doubling):
+def apart(m: toys.SpaceTime, x: Tensor) -> Any:
     """A second stage in every other call, on the whole input: nothing that is sharded leads to it."""
-
-    stages = {"space": "b t [s c]", "time": "b [t] s [c]"}
-
-    def forward(self, x: Tensor) -> Any:
-        return (self.space(x), self.time(x)) if self.twice else self.space(x)
+    return (m.space(x), m.time(x)) if m.twice else m.space(x)
 
 
-def doubling(mesh: DeviceMesh, build: type[Doubling]) -> list[list[str]]:
-    torch.manual_seed(0)
-    single = build().double()
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
+@pytest.mark.parametrize(("does", "what"), [(doubling, "mul()"), (apart, "stage 'time'")])
+def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: DeviceMesh, does, what: str) -> None:
+    model = toys.SpaceTime(does, twice=False)
+    if does is apart:
+        model.stages = {name: text for name, text in model.stages.items() if name}
+    single, model = both(model, mesh)
     x = torch.randn(1, 4, 6, toys.C, dtype=torch.float64, requires_grad=True)
     told = []
     for twice in (False, True, True, False):
-        for m in (single, model):
-            m.twice = twice
+        single.twice = model.twice = twice
         with Heard() as heard:
             beside(single, model, mesh, (x,))
-        single.zero_grad()
         told.append(heard.texts)
-    return told
-
-
-@pytest.mark.parametrize(("build", "what"), [(Doubling, "mul()"), (Beside, "stage 'time'")])
-def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(ranks, build, what: str) -> None:
-    told = ranks(doubling, 2, build)[0]
     assert told[0] == told[2] == []
-    [text] = told[1]
-    assert f"it came to {what} on tensors on which the plan has none" in text
+    if mesh.get_local_rank() == 0:  # which speaks for all
+        [text] = told[1]
+        assert f"it came to {what} on tensors on which the plan has none" in text

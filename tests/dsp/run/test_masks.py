@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.beside import exact
 
 C = 4
 
@@ -46,26 +43,20 @@ class Masking(nn.Module):
 WAYS = "rows all tensor whole bool asked".split()
 
 
-def masked(mesh: DeviceMesh) -> dict[str, Any]:
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_boolean_mask_writes_need_no_communication(mesh: DeviceMesh) -> None:
     found = {}
     for way in WAYS:
         torch.manual_seed(0)
-        single = Masking(way).double()
-        model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b r f"}, gather_output=False)
-        x = torch.randn(2, 7, C, dtype=torch.float64, requires_grad=True)
-        found[way] = [dict(comm.forward.bytes) for comm in beside(single, model, mesh, (x,), rounds=3, count=True)]
-    return found
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_exact_and_without_communication(ranks, n: int) -> None:
-    for found in ranks(masked, n):
-        own = found["whole"]  # attention alone, whose mask is whole on every rank
-        assert all(found[way] == own for way in ("rows", "all", "tensor", "bool"))
-        assert len(own[0]) > 0
-        _, second, third = found["asked"]  # a rank tells the others whether there is any
-        assert second == third
-        assert sum(second.values()) <= sum(own[0].values()) + n
+        single, x = Masking(way).double(), torch.randn(2, 7, C, dtype=torch.float64, requires_grad=True)
+        steps = exact(single, mesh, (x,), {"": "x=b r f"}, gather=False, rounds=3, count=True)
+        found[way] = [dict(comm.forward.bytes) for comm in steps]
+    own = found["whole"]  # attention alone, whose mask is whole on every rank
+    assert all(found[way] == own for way in ("rows", "all", "tensor", "bool"))
+    assert len(own[0]) > 0
+    _, second, third = found["asked"]  # a rank tells the others whether there is any
+    assert second == third
+    assert sum(second.values()) <= sum(own[0].values()) + mesh.size()
 
 
 def test_planned_though_it_reads_its_mask() -> None:
@@ -76,8 +67,17 @@ def test_planned_though_it_reads_its_mask() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize("value", [2, 1.5, True])
-def test_numbers_of_other_types_are_as_on_one_process(ranks, dtype: torch.dtype, value: float) -> None:
-    ranks(cast, 2, dtype, value)
+def test_numbers_of_other_types_are_as_on_one_process(mesh: DeviceMesh, dtype: torch.dtype, value: float) -> None:
+    x = (torch.arange(12).view(2, 6) % 3).to(dtype)
+    try:
+        expect = Cast(value)(x)
+    except Exception:
+        return
+    try:
+        got = dsp.parallelize(Cast(value), mesh, {"": "x=b s"})(x)
+    except dsp.GlueError:
+        return  # refused, by name
+    assert torch.equal(got, expect)
 
 
 class Cast(nn.Module):
@@ -89,16 +89,3 @@ class Cast(nn.Module):
         y = x.clone()
         y[x > 0] = self.value
         return y
-
-
-def cast(mesh: DeviceMesh, dtype: torch.dtype, value: float) -> None:
-    x = (torch.arange(12).view(2, 6) % 3).to(dtype)
-    try:
-        expect = Cast(value)(x)
-    except Exception:
-        return
-    try:
-        got = dsp.parallelize(Cast(value), mesh, {"": "x=b s"})(x)
-    except dsp.GlueError:
-        return  # refused, by name
-    assert torch.equal(got, expect)

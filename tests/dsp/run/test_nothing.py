@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.beside import exact
 from tests.support.slow import long, slow_but
-from tests.support.toys import Along, C
+from tests.support.toys import C, SpaceTime
 
 
-class Model(nn.Module):
-    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
-
+class Model(SpaceTime):
     def __init__(self, glue: Any) -> None:
-        super().__init__()
-        self.space, self.time, self.w, self.glue = Along(2), Along(1), nn.Parameter(torch.randn(C)), glue
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.time(self.glue(self, self.space(x)))
+        super().__init__(lambda m, x: m.time(glue(m, m.space(x))), w=nn.Parameter(torch.randn(C)))
 
 
 def rotary(m: Model, x: Tensor) -> Tensor:
@@ -65,14 +59,6 @@ def make(name: str) -> Model:
     return Model(NOTHING[name]).double()
 
 
-def exact(single: nn.Module, args: tuple[Tensor, ...], mesh: DeviceMesh, name: str) -> None:
-    model = dsp.parallelize(copy.deepcopy(single), mesh)
-    try:
-        beside(single, model, mesh, tuple(x.clone().requires_grad_() for x in args), rounds=2, loss=total)
-    except AssertionError as error:
-        raise AssertionError(name) from error
-
-
 def total(y: Tensor) -> Tensor:
     return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum() + 1
 
@@ -86,18 +72,19 @@ class Two(Model):
         return self.time(torch.cat([self.space(x), self.space(y)], 1))
 
 
-def run(mesh: DeviceMesh) -> None:
-    x = torch.randn(2, 7, 5, C, dtype=torch.float64)
-    for name in NOTHING:
-        exact(make(name), (x,), mesh, name)
-    for y in (x[:, :0], x[:0], x[:, :, :0]):
-        exact(make("rotary"), (y,), mesh, f"an input {tuple(y.shape)}")
-    exact(Two(None).double(), (x, x[:, :0]), mesh, "two inputs")
+X = torch.randn(2, 7, 5, C, dtype=torch.float64)
+MODELS = {
+    **{name: (partial(make, name), (X,)) for name in NOTHING},
+    **{f"an input {tuple(y.shape)}": (partial(make, "rotary"), (y,)) for y in (X[:, :0], X[:0], X[:, :, :0])},
+    "two inputs": (lambda: Two(None).double(), (X, X[:, :0])),
+}
 
 
-@pytest.mark.parametrize("n", [2, long(3)])
-def test_exact(ranks, n: int) -> None:
-    ranks(run, n)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [2, long(3)])
+def test_exact(mesh: DeviceMesh, name: str) -> None:
+    build, args = MODELS[name]
+    exact(build(), mesh, tuple(x.clone().requires_grad_() for x in args), rounds=2, loss=total)
 
 
 def test_nothing_costs_nothing() -> None:
