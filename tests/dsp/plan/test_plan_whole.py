@@ -1,4 +1,4 @@
-"""Work that runs whole on every rank is said: the operation, its cost, and the line of stages that would help."""
+"""Work that runs whole on every rank is said: the operation, its cost, why, and what would help."""
 
 from __future__ import annotations
 
@@ -177,22 +177,26 @@ def test_messages_on_a_graph_are_sharded_along_their_channels() -> None:
     assert (plan.share, plan.whole) == (1 / 3, [])
 
 
-def test_cells_of_pixels_need_a_line() -> None:
+def test_cells_of_pixels_need_a_line_which_discover_finds() -> None:
     model, (x,) = Pixels(), CASES["pixels"][1]
     plan = dsp.plan(model, (x,), size=3, gather_output=False)
     assert [(w.name, w.module) for w in plan.whole] == [("gru_cell", "rnn.cell")]
-    line = "(b h w) [c] -> (b h w) [x]"
-    assert f'Add to stages "rnn.cell": "{line}": then the largest tensor of a rank is 0.40' in plan.advice
+    assert "100% of all FLOPs). gru_cell(): it has no rule for a sharded tensor. dsp.discover tells" in plan.advice
     assert plan.advice in plan.text()
-    better = dsp.plan(model, x, size=3, stages={**Pixels.stages, "rnn.cell": line}, gather_output=False)
-    assert (better.share, better.whole, better.advice) == (0.4, [], "")
+    found = dsp.discover(model, torch.cat([x, x.flip(1)]))
+    assert found["rnn"].startswith("(b h w) [c t] -> (b h w) ")
+    for stages in (found, {**Pixels.stages, "rnn.cell": "(b h w) [c] -> (b h w) [x]"}):
+        better = dsp.plan(model, x, size=3, stages=stages, gather_output=False)
+        assert (better.share, better.whole, better.advice) == (0.4, [], "")
 
 
 def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "scatter_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
+    said = "scatter_reduce() in conv (720 B). scatter_reduce(): it has no rule for a sharded tensor"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
+    with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over every other dim"):
+        dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
 
 def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
@@ -231,7 +235,7 @@ def told(mesh: DeviceMesh, x: Tensor) -> tuple[list[str], str]:
 def test_a_run_and_a_check_say_it_once(ranks) -> None:
     (texts, report), (others, _) = ranks(told, 2, CASES["pixels"][1][0])
     assert len(texts) == 2  # the model that is checked, and this one
-    assert all("Add to stages" in text for text in texts), texts
+    assert all("dsp.discover tells" in text for text in texts), texts
     assert report.count("every rank runs whole") == 1
     assert others == []
 
