@@ -1,15 +1,22 @@
 """Dynamic Sequence Parallelism: shard a multi-dimensional model along the dims a stage does not compute over."""
 
-from dsp import embedded
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dsp.check import Report, check
 from dsp.count import count_comm
-from dsp.discover import discover
 from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
 from dsp.plan import Plan, Sizing, choose, plan
 from dsp.rules import GlueError
 from dsp.run import parallelize
+
+if TYPE_CHECKING:
+    from dsp import embedded
+    from dsp.discovery import discover
 
 __version__ = "0.2.0"
 
@@ -36,3 +43,12 @@ __all__ = [
     "start_switch",
     "switch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`discover` and `embedded`, which are loaded when they are used."""
+    if name == "discover":
+        return import_module("dsp.discovery").discover
+    if name == "embedded":
+        return import_module("dsp.embedded")
+    raise AttributeError(f"module 'dsp' has no attribute {name!r}")

@@ -86,7 +86,7 @@ FAULTS = [
         "discover does not look into functions that are many operations",
         "dsp/rules/between.py",
         "if what.decomposition is not None and (out",
-        "if type(self).__name__ != 'Follower' and what.decomposition is not None and (out",
+        "if type(self).__name__ != 'Recording' and what.decomposition is not None and (out",
         "dsp/test_discover::test_dims_are_followed_through_a_function_that_is_many_operations",
     ),
     Fault(
@@ -498,7 +498,7 @@ FAULTS = [
     ),
     Fault(
         "nothing is divided by its size",
-        "dsp/discover/dims.py",
+        "dsp/discovery/dims.py",
         "if size == 0:",
         "if whole and not parts:",
         "dsp/run/test_nothing",

@@ -79,7 +79,7 @@ class Runs:
         return self.ended(name)
 
     def results(self, name: str) -> tuple[list[float], dict[str, Tensor]]:
-        """What a run has recorded of its steps; and its weights."""
+        """The records of a run's steps, and its weights."""
         run = Path(self.folder.name) / name
         records = [r for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
         return [r[key] for r in records for key in ("loss", "grad_norm", "lr")], weights(

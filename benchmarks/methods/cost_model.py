@@ -390,7 +390,7 @@ def best_table() -> list[dict[str, Any]]:
 
 
 def lines(rows: list[dict[str, Any]], x: str, key: str, dashed: bool = False) -> tuple[list[Any], list[Series]]:
-    """What is along x, and a line of each method; rings where `fits` is False."""
+    """A line of each method over x; rings where `fits` is False."""
     places, found = list(dict.fromkeys(row[x] for row in rows)), []
     for method in METHODS:
         mine = [(places.index(row[x]), row) for row in rows if row["method"] == method]

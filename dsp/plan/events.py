@@ -118,8 +118,6 @@ class Trace:
     facts: list[NodeFacts] = field(default_factory=list)  # of operations and stages, in order
     saves: dict[int, float] | None = None  # per activation checkpoint: the last event that saves, if that is known
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
-    entered: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # the first call of every module between stages
-    known: dict[int, Sym] = field(default_factory=dict)  # the tracked tensors among their arguments, by id
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
     left: list[Tensor] = field(default_factory=list)  # sharded tensors of earlier calls that the forward met
     compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled

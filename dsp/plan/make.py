@@ -101,7 +101,7 @@ def plan_stages(
     goal: Goal,
     advise: bool = False,
 ) -> Plan:
-    """`plan` for stages that were found already. `advise`: where glue runs whole, look for what would help."""
+    """`plan` for stages that were found already. `advise`: where glue runs whole, say why, and what would help."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = traced(
         model, stages, root, args, kwargs or {}, goal.size,
@@ -113,10 +113,8 @@ def plan_stages(
     if not (advise and made.whole):
         return made
 
-    def replan(more: list[Stage], named: StagePattern | None = root) -> Plan:
-        return plan_stages(model, [*stages, *more], named, args, kwargs, goal)
-
-    return replace(made, remedy=remedy(model, stages, root, t, made, replan))
+    better = remedy(root, t, made, lambda named: plan_stages(model, stages, named, args, kwargs, goal))
+    return replace(made, remedy=better)
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:

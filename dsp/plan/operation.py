@@ -10,7 +10,7 @@ from dsp.layout import Cut
 from dsp.plan.events import NodeFacts, Sym
 from dsp.plan.record import OperationNode, Ref
 from dsp.planner import Choice, Extent, Layout
-from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
+from dsp.rules import Frame, GlueError, Outcome
 from dsp.rules.sources import EXPANDED
 
 Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
@@ -76,8 +76,7 @@ class Operation:
 
     def frame(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
-        operands = iter([Operand(tuple(t.shape), cuts.get(i)) for i, t in enumerate(self.tracked)])
-        return Frame(self.name, *replaced(self.node.args, self.node.kwargs, operands), self.n, apart=apart)
+        return self.node.frame(cuts, self.n, apart)
 
     def outcome(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Outcome | GlueError:
         try:

@@ -2,7 +2,9 @@
 
 What a forward does on fake tensors depends on the module, on its inputs' shapes and types, and on nothing else: there
 is no data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what
-such a call returned before. Whatever cannot be compared by value is compared by identity, so a doubt costs time only.
+such a call returned before. Objects that a module holds are compared by their attributes. Whatever cannot be
+compared by value is compared by identity, so a doubt costs time only: so are objects among the arguments, such as a
+cache of each layer's own, into which a call may write. `discover` skips layers by the same fingerprint.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from dsp.plan.skeleton import foreign
-from dsp.private import children_of, pytree, storage_id
+from dsp.private import FakeTensor, children_of, pytree, storage_id
 from dsp.tensors import tensors_in, version
 
 VALUES = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+SMALL = 4096  # numbers of a buffer that are compared one by one
+OBJECTS = 3  # within each other that are compared by what they hold
 APART = frozenset(
     """
 _parameters _buffers _modules _non_persistent_buffers_set forward _compiled_call_impl _backward_hooks
@@ -39,11 +43,23 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class _Reader:
-    """Values as something to compare; `order` numbers modules and tensors as they turn up, so that sharing shows."""
+def plain(value: Any) -> bool:
+    """Tell whether all that an object holds is in its `__dict__`: of a class of Python alone, and no module."""
+    kind = type(value)
+    if getattr(kind, "__new__", None) is not object.__new__ or isinstance(value, (type, nn.Module)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and not any(c.__dict__.get("__slots__") for c in kind.__mro__)
 
-    def __init__(self, tensor: Callable[[_Reader, Tensor], Hashable]) -> None:
-        self.tensor = tensor
+
+class _Reader:
+    """Values as something to compare; `order` numbers modules and tensors as they turn up, so that sharing shows.
+
+    objects: how deep within each other they are compared by what they hold; buffers: whether those of modules are told
+    apart by their numbers.
+    """
+
+    def __init__(self, tensor: Callable[[_Reader, Tensor], Hashable], objects: int = 0, buffers: bool = False) -> None:
+        self.tensor, self.objects, self.buffers = tensor, objects, buffers
         self.order: dict[int, int] = {}
         self.kept: list[Any] = []  # compared by identity: alive, so that no other object takes its id
 
@@ -65,7 +81,15 @@ class _Reader:
         if kind is types.MethodType and id(value.__self__) in self.order:
             return kind, self.order[id(value.__self__)], id(value.__func__)
         self.kept.append(value)
-        return kind, id(value)
+        if id(value) in self.order:
+            return kind, self.order[id(value)]
+        if not (self.objects and plain(value)):
+            return kind, id(value)
+        self.nth(value)
+        self.objects -= 1
+        state = self.read(value.__dict__)
+        self.objects += 1
+        return kind, state
 
     def module(self, module: nn.Module) -> Hashable:
         module = unwrapped(module)
@@ -81,14 +105,25 @@ class _Reader:
             for group in ("_parameters", "_buffers")
             for k, t in state[group].items()
         ]
+        own += [contents(t) for t in state["_buffers"].values() if self.buffers and t is not None]
         children = [(k, None if m is None else self.module(m)) for k, m in state["_modules"].items()]
         return type(module), tuple(own), tuple(tensors), tuple(children)
 
 
-def fingerprint(module: nn.Module) -> Hashable:
-    """The state that a module's forward depends on, its numbers apart; and hooks of a distributed run."""
+def contents(buffer: Tensor) -> Hashable:
+    """The numbers of a buffer, if they are few; else its identity. Two masks of one shape may differ."""
+    if buffer.is_meta or isinstance(buffer, FakeTensor):
+        return None
+    return tuple(buffer.flatten().tolist()) if buffer.numel() <= SMALL else id(buffer)
+
+
+def fingerprint(module: nn.Module, buffers: bool = False) -> Hashable:
+    """The state that a module's forward depends on, its numbers apart; and hooks of a distributed run.
+
+    buffers: with the numbers of its buffers, for a forward that has data.
+    """
     # a tensor that is no buffer keeps its data in a trace
-    return _Reader(lambda _, t: ("tensor", id(t))).module(module)
+    return _Reader(lambda _, t: ("tensor", id(t)), OBJECTS, buffers).module(module)
 
 
 def alike(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:

@@ -45,7 +45,6 @@ class Tracer(Between):
         self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
-        self.entered: dict[str, tuple[Any, Any]] = {}
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
         self.line = Moving("plan")
         self.attended: list[FlexCall] = []  # calls of flex_attention in the stage that runs
@@ -117,8 +116,6 @@ class Tracer(Between):
         if not self.asleep:
             self.inside.append(path)
             self.recorder.module = path
-            if not self.real:
-                self.entered.setdefault(path, (args, kwargs))
 
     def leave_module(self) -> None:
         if not self.asleep:

@@ -212,11 +212,9 @@ class Rehearsal:
         return found
 
     def complete(self, found: Trace, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> None:
-        """Add to a trace what its record does not say: the inputs, the calls of modules, what earlier calls left."""
+        """Add to a trace what its record does not say: the inputs, and what earlier calls left."""
         recorder, declared = tracer.recorder, {id(b.tensor) for b in bound if b.pattern is not None}
-        found.recompute, found.entered = self.how.recompute, tracer.entered
-        met = ((id(t), recorder.numbers.get(t)) for t in tensors_in(list(tracer.entered.values())))
-        found.known = {key: found.tracked[number] for key, number in met if number in found.tracked}
+        found.recompute = self.how.recompute
         found.whole_grads = [t.nbytes for t in given if id(t) not in declared and recorder.asks(t)]
         found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
         found.left = [t for t, _ in tracer.left.values()]

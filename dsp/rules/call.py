@@ -16,10 +16,11 @@ from dsp.rows import Rows
 class GlueError(RuntimeError):
     """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
 
-    Its text ends with the line of the user's code that the error came through last, or is about: `line`.
+    Its text ends with the line of the user's code that the error came through last, or is about: `line`; `reason`: of
+    a rule, by itself.
     """
 
-    line = ""
+    line = reason = ""
 
     def __str__(self) -> str:
         lines = lines_of(self)
@@ -115,10 +116,12 @@ class Frame:
         shapes = ", ".join(
             f"{list(o.shape)}" + (f" sharded along dim {o.cut.dim}" if o.cut else "") for o in self.operands()
         )
-        return GlueError(
+        error = GlueError(
             f"{self.name}({shapes}) between stages: {reason}. "
             + (advice or "Move it into a stage (a submodule with a pattern), where tensors are local")
         )
+        error.reason = reason
+        return error
 
     def on_a_row(self, cut: Cut, size: int) -> Callable[..., Any] | None:
         """For a rank that holds nothing, of an operation that takes no empty tensor: on one row, none of it returned.

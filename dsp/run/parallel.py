@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -373,14 +373,14 @@ class Runtime:
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         given = given_cuts(self.signature, args, kwargs)
 
-        def traced(stages: list[Stage], root: StagePattern | None = self.root) -> Trace:
+        def traced(root: StagePattern | None) -> Trace:
             return trace(
-                self.model, stages, root, args, kwargs, self.axis.size,
+                self.model, self.stages, root, args, kwargs, self.axis.size,
                 gather_output=self.gather_output, given=given,
             )  # fmt: skip
 
         try:
-            t = traced(self.stages)
+            t = traced(self.root)
         except (NotationError, GlueError):
             raise
         except Exception as error:
@@ -391,17 +391,13 @@ class Runtime:
         self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
         if plan.advice and self.axis.rank == 0 and not self.entries:
-
-            def replan(more: list[Stage], *named: StagePattern) -> Plan:
-                return self.solve(traced([*self.stages, *more], *named), more)
-
-            better = remedy(self.model, self.stages, self.root, t, plan, replan)
+            better = remedy(self.root, t, plan, lambda named: self.solve(traced(named)))
             self.advice = replace(plan, remedy=better).advice
             log.warning(self.advice)
         return plan
 
-    def solve(self, t: Trace, more: Sequence[Stage] = ()) -> Plan:
-        return make_plan(t, {s.name: s for s in (*self.stages, *more)}, Goal(self.axis.size))
+    def solve(self, t: Trace) -> Plan:
+        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size))
 
 
 @uncompiled

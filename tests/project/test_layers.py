@@ -12,7 +12,7 @@ LAYERS = """
 text private launch lines world notation planner hardware
 tensors compile_off observers exchange collectives pending sent rows count gradients layout sharded moves ops randomness
 methods signature stages known slices
-rules plan run check discover embedded cluster_check
+rules plan run check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
@@ -20,10 +20,10 @@ ROOMS = {
         written_out functions between""",
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
         choices stage_cache tracer tracing reads picture table solve program traffic cost advice make choose""",
-    "run": """views writes notes kept traffic_check lookup forward recipes follow glue inputs outputs agreement stage_calls
-        hooks guards tidy graph pipelines parallel""",
+    "run": """views writes notes kept traffic_check lookup forward recipes follow glue inputs outputs agreement
+        stage_calls hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
-    "discover": "dims nodes shapes repeats search folds choice patterns discover",
+    "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Work that runs whole on every rank is said: the operation, its cost, and the line of stages that would help."""
+"""Work that runs whole on every rank is said: the operation, its cost, why, and what would help."""
 
 from __future__ import annotations
 
@@ -177,22 +177,26 @@ def test_messages_on_a_graph_are_sharded_along_their_channels() -> None:
     assert (plan.share, plan.whole) == (1 / 3, [])
 
 
-def test_cells_of_pixels_need_a_line() -> None:
+def test_cells_of_pixels_need_a_line_which_discover_finds() -> None:
     model, (x,) = Pixels(), CASES["pixels"][1]
     plan = dsp.plan(model, (x,), size=3, gather_output=False)
     assert [(w.name, w.module) for w in plan.whole] == [("gru_cell", "rnn.cell")]
-    line = "(b h w) [c] -> (b h w) [x]"
-    assert f'Add to stages "rnn.cell": "{line}": then the largest tensor of a rank is 0.40' in plan.advice
+    assert "100% of all FLOPs). gru_cell(): it has no rule for a sharded tensor. dsp.discover tells" in plan.advice
     assert plan.advice in plan.text()
-    better = dsp.plan(model, x, size=3, stages={**Pixels.stages, "rnn.cell": line}, gather_output=False)
-    assert (better.share, better.whole, better.advice) == (0.4, [], "")
+    found = dsp.discover(model, torch.cat([x, x.flip(1)]))
+    assert found["rnn"].startswith("(b h w) [c t] -> (b h w) ")
+    for stages in (found, {**Pixels.stages, "rnn.cell": "(b h w) [c] -> (b h w) [x]"}):
+        better = dsp.plan(model, x, size=3, stages=stages, gather_output=False)
+        assert (better.share, better.whole, better.advice) == (0.4, [], "")
 
 
 def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "scatter_reduce() in conv (720 B). No stage would change that: conv computes over every dim"
+    said = "scatter_reduce() in conv (720 B). scatter_reduce(): it has no rule for a sharded tensor"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
+    with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over every other dim"):
+        dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
 
 def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
@@ -225,14 +229,12 @@ def test_a_run_and_a_check_say_it_once(mesh: DeviceMesh) -> None:
         for _ in range(2):
             parallel(x)
     first = mesh.get_local_rank() == 0
-    assert ["Add to stages" in text for text in heard.texts] == [True, True] * first  # the one checked, and this one
+    assert ["dsp.discover tells" in text for text in heard.texts] == [True, True] * first  # the one checked, this one
     assert not first or report.count("every rank runs whole") == 1
 
 
 def test_a_forward_that_reads_its_data_is_told_after_its_first_call(mesh: DeviceMesh) -> None:
     inputs = CASES["graph"][1]
-    plan = dsp.plan(Graph(Graph.Reading), inputs, size=2, gather_output=False)
-    assert "every rank runs whole what is between stages: scatter_reduce() in conv (" in plan.text()
     model = dsp.parallelize(Graph(Graph.Reading), mesh)
     with Heard() as heard, torch.no_grad():
         for _ in range(3):

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dsp.discover.dims import Dim, places
-from dsp.discover.nodes import ModuleCall, known
+from dsp.discovery.calls import ModuleCall, known
+from dsp.discovery.dims import Dim, places
 
 Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to
 Row = list[list[Item]]  # a tensor: for each axis the dims it folds

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dsp.discover.dims import Axes, Dim, GlueOp, atoms, places
+from dsp.discovery.dims import Axes, Dim, GlueOp, atoms, places
 from dsp.layout import Cut
-from dsp.private import FakeTensor, buffers_of, children_of, parameters_of
+from dsp.plan.record import Ref
 
 
 @dataclass
@@ -28,30 +26,42 @@ class Group:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a submodule: its tensor arguments, what it is independent along, what runs inside it."""
+    """One call of a submodule, the `index`-th: what a record has of it, and what a pass found.
+
+    params, operands: its tensor arguments; given: all tensors among its arguments; args, kwargs: copies of these, to
+    call it again; body: the operations and calls inside it, in order.
+    """
 
     path: str
     module: nn.Module
     index: int
-    params: list[str] = field(default_factory=list)
+    params: list[str]
+    operands: list[Ref]
+    given: list[Ref]
+    args: Any
+    kwargs: Any
+    results: list[Ref] = field(default_factory=list)
+    body: list[Any] = field(default_factory=list)
     inputs: list[Axes] = field(default_factory=list)
     lives: list[bool] = field(default_factory=list)
     outputs: list[Axes] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     ops: list[GlueOp] = field(default_factory=list)
-    children: list[ModuleCall] = field(default_factory=list)
     hides: bool = False  # takes some of its tensors inside lists and dicts, where no pattern can name them
     tested: bool = False
     local: bool = False  # acts on each position alone: computes over one axis at most, the channels
 
     @property
-    def live(self) -> bool:
-        return any(self.lives)
+    def children(self) -> list[ModuleCall]:
+        return [node for node in self.body if isinstance(node, ModuleCall)]
 
     @property
-    def numel(self) -> int:
-        return sum(math.prod(s) for s, live in zip(self.shapes, self.lives) if live)
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [t.shape for t in self.operands]
+
+    @property
+    def live(self) -> bool:
+        return any(self.lives)
 
     def group(self, arg: int, cut: Cut) -> int | None:
         return next((n for n, g in enumerate(self.groups) if g.cuts[arg] == cut), None)
@@ -70,7 +80,7 @@ class ModuleCall:
 
     def copy(self) -> ModuleCall:
         """This call and those inside it, of which one may drop groups."""
-        return replace(self, groups=[*self.groups], children=[child.copy() for child in self.children])
+        return replace(self, groups=[*self.groups], body=[child.copy() for child in self.children])
 
     def walk(self) -> Iterator[ModuleCall]:
         yield self
@@ -113,34 +123,3 @@ def structure(node: ModuleCall) -> Any:
         (live, tuple(tuple((numbers.setdefault(d, len(numbers)), d.size) for d in axis) for axis in known(axes)))
         for live, axes in zip(node.lives, node.inputs)
     )
-
-
-_MODULE = frozenset(vars(nn.Module()))
-SMALL = 4096  # numbers of a buffer that are compared one by one
-
-
-def held(buffer: Tensor) -> Any:
-    """The fingerprint of a buffer's contents: two masks of one shape may differ."""
-    if buffer.is_meta or isinstance(buffer, FakeTensor):
-        return tuple(buffer.shape)
-    return tuple(buffer.shape), tuple(buffer.flatten().tolist()) if buffer.numel() <= SMALL else id(buffer)
-
-
-def fingerprint(value: Any, depth: int = 0) -> Any:
-    """Equal for modules that compute the same function of their parameters."""
-    if isinstance(value, nn.Module):
-        own = tuple((k, fingerprint(v, depth)) for k, v in sorted(vars(value).items()) if k not in _MODULE)
-        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in parameters_of(value).items())
-        buffers = tuple((k, None if t is None else held(t)) for k, t in buffers_of(value).items())
-        children = tuple((k, fingerprint(m, depth)) for k, m in children_of(value).items())
-        return type(value), own, shapes, buffers, children
-    if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
-        return (type(value).__name__, value)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(fingerprint(v, depth) for v in value))
-    if isinstance(value, Mapping):
-        return tuple((str(k), fingerprint(v, depth)) for k, v in value.items())
-    if inspect.isfunction(value) or inspect.isbuiltin(value) or isinstance(value, Tensor) or depth > 3:
-        return id(value)
-    attributes = sorted(getattr(value, "__dict__", {}).items())
-    return (type(value), tuple((k, fingerprint(v, depth + 1)) for k, v in attributes))

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.discover.nodes import ModuleCall, fingerprint, known
+from dsp.discovery.calls import ModuleCall, known
+from dsp.plan.stage_cache import fingerprint
 from dsp.private import pytree
 from dsp.slices import copied
 from dsp.stages import clean
@@ -96,7 +97,7 @@ def layers(model: nn.Module) -> dict[Any, list[tuple[str, nn.Module]]]:
             for name, layer in parent.named_children():
                 if any(True for _ in layer.children()) and any(True for _ in layer.parameters()):
                     own = clean(f"{path}.{name}".lstrip("."))
-                    groups.setdefault((path, fingerprint(layer)), []).append((own, layer))
+                    groups.setdefault((path, fingerprint(layer, buffers=True)), []).append((own, layer))
     return groups
 
 

@@ -9,18 +9,13 @@ Dims turn out to be the same when they meet (two tensors added), and to be folds
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, Operand, Outcome, replaced, tensor_args
-from dsp.rules.between import Between
-from dsp.rules.functions import Traits
-from dsp.tensors import ByTensor, tensors_in
+from dsp.plan.record import OperationNode, Ref
+from dsp.rules import RULES, Outcome
 
 MANY = 64  # elements of a dim
 
@@ -51,12 +46,12 @@ Axes = list[tuple[Dim, ...]]  # for each axis the dims it folds, outermost first
 
 
 class Dims:
-    """All dims of a model. Runs of one forward are alike, so what is born at a place is the same dim in each."""
+    """All dims of a model. What is born at a place of the record is the same dim whenever that is followed."""
 
     def __init__(self) -> None:
         self.births: dict[Any, Dim] = {}
-        self.axes = ByTensor[Axes]()  # of the tensors that are followed
-        self.live = ByTensor[bool]()  # whether a tensor is computed from the inputs whose dims are to be sharded
+        self.axes: dict[int, Axes] = {}  # of the tensors that are followed, by their numbers in the record
+        self.live: set[int] = set()  # those computed from the inputs whose dims are to be sharded
         self.changes = 0
 
     def born(self, key: Any, size: int) -> tuple[Dim, ...]:
@@ -122,26 +117,27 @@ class Dims:
             axes.append(tuple(axis))
         return axes
 
-    def claim(self, t: Tensor, cut: Cut, dims: tuple[Dim, ...], key: Any) -> None:
+    def claim(self, t: Ref, cut: Cut, dims: tuple[Dim, ...], key: Any) -> None:
         """A followed tensor turns out to have these dims there."""
         axes = self.axes_of(t)
         if axes is not None:
             found: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
             self.follow(t, self.fill(t.shape, [*found, (cut, dims)], key), self.is_live(t))
 
-    def axes_of(self, t: Tensor) -> Axes | None:
+    def axes_of(self, t: Ref) -> Axes | None:
         """The dims of a followed tensor."""
-        axes = self.axes.get(t)
+        axes = self.axes.get(t.number)
         return None if axes is None else [atoms(axis) for axis in axes]
 
-    def is_live(self, t: Tensor) -> bool:
-        return bool(self.live.get(t))
+    def is_live(self, t: Ref) -> bool:
+        return t.number in self.live
 
-    def follow(self, t: Tensor, axes: Axes, live: bool) -> None:
+    def follow(self, t: Ref, axes: Axes, live: bool) -> None:
         every = {dim for axis in axes for dim in axis}
         for dim in every:
             dim.apart |= every - {dim}
-        self.axes[t], self.live[t] = axes, live
+        self.axes[t.number] = axes
+        (self.live.add if live else self.live.discard)(t.number)
 
     def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
         """The part of a fold that spans [start, end) of it, as products of sizes."""
@@ -183,72 +179,51 @@ class GlueOp:
     accepts: dict[Dim, bool]
 
 
-class Follower(Between):
-    """Follows dims through a forward; `on_op` is told of every operation."""
+class Follower:
+    """Follows dims through the operations of a record."""
 
-    def __init__(self, dims: Dims, on_op: Callable[[GlueOp], None]) -> None:
-        super().__init__()
-        self.dims, self.on_op = dims, on_op
-        self.index = 0
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
 
-    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
-        shapes = [tuple(t.shape) for t in tensor_args(args, kwargs)]
-        out = func(*args, **kwargs)
-        self.index += 1
-        tensors = tensor_args(args, kwargs)
-        if any(self.dims.axes_of(t) is not None for t in tensors):
-            self.step(what.name, args, kwargs, tensors, shapes, tensors_in(out))
-        return out
-
-    def step(
-        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], shapes: list[tuple[int, ...]], out: list[Tensor]
-    ) -> None:
-        live = any(self.dims.is_live(t) for t in tensors)
-        if RULES.get(name) in _RESHAPES and len(out) == 1:
-            self.take_apart(self.dims.axes_of(tensors[0]) or [], out[0].shape)
-        attempt = partial(self.outcome, name, args, kwargs, shapes)
-        where = {i: dict(places(axes)) for i, t in enumerate(tensors) if (axes := self.dims.axes_of(t)) is not None}
+    def operation(self, node: OperationNode) -> GlueOp | None:
+        """The dims of an operation's results, by its rule; None of one that reads nothing that is followed."""
+        if all(self.dims.axes_of(t) is None for t in node.operands):
+            return None
+        if RULES.get(node.name) in _RESHAPES and len(node.results) == 1:
+            self.take_apart(self.dims.axes_of(node.operands[0]) or [], node.results[0].shape)
+        where = {
+            i: dict(places(axes)) for i, t in enumerate(node.operands) if (axes := self.dims.axes_of(t)) is not None
+        }
         accepts: dict[Dim, bool] = {}
         found: list[tuple[Cut, tuple[Dim, ...]]] = []
         for dim in dict.fromkeys(d for own in where.values() for d in own):
-            carriers = {i: own[dim] for i, own in where.items() if dim in own}
-            accepts[dim], there = self.along(dim, attempt, carriers, tensors)
+            accepts[dim], there = self.along(dim, node, {i: own[dim] for i, own in where.items() if dim in own})
             found += there
-        self.on_op(GlueOp(live, accepts))
-        for k, t in enumerate(out):
+        live = any(map(self.dims.is_live, node.operands))
+        for k, t in enumerate(node.results):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
-            self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", self.index, k)), live)
+            self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", node.index, k)), live)
+        return GlueOp(live, accepts)
 
     def along(
-        self, dim: Dim, attempt: Callable[[Mapping[int, Cut], int], Outcome | None], carriers: Mapping[int, Cut],
-        tensors: list[Tensor],
-    ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:  # fmt: skip
+        self, dim: Dim, node: OperationNode, carriers: Mapping[int, Cut]
+    ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:
         """(True if an operation runs along a dim, where that comes to lie in the results): in a second place of them
         it is a dim of its own."""
         # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
         n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
-        outcome, uneven = attempt(carriers, n), attempt(carriers, odd)
+        outcome, uneven = outcome_of(node, carriers, n), outcome_of(node, carriers, odd)
         tried = [outcome]
         if outcome is not None:
             for i, cut in outcome.narrow.items():  # whole, and it has the dim, too
-                self.dims.claim(tensors[i], cut, (dim,), ("op", self.index))
+                self.dims.claim(node.operands[i], cut, (dim,), ("op", node.index))
         elif len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
-            tried = [attempt({i: cut}, n) for i, cut in carriers.items()]
+            tried = [outcome_of(node, {i: cut}, n) for i, cut in carriers.items()]
         cuts = dict.fromkeys(o.cut for o in tried if o is not None and o.cut is not None)
         return outcome is not None and uneven is not None, [
-            (cut, (dim,) if k == 0 else self.dims.born(("op", self.index, k, dim.order), dim.size))
+            (cut, (dim,) if k == 0 else self.dims.born(("op", node.index, k, dim.order), dim.size))
             for k, cut in enumerate(cuts)
         ]
-
-    def outcome(
-        self, name: str, args: Any, kwargs: Any, shapes: list[tuple[int, ...]], cuts: Mapping[int, Cut], n: int
-    ) -> Outcome | None:
-        """The rule's outcome on n ranks."""
-        operands = iter([Operand(shape, cuts.get(i)) for i, shape in enumerate(shapes)])
-        try:
-            return Frame(name, *replaced(args, kwargs, operands), n).outcome()
-        except Exception:  # GlueError says no; a rule given what it was not made for says nothing
-            return None
 
     def take_apart(self, axes: Axes, new: Sequence[int]) -> None:
         """A reshape that cuts through a dim shows that it is a fold."""
@@ -259,6 +234,14 @@ class Follower(Between):
                     if at < mark < at * a.size and mark % at == 0 and a.size % (mark // at) == 0:
                         self.dims.split(a, mark // at)
                     at *= a.size
+
+
+def outcome_of(node: OperationNode, cuts: Mapping[int, Cut | None], n: int) -> Outcome | None:
+    """The rule's outcome on n ranks; None where it refuses, as it does what it was not made for."""
+    try:
+        return node.frame(cuts, n).outcome()
+    except Exception:
+        return None
 
 
 _RESHAPES = {RULES[name] for name in ("view", "view_as", "flatten", "unflatten")}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from dsp.discover.dims import Dim, GlueOp, atoms, places
-from dsp.discover.folds import Folds
-from dsp.discover.nodes import Group, ModuleCall, known
-from dsp.discover.search import Search
+from dsp.discovery.calls import Group, ModuleCall, known
+from dsp.discovery.dims import Dim, GlueOp, atoms, places
+from dsp.discovery.folds import Folds
+from dsp.discovery.search import Search
 
 
 class StageChoice(Folds):

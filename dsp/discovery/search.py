@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsp import randomness
-from dsp.discover.dims import Dim, Dims, Follower, GlueOp, atoms, places
-from dsp.discover.nodes import Group, ModuleCall, acts_locally, dim_at, fingerprint, known, structure
-from dsp.discover.repeats import Repeats, runs
+from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, structure
+from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
+from dsp.discovery.recording import record_of
+from dsp.discovery.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
+from dsp.plan.record import OperationNode, Ref
+from dsp.plan.stage_cache import fingerprint
 from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.signature import Signature
@@ -35,26 +38,25 @@ INPUTS = StagePattern("", (), (), False, root=True)  # the items of lists, too
 
 
 class Search:
-    """Runs of the model in which dims are followed and every submodule is tested."""
+    """Passes over the record of a model, which follow dims and test every submodule."""
 
     def __init__(
         self, model: nn.Module, given: tuple[Any, Any], seed: int, repeats: Repeats, probe: type[Probe],
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         args, kwargs = given
-        self.model, self.args, self.kwargs, self.seed = model, args, kwargs, seed
-        self.repeats, self.probe, self.tell = repeats, probe, tell
+        self.model, self.seed, self.repeats, self.probe, self.tell = model, seed, repeats, probe, tell
         self.dims = Dims()
+        self.follower = Follower(self.dims)
         self.paths: dict[int, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(id(module), clean(path))
-        self.signature = Signature(model, INPUTS, "the model")
+        self.signature = Signature(model, INPUTS, "")
         self.known: dict[Any, list[Group]] = {}
         self.alike: dict[Any, list[Group]] = {}
-        self.runs = 0
+        self.probes: dict[int, Probe] = {}  # of calls, by index
         self.start = time.monotonic()
         bound = self.signature.bind(args, kwargs)[1]
-        self.params = [b.param for b in bound]
         self.lists = {b.param: b.param.partition("[")[0] for b in bound if isinstance(b.slot, tuple)}
         shapes = [tuple(b.tensor.shape) for b in bound]
         if max(map(len, shapes), default=0) < max(1, *(t.ndim for t in tensors_in((args, kwargs)))):
@@ -65,23 +67,35 @@ class Search:
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
         self.live = {self.main}
         self.batch: tuple[Dim, ...] = ()
+        randomness.seed(seed)
+        with keeping_buffers(model):
+            args, kwargs = remade((args, kwargs), torch.clone)
+            self.root = record_of(model, args, kwargs, dict.fromkeys(runs(model)), self.signature_of)
+
+    def signature_of(self, module: nn.Module) -> Signature:
+        return self.signature if module is self.model else Signature(module, ANY, self.paths[id(module)])
+
+    @property
+    def runs(self) -> int:
+        return sum(probe.runs for probe in self.probes.values())
 
     def settle(self) -> ModuleCall:
         for _ in range(PASSES):
             before = (self.dims.changes, len(self.live))
-            root = self.run()
-            self.batch = self.find_batch(root)
-            self.widen(root)
+            self.follow()
+            self.batch = self.find_batch()
+            self.widen()
             if (self.dims.changes, len(self.live)) == before:
                 break
         took = time.monotonic() - self.start
         log.info("discover: %d runs of submodules on slices, %.1f s", self.runs, took)
-        return root
+        return self.root
 
-    def widen(self, root: ModuleCall) -> None:
+    def widen(self) -> None:
         """Inputs that share a sequence dim with the main one are to be sharded, too."""
-        wanted = {d for i in self.live for axis in root.inputs[i] for d in atoms(axis)} & self.sequence(root)
-        for i, axes in enumerate(root.inputs):
+        inputs = self.root.inputs
+        wanted = {d for i in self.live for axis in inputs[i] for d in atoms(axis)} & self.sequence(self.root)
+        for i, axes in enumerate(inputs):
             if wanted & {d for axis in axes for d in atoms(axis)}:
                 self.live.add(i)
 
@@ -93,70 +107,46 @@ class Search:
                 found |= node.free()
         return found - set(atoms(self.batch))
 
-    # --- one run ---
+    # --- one pass over the record ---
 
-    def run(self) -> ModuleCall:
-        args, kwargs = remade((self.args, self.kwargs), torch.clone)
-        for i, b in enumerate(self.signature.bind(args, kwargs)[1]):
-            self.dims.follow(b.tensor, self.dims.fill(b.tensor.shape, [], ("input", i)), i in self.live)
-        self.stack: list[ModuleCall] = []
-        self.count = 0
-        self.follower = Follower(self.dims, self.on_op)
-        root: list[ModuleCall] = []
-        handles = []
-        for module in dict.fromkeys(runs(self.model)):
-            handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self.leave))
-        self.on_root = root.append
-        try:
-            randomness.seed(self.seed)
-            with keeping_buffers(self.model), self.follower:
-                self.model(*args, **kwargs)
-        finally:
-            for h in handles:
-                h.remove()
-        return root[0]
+    def follow(self) -> None:
+        """Follow the dims of the model's inputs through the record, and test every submodule on the way."""
+        self.dims.axes.clear()
+        self.dims.live.clear()
+        for i, t in enumerate(self.root.operands):
+            self.dims.follow(t, self.dims.fill(t.shape, [], ("input", i)), i in self.live)
+        self.call(self.root, inside=False)
 
-    def on_op(self, op: GlueOp) -> None:
-        if self.stack:
-            self.stack[-1].ops.append(op)
+    def call(self, node: ModuleCall, inside: bool) -> None:
+        """Follow a call. inside: whether it is part of one that acts on each position alone, and is not tested."""
+        self.enter(node, inside)
+        node.ops = []
+        for one in node.body:
+            if isinstance(one, ModuleCall):
+                self.call(one, inside or node.local)
+            elif isinstance(one, OperationNode) and (op := self.follower.operation(one)) is not None:
+                node.ops.append(op)
+        self.leave(node)
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.follower.asleep:
-            return
-        node = ModuleCall(self.paths[id(module)], module, self.count)
-        self.count += 1
-        if self.stack:
-            self.stack[-1].children.append(node)
-        else:
-            self.on_root(node)
-        self.stack.append(node)
-        signature = self.signature if module is self.model else Signature(module, ANY, node.path)
-        bound = signature.bind(args, kwargs)[1]
-        tensors = [b.tensor for b in bound]
-        node.params = [b.param for b in bound]
-        node.shapes = [tuple(t.shape) for t in tensors]
-        for i, t in enumerate(tensors):
+    def enter(self, node: ModuleCall, inside: bool) -> None:
+        for i, t in enumerate(node.operands):
             if self.dims.axes_of(t) is None:
                 self.dims.follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
-            node.lives.append(self.dims.is_live(t))
-        node.hides = sum(map(self.dims.is_live, tensors_in((args, kwargs)))) > sum(node.lives)
-        node.inputs = [self.dims.axes_of(t) or [] for t in tensors]
-        if node.live and not any(n.local for n in self.stack[:-1]):
-            self.test(node, args, kwargs)
+        node.lives = [*map(self.dims.is_live, node.operands)]
+        node.hides = sum(map(self.dims.is_live, node.given)) > sum(node.lives)
+        node.inputs = [self.dims.axes_of(t) or [] for t in node.operands]
+        node.groups, node.tested, node.local = [], False, False
+        if node.live and not inside:
+            self.test(node)
             for g in node.groups:
                 dim = self.dim_of(node, g)
-                for i, (t, cut) in enumerate(zip(tensors, g.cuts)):
+                for i, (t, cut) in enumerate(zip(node.operands, g.cuts)):
                     if cut is not None and dim is not None:
                         self.dims.claim(t, cut, dim, ("arg", node.index, i))
-            node.inputs = [self.dims.axes_of(t) or [] for t in tensors]
+            node.inputs = [self.dims.axes_of(t) or [] for t in node.operands]
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.follower.asleep:
-            return
-        node = self.stack.pop()
-        tensors = tensors_in(output)
-        for k, t in enumerate(tensors):
+    def leave(self, node: ModuleCall) -> None:
+        for k, t in enumerate(node.results):
             if self.dims.axes_of(t) is None:
                 self.dims.follow(t, self.dims.fill(t.shape, [], ("out", node.index, k)), node.live)
             taken: set[Dim] = set()
@@ -169,13 +159,13 @@ class Search:
                 taken |= set(dim)
                 self.dims.claim(t, g.outputs[k], dim, ("out", node.index, k))
             self.keep_names(node, t)
-        node.outputs = [self.dims.axes_of(t) or [] for t in tensors]
+        node.outputs = [self.dims.axes_of(t) or [] for t in node.results]
 
-    def keep_names(self, node: ModuleCall, t: Tensor) -> None:
+    def keep_names(self, node: ModuleCall, t: Ref) -> None:
         """Keep the names of axes that the rules lost inside, where input and output have one shape."""
         mine, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
-            if live and shape == tuple(t.shape):
+            if live and shape == t.shape:
                 for old, new in zip(known(axes), mine):
                     if not passed & set(new) - set(old):
                         self.dims.unify(old, new)
@@ -187,28 +177,26 @@ class Search:
 
     # --- one submodule ---
 
-    def test(self, node: ModuleCall, args: Any, kwargs: Any) -> None:
-        self.follower.asleep = True
-        try:
-            probe = self.probe(node.module, Signature(node.module, ANY, node.path), args, kwargs, self.seed)
-            look = (node.index, structure(node))
-            if look not in self.known:
-                kind = (fingerprint(node.module), look[1], describe(*pytree.tree_flatten((args, kwargs))))
-                if kind in self.alike:  # a block like another: true along the same dims, or along fewer
-                    for g in self.alike[kind]:
-                        outputs = probe.independent(g.cuts, g.size)
-                        if outputs is not None:
-                            node.groups.append(Group(g.primary, g.cuts, tuple(outputs), g.size))
-                else:
-                    self.explore(node, probe)
-                    self.alike[kind] = node.groups
-                self.known[look] = node.groups
-            node.groups = self.known[look]
-            node.tested = True
-            node.local = acts_locally(node, [tuple(t.shape) for t in probe.whole])
-            self.runs += probe.runs
-        finally:
-            self.follower.asleep = False
+    def test(self, node: ModuleCall) -> None:
+        if node.index not in self.probes:
+            signature = self.signature_of(node.module)
+            self.probes[node.index] = self.probe(node.module, signature, node.args, node.kwargs, self.seed)
+        probe, look = self.probes[node.index], (node.index, structure(node))
+        if look not in self.known:
+            given = describe(*pytree.tree_flatten((node.args, node.kwargs)))
+            kind = (fingerprint(node.module, buffers=True), look[1], given)
+            if kind in self.alike:  # a block like another: true along the same dims, or along fewer
+                for g in self.alike[kind]:
+                    outputs = probe.independent(g.cuts, g.size)
+                    if outputs is not None:
+                        node.groups.append(Group(g.primary, g.cuts, tuple(outputs), g.size))
+            else:
+                self.explore(node, probe)
+                self.alike[kind] = node.groups
+            self.known[look] = node.groups
+        node.groups = self.known[look]
+        node.tested = True
+        node.local = acts_locally(node, [tuple(t.shape) for t in probe.whole])
         self.tell(f"{number_of(self.runs, 'run')} of submodules, at {node.path or 'the model'}")
 
     def explore(self, node: ModuleCall, probe: Probe) -> None:
@@ -273,11 +261,12 @@ class Search:
                         "values differ, and whose batch, frames and tokens have different sizes"
                     )
 
-    def find_batch(self, root: ModuleCall) -> tuple[Dim, ...]:
+    def find_batch(self) -> tuple[Dim, ...]:
         """The first dim of the main input, if the model is independent along it: in eval mode will do.
 
         Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.
         """
+        root = self.root
         axis = known(root.inputs[self.main])[0]
         if not axis:  # of one sample nothing is sharded
             return ()
@@ -287,7 +276,7 @@ class Search:
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            probe = self.probe(self.model, self.signature, self.args, self.kwargs, self.seed)
+            probe = self.probe(self.model, self.signature, root.args, root.kwargs, self.seed)
             ways = itertools.islice(self.ways(root, self.main, axis[0], Cut(0), set()), COMBINATIONS)
             free = any(probe.independent(way, axis[0].size) is not None for way in ways)
         finally:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from dsp.discover.choice import StageChoice
-from dsp.discover.dims import Dim
-from dsp.discover.folds import Chain, Row
-from dsp.discover.nodes import ModuleCall, known
+from dsp.discovery.calls import ModuleCall, known
+from dsp.discovery.choice import StageChoice
+from dsp.discovery.dims import Dim
+from dsp.discovery.folds import Chain, Row
 from dsp.notation import TensorPattern
 from dsp.stages import matches
 

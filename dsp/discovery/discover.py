@@ -1,14 +1,15 @@
 """discover: what each submodule of a model nobody annotated computes over, as a stages dict.
 
-1. A copy of the model runs once on the example inputs, every dim of which is followed through glue by the rules that
-   will run on shards (`dsp.discover.dims`). So a submodule's tensors arrive with dims that are known to be the same, or
-   folds.
-2. Each submodule is called again on slices of its own inputs (`dsp.slices`): along which dims, sliced in which of its
-   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.discover.search`).
-3. Reshapes and meetings show what dims are; the run is repeated until it shows nothing new.
-4. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
-   operations that glue can run, stays glue (`dsp.discover.patterns`).
-5. Plans have the last word: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
+1. A copy of the model runs once on the example inputs, and is recorded: its operations, and the calls of submodules
+   that they are in (`dsp.discovery.recording`).
+2. Passes over the record follow every dim of the inputs, by the rules that will run on shards (`dsp.discovery.dims`).
+   So a submodule's tensors arrive with dims that are known to be the same, or folds.
+3. Each submodule is called again on slices of its own inputs (`dsp.slices`): along which dims, sliced in which of its
+   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.discovery.search`).
+4. Reshapes and meetings show what dims are; a pass follows another until it shows nothing new.
+5. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
+   operations that glue can run, stays glue (`dsp.discovery.choice`, `patterns`).
+6. Plans have the last word: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 
 from dsp import randomness
 from dsp.collectives import inexact
-from dsp.discover.nodes import ModuleCall
-from dsp.discover.patterns import Patterns
-from dsp.discover.repeats import Repeats
-from dsp.discover.search import Search
-from dsp.discover.shapes import Shapes
+from dsp.discovery.calls import ModuleCall
+from dsp.discovery.patterns import Patterns
+from dsp.discovery.repeats import Repeats
+from dsp.discovery.search import Search
+from dsp.discovery.shapes import Shapes
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.plan.make import plan_stages, stages_of

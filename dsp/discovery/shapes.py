@@ -1,0 +1,118 @@
+"""The slice test where there are no numbers: by the rules of glue, on tensors that have a shape alone.
+
+The rules say of an operation with one operand sharded what each rank computes of its part, and `test_prover.py`
+holds them to slices of the whole. So a submodule is independent along a dim if on a slice it makes the same operations
+of the same numbers, and each of them gives its part by its rule alone: nothing narrowed, no rows, no sums of others.
+Whatever has no rule, or counts in lengths of its own, is computed over: that costs a layout, and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dsp.discovery.dims import outcome_of, ranks_for
+from dsp.discovery.recording import Recording
+from dsp.layout import Cut
+from dsp.plan.record import OperationNode, Ref
+from dsp.rules import Outcome, replaced
+from dsp.slices import Probe, call_part, copied
+
+Cuts = Sequence[Cut | None]
+
+
+class Step(NamedTuple):
+    """One operation of the whole call, where its operands are cut, and what its rule says of that."""
+
+    node: OperationNode
+    cuts: Cuts
+    outcome: Outcome
+
+
+class Call(Recording):
+    """The record of one call by itself: what it reads, its operations, and what it returns."""
+
+    inputs: list[Ref]
+    outputs: list[Ref]
+
+    def steps(self, cuts: Cuts, n: int) -> tuple[list[Step], list[Cut]] | None:
+        """The way of a cut into n parts through the call, and where its results are cut; None if it is lost."""
+        at = {t.number: cut for t, cut in zip(self.inputs, cuts)}
+        steps = []
+        for node in self.nodes:
+            own = [at.get(t.number) for t in node.operands]
+            if (outcome := carried(node, own, n)) is None:
+                return None
+            steps.append(Step(node, own, outcome))
+            at.update((t.number, outcome.cut) for t in node.results)
+        places = [cut for t in self.outputs if (cut := at.get(t.number)) is not None]
+        return (steps, places) if len(places) == len(self.outputs) > 0 else None
+
+
+def carried(node: Any, cuts: Cuts, n: int) -> Outcome | None:
+    """The rule's outcome for operands cut so, if that gives each part by itself; None if not."""
+    if not isinstance(node, OperationNode):
+        return None
+    if not any(cuts):
+        return Outcome(None)
+    if (node.in_place and cuts[0] is None) or "out" in node.kwargs:  # a part written into what is whole
+        return None
+    found = outcome_of(node, dict(enumerate(cuts)), n)
+    alone = found is not None and not (found.narrow or found.rows or found.numbers) and found.reduce is None
+    return found if alone else None
+
+
+class Shapes(Probe):
+    """`Probe` of a call whose tensors have no data."""
+
+    def recorder(self) -> Any:
+        return Call()
+
+    def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:
+        seen.inputs = seen.refs(b.tensor for b in self.signature.bind(args, kwargs)[1])
+        found, constants = super().run(args, kwargs, seen)
+        seen.outputs = seen.refs(found)
+        return found, constants
+
+    def independent(self, cuts: Cuts, size: int) -> list[Cut] | None:
+        """Where each output carries the dim that `cuts` point at in the inputs; None if the rules do not show that."""
+        n = ranks_for(size)[0]
+        if (found := self.draws.steps(cuts, n)) is None:
+            return None
+        steps, places = found
+        call, part = call_part(self.signature, self.args, self.kwargs, cuts, size, 0, size // n), Call()
+        args, kwargs = copied(tuple(call.args), call.kwargs)
+        try:
+            _, constants = self.run(args, kwargs, part)
+            alike = constants == self.constants and len(part.outputs) == len(places) and len(part.nodes) == len(steps)
+            return places if alike and all(is_part(*pair, n) for pair in zip(part.nodes, steps)) else None
+        except Exception:  # what does not run on a slice is not independent, for whatever reason
+            return None
+
+
+def is_part(node: Any, step: Step, n: int) -> bool:
+    """Tell whether a node is a step on one of n parts: the same operation of the same numbers, of parts of tensors."""
+    whole, outcome = step.node, step.outcome
+    if not isinstance(node, OperationNode) or node.name != whole.name:
+        return False
+    if outcome.args is None and outcome.kwargs is None and numbers(node) != numbers(whole):
+        return False  # a length that is counted
+    results = [outcome.cut] * len(whole.results)
+    return are_parts(node.operands, whole.operands, step.cuts, n) and are_parts(node.results, whole.results, results, n)
+
+
+def numbers(node: OperationNode) -> Any:
+    """All that an operation is called with, but the tensors."""
+    return replaced(node.args, node.kwargs, repeat(None))
+
+
+def are_parts(own: Sequence[Ref], whole: Sequence[Ref], cuts: Cuts, n: int) -> bool:
+    """Tell whether tensors have the shapes of one of n parts of others."""
+    shapes = [list(t.shape) for t in whole]
+    for shape, cut in zip(shapes, cuts):
+        if cut is not None:
+            shape[cut.dim] //= n
+    return [list(t.shape) for t in own] == shapes
