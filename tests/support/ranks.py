@@ -143,5 +143,7 @@ class Pool:
         if errors:
             if lost or results:
                 self.stop()  # somebody may still wait in a collective
-            pytest.fail("\n".join(f"rank {rank}:\n{errors[rank]}" for rank in sorted(errors)), pytrace=False)
+            first = min(errors)  # its last line begins the message, which is all that a summary shows
+            said = f"rank {first}: {errors[first].rstrip().splitlines()[-1]}"
+            pytest.fail("\n".join([said, *(f"rank {r}:\n{errors[r]}" for r in sorted(errors))]), pytrace=False)
         return [results[rank] for rank in sorted(results)]
