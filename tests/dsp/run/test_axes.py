@@ -134,6 +134,7 @@ def beside(_: Any, sizes: dict[str, int], schedule: Any, sharded: bool) -> None:
         for phase, planned in plan.bytes.items() if inferred else ():
             sent = torch.tensor(sum(getattr(comm, phase).bytes[kind] for kind in OURS))
             dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group("sp"))
+            assert (planned > 0) == (phase != "recompute")
             assert sent == 2 * planned, (phase, comm, plan.bytes)
         if last:
             loss = torch.stack(losses).mean()
