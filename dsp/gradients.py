@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsp.private import DTensorSpec, TensorMeta, backward_pass, dtensor, opened
+from dsp.private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, backward_pass, dtensor, opened
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -22,6 +22,21 @@ def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
         stride[d] = step
         step *= max(shape[d], 1)
     return tuple(stride)
+
+
+class Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        return x.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def waited(x: Tensor) -> Tensor:
+    """A plain tensor, waited for, of one that a collective of torch still brings; any other as it is."""
+    return Waited.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
 
 
 class Wrap(torch.autograd.Function):

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional, which compilers see through
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # within torch.func
 from torch._ops import OpOverload  # an op below autograd
@@ -24,6 +23,7 @@ from torch._subclasses.fake_tensor import (  # tensors with a shape and without 
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what they return; registers their ops
 from torch.distributed.distributed_c10d import _resolve_process_group  # the group that an op was given the name of
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # placements, global shape and strides
@@ -251,6 +251,7 @@ __all__ = [
     "LEAF",
     "OF_AN_OP",
     "PASSING",
+    "AsyncCollectiveTensor",
     "DTensorSpec",
     "DataDependentOutputException",
     "DynamicOutputShapeException",

@@ -103,9 +103,9 @@ class Glue(Between):
         run, name = self.run, what.name
         if run.coming and name not in LOOKS:
             run.arrive(tensor_args(args, kwargs))
-        if saving_hooks(False) is not None and not run.aside:
+        if saving_hooks(False) is not None:
             note_checkpoint(run)
-        asks = run.writes.has_copies or (name in run.on_wholes and not run.aside)
+        asks = run.writes.has_copies or name in run.on_wholes
         if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
             run.where = ("glue", -1, name)  # of what communicates by itself
             out = func(*args, **kwargs)
@@ -113,7 +113,7 @@ class Glue(Between):
                 out = plainly(out)  # asked here as well: a call less for most
         else:
             out = self.operate(func, what, args, kwargs)
-        if run.recorder is not None and not run.aside:
+        if run.recorder is not None:
             run.observe("operation", name, args, kwargs, out, what.in_place)
         return out
 
@@ -127,9 +127,7 @@ class Glue(Between):
             recipe = run.recipes.get(key)
         except (NoKey, TypeError):
             key = recipe = None
-        if run.aside:
-            key = recipe = None
-        elif type(recipe) is InTurn:
+        if type(recipe) is InTurn:
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
         if recipe is SAME:  # of a part it might be a copy, as of one that is not contiguous

@@ -9,6 +9,7 @@ from torch import nn
 
 from dsp.plan.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
+from dsp.rules import GlueError
 from dsp.sharded import ACTIVE, Own, Sharded, plain
 
 
@@ -69,10 +70,10 @@ class Aside:
 
     def __call__(self, *args: Any) -> Any:
         current = ACTIVE.get()
-        if current is None:
+        if current is None or current[1].mode.asleep:
             return self.hook(*args)
-        run = current[1]
-        before, run.aside = run.aside, True
+        mode = current[1].mode
+        mode.suspend()
         try:
             # it sees local parts: through an autograd.Function a tensor comes back without its type
             # and what it hangs on one must not be on a view of another
@@ -81,11 +82,16 @@ class Aside:
             made, spec = pytree.tree_flatten(result)
             return pytree.tree_unflatten(list(map(_as_before, made, leaves[len(leaves) - len(made) :])), spec)
         finally:
-            run.aside = before
+            mode.resume()
 
 
 def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
+        if tuple(new.shape) != old.at.local:
+            raise GlueError(
+                f"a hook between stages, such as tensor parallelism's, made {tuple(new.shape)} of {old.at.local}, the "
+                "part of a sharded tensor. Its module must be a stage or inside of one: name it in stages"
+            )
         new.__class__, new.at, new.number = type(old), old.at, old.number  # type: ignore[attr-defined]
     return new
 

@@ -34,7 +34,6 @@ class Lookup:
     def __init__(self, script: Script | None, recipes: dict[Any, Any], first: int, turns: Mapping[int, int]) -> None:
         self.script, self.recipes, self.first, self.turns = script, recipes, first, dict(turns)
         self.on_wholes = script.on_wholes if script is not None else frozenset[str]()
-        self.aside = False  # in a hook that is not of the model: what it does is in no plan
         self.unknown: Where | None = None  # the first thing that it did and its script does not have
         self.declared: dict[int, int] = {}  # the numbers of declared inputs that came as DTensors, by id
 
@@ -46,7 +45,7 @@ class Lookup:
 
     def find(self, key: Key) -> tuple[Alike | None, PlannedNode | None]:
         """The nodes of a key, and that of them whose turn it is; or else the only one that reads these tensors."""
-        if self.script is None or self.aside:
+        if self.script is None:
             return None, None
         alike = self.script.nodes.get(key)
         if alike is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.gradients import waited
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
@@ -27,7 +28,15 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT, trace
-from dsp.private import COMPILERS_OWN, compiled_call, compiler_loaded, hooks_of, maybe_current_level, uncompiled
+from dsp.private import (
+    COMPILERS_OWN,
+    AsyncCollectiveTensor,
+    compiled_call,
+    compiler_loaded,
+    hooks_of,
+    maybe_current_level,
+    uncompiled,
+)
 from dsp.randomness import join, share
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
@@ -55,6 +64,7 @@ from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
+from dsp.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
 
@@ -219,6 +229,9 @@ class Runtime:
             if compiled_call(m) is not None and type(compiled_call(m)) is not Compiled:
                 self.compiled(m)
         leaves, spec = taken_apart(args, kwargs)
+        if AsyncCollectiveTensor in map(type, leaves):
+            args, kwargs = map_tensors((args, kwargs), [*map(waited, tensors_in((args, kwargs)))])
+            leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.collectives import inexact
+from dsp.gradients import waited
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
@@ -227,7 +228,7 @@ class StageCalls:
             if type(output) is Tensor:
                 [made] = self.results(run, inside, [output])
             else:
-                made = map_tensors(output, self.results(run, inside, tensors_in(output)))
+                made = map_tensors(output, self.results(run, inside, [*map(waited, tensors_in(output))]))
             if run.recorder is not None:
                 made = run.recorder.apart([x.tensor for x in inside.given], made)
                 run.observe("leave_stage", made)

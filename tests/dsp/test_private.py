@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -426,6 +426,10 @@ def functional_collectives(mesh: DeviceMesh) -> None:
     assert torch.equal(ops.wait_tensor(ops.all_to_all_single(x, [1] * n, [1] * n, name)), ranks)
     assert torch.equal(ops.wait_tensor(ops.all_gather_into_tensor(x[:1], n, name)), ranks)
     assert torch.equal(ops.wait_tensor(ops.all_reduce(x, "sum", name)), ranks.sum().expand(n))
+    coming = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()], async_op=True)
+    assert type(coming.to_local()) is private.AsyncCollectiveTensor
+    assert torch.equal(waited := coming.to_local().trigger_wait(), ranks.sum().expand(n))
+    assert type(waited) is Tensor
 
 
 def names_of_nodes(mesh: DeviceMesh) -> None:
