@@ -7,7 +7,7 @@ from dsp.discover import discover
 from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-from dsp.plan import Plan, Sizing, choose, plan
+from dsp.plan import Plan, Sizing, choose, plan, without_data
 from dsp.rules import GlueError
 from dsp.run import parallelize
 
@@ -35,4 +35,5 @@ __all__ = [
     "split",
     "start_switch",
     "switch",
+    "without_data",
 ]

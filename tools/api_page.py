@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import dsp
 import zoo
 
 ORDER = {
-    "dsp": "parallelize plan check discover choose split switch start_switch gather mean hand_over count_comm".split(),
+    "dsp": "parallelize plan check discover choose without_data split switch start_switch gather mean hand_over count_comm".split(),
     "zoo": "create sizes list_models from_reference load".split(),
 }
 
@@ -31,11 +31,12 @@ def page() -> str:
         lines += [f"## {module.__name__}", ""]
         for name in names:
             lines += [*entry(f"{module.__name__}.{name}", getattr(module, name)), ""]
-    lines += ["## dsp.embedded", ""]
-    for name in dsp.embedded.__all__:
-        value = getattr(dsp.embedded, name)
-        if inspect.isfunction(value):
-            lines += [*entry(f"dsp.embedded.{name}", value), ""]
+    for module in (dsp.embedded, dsp.hardware):
+        lines += [f"## {module.__name__}", ""]
+        for name in module.__all__:
+            value = getattr(module, name)
+            if value is not getattr(dsp, name, None) and (isinstance(value, Mapping) or inspect.getdoc(value)):
+                lines += [*entry(f"{module.__name__}.{name}", value), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

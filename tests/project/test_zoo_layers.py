@@ -41,6 +41,16 @@ def imports_what_it_may(path):
     assert not [n.attr for n in reads if n.value.id in modules and n.attr.startswith("_") and n.attr[1] != "_"], path
 
 
+def test_of_dsp_the_zoo_takes_what_is_documented():
+    page, rooms = (ROOT / "docs/api.md").read_text(), {"dsp", "dsp.embedded", "dsp.hardware"}
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        taken = {f"{m}.{name}" for m, names in imported(tree) if m.split(".")[0] == "dsp" for name in names}
+        reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        taken |= {ast.unparse(node) for node in reads if ast.unparse(node.value) in rooms} - rooms
+        assert not [name for name in taken if f"**`{name}" not in page], path
+
+
 def test_what_a_model_lacks_is_named():
     bare = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="Linear does not meet the contract of a model of the zoo") as error:
