@@ -13,8 +13,10 @@ import dsp
 import zoo
 
 ORDER = {
-    "dsp": "parallelize plan check discover choose without_data split switch start_switch gather mean hand_over count_comm".split(),
-    "zoo": "create sizes list_models from_reference load".split(),
+    "dsp": """
+        parallelize plan check discover choose without_data split switch start_switch gather mean hand_over count_comm
+    """.split(),
+    "zoo": "create sizes list_models from_reference from_export load".split(),
 }
 
 
