@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from dsp.text import number_of
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show.options import checked
+from zoo.training.tracking import number_of
 from zoo.training.use import arguments as describe
 from zoo.training.use import load_model, locate, progress
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import dsp
 from zoo.data.sampling import hash_seed
-from zoo.training import UserError, checkpoint, flight, ranks, user_error
+from zoo.training import UserError, auto, checkpoint, flight, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.account import closing, opening
 from zoo.training.console import Console
@@ -86,6 +86,13 @@ class Run:
 
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
+    # parallel=auto: by the links at hand, measured
+    if config.parallel.auto:
+        hardware = auto.measured(config, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        choice = ranks.on_first_rank(lambda: auto.choose(config, dist.get_world_size(), hardware))
+        config = choice.applied(config)
+        ranks.say(choice.table)
+
     # mesh: sp innermost, within a node. Every rank holds a share of the weights: FSDP spans dp_shard x sp
     replicate, shard, sp = cfg.mesh_shape(config.parallel, dist.get_world_size())
     mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
@@ -374,6 +381,10 @@ def main(arguments: list[str]) -> int:
             if not config.dry_run:
                 return 0 if train(config, console, refused) else STOPPED
             if int(os.environ.get("RANK", 0)) == 0:
+                if config.parallel.auto:
+                    choice = auto.foreseen(config)
+                    print(f"{choice.table}\n")
+                    config = choice.applied(config)
                 dry_run(config)
             return 0
         except Exception as error:

@@ -10,7 +10,7 @@ from dsp.count import count_comm
 from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-from dsp.plan import Plan, Sizing, choose, plan
+from dsp.plan import Plan, Sizing, choose, plan, without_data
 from dsp.rules import GlueError
 from dsp.run import parallelize
 
@@ -42,6 +42,7 @@ __all__ = [
     "split",
     "start_switch",
     "switch",
+    "without_data",
 ]
 
 

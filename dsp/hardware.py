@@ -11,15 +11,16 @@ and the optimizer are not in it.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 US, GB = 1e-6, 1e9
 
@@ -238,22 +239,63 @@ def measure(mesh: DeviceMesh, *, nbytes: int = 1 << 24, rounds: int = 7) -> Link
     def median(size: int) -> float:
         send = torch.zeros(n, max(size // n, 1), dtype=torch.uint8, device=device)
         receive = torch.empty_like(send)
-        times = []
-        for trial in range(-2, rounds):
-            dist.barrier(group)
-            start = time.perf_counter()
-            dist.all_to_all_single(receive, send, group=group)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if trial >= 0:
-                times.append(time.perf_counter() - start)
-        slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        return float(slowest)
+        return _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
 
     alpha, large = median(n), median(nbytes)
     sent = nbytes * (n - 1) / n
     return Link(f"{n} ranks, measured", alpha, sent / max(large - alpha, 1e-9))
+
+
+def measured(
+    mesh: DeviceMesh, *, node: int, dtype: torch.dtype = torch.float32, memory: float | None = None
+) -> Hardware:
+    """The hardware at hand: its links as `measure` finds them, and the rates of a matrix product and of a copy.
+
+    mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
+    may hold, by default those of its device, of a CPU the rank's share of its machine's. Collective: call it on every
+    rank; all get the same answer, that of the slowest.
+    """
+    n, device = mesh.size(), mesh.device_type
+    node = n if n % node else min(node, n)
+    link, network = Link("one rank", 0.0, math.inf), None
+    if node == n > 1:
+        link = measure(mesh)
+    elif n > 1:
+        nodes = init_device_mesh(device, (n // node, node), mesh_dim_names=("between", "within"))
+        network = _slowest_link(mesh, measure(nodes["between"]))
+        link = _slowest_link(mesh, measure(nodes["within"])) if node > 1 else network
+    side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
+    x = torch.ones(side, side, dtype=dtype, device=device)
+    y = torch.ones(length, dtype=torch.uint8, device=device)
+    product, copy = (_slowest(mesh, run, 5) for run in (lambda: x @ x, y.clone))
+    if memory is None and device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if memory is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
+    return Hardware(link, memory, 2 * side**3 / product, network, node, 2 * length / copy)
+
+
+def _slowest_link(mesh: DeviceMesh, link: Link) -> Link:
+    """The slowest of the links that the ranks of a mesh found, each in its own group."""
+    found = torch.tensor([link.alpha, 1 / link.bandwidth], dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
+    return Link(link.name, float(found[0]), 1 / float(found[1]))
+
+
+def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
+    """The median seconds of `run` on the slowest rank; all ranks begin together, after two rounds that do not count."""
+    group, device, times = mesh.get_group(), mesh.device_type, list[float]()
+    for trial in range(-2, rounds):
+        dist.barrier(group)
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if trial >= 0:
+            times.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return float(slowest)
 
 
 def clock(seconds: float) -> str:
@@ -266,5 +308,5 @@ def clock(seconds: float) -> str:
 
 __all__ = [
     "ACCELERATORS", "LINKS", "Estimate", "Exchange", "Hardware", "Link", "accelerator", "all_reduced", "clock",
-    "fully_sharded", "measure",
+    "fully_sharded", "measure", "measured",
 ]  # fmt: skip

@@ -102,12 +102,13 @@ def uncompiled(func: Any) -> Any:
     return func
 
 
-def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """A tensor or parameter as `like`, contiguous and without data: what ``torch.empty`` makes under the mode.
 
-    A tenth of its time: a fake parameter is made for each of a model, in every trace.
+    A tenth of its time: a fake parameter is made for each of a model, in every trace. device: by default that of
+    `like`, and the CPU for the meta device.
     """
-    device = torch.device("cpu") if like.is_meta else like.device
+    device = device or (torch.device("cpu") if like.is_meta else like.device)
     with no_dispatch():
         empty = torch.empty(tuple(like.shape), dtype=dtype, device="meta")
     new = FakeTensor(mode, empty, device).requires_grad_(like.requires_grad)

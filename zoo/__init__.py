@@ -14,7 +14,7 @@ clips = pipe.sample("a boat on a lake")
 
 from typing import Any
 
-from zoo.registry import create, from_reference, list_models, sizes
+from zoo.registry import create, from_export, from_reference, list_models, sizes
 
 
 def load(path: Any, *, averaged: bool = True) -> Any:
@@ -48,4 +48,4 @@ def pipeline(
     return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches)
 
 
-__all__ = ["create", "from_reference", "list_models", "load", "pipeline", "sizes"]
+__all__ = ["create", "from_export", "from_reference", "list_models", "load", "pipeline", "sizes"]

@@ -7,18 +7,21 @@ values of every published size. Modules are imported when they are asked for. A 
 
 import difflib
 import importlib
+import json
 import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from zoo.contract import check
 from zoo.outside import outside
+from zoo.reference import read_safetensors
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
@@ -83,6 +86,25 @@ def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any
         known = [model for model in list_models() if hasattr(_module(model)[0], "from_reference")]
         raise ValueError(f"no published weights are known for {name}; for these there are: {', '.join(known)}")
     return module.from_reference(state_dict, **overrides)
+
+
+def from_export(folder: str | Path) -> nn.Module:
+    """Build the model of an export, `model.safetensors` and the zoo's `config.json`, with its weights.
+
+    Its `objective` has the settings of the objective it was trained with; of one that was trained to predict clips
+    themselves `predicts_clean` is True, as `zoo.video.diffusion.euler` reads it.
+
+    Raises ValueError for a folder that is no export.
+    """
+    file = Path(folder) / "config.json"
+    told = json.loads(file.read_text()) if file.is_file() else {}
+    if "zoo" not in told:
+        raise ValueError(f"{folder} is no export: expected model.safetensors and a config.json that names a model")
+    model: Any = create(told["zoo"], **told["config"])
+    model.load_state_dict(read_safetensors(file.with_name("model.safetensors")))
+    model.objective = told.get("objective", {})
+    model.predicts_clean = model.objective.get("target") == "clean"
+    return model
 
 
 def _module(name: str) -> tuple[Any, Any]:

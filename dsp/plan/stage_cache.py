@@ -161,7 +161,17 @@ class _Made(torch.autograd.Function):
     def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:
         made = _made(like)
         ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(made, like) if not grad))
+        ctx.given = [(t.shape, t.dtype, t.device) for t in inputs]
         return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        asked = zip(ctx.given, ctx.needs_input_grad[2:])
+        return (
+            None,
+            None,
+            *(grads[0].new_empty(s, dtype=d, device=at) if wanted else None for (s, d, at), wanted in asked),
+        )
 
 
 def _made(like: list[Any]) -> tuple[Tensor, ...]:

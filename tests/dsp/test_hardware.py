@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dsp
 import zoo
+from dsp import hardware
 from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
@@ -174,6 +175,21 @@ def test_a_measured_link(ranks) -> None:
     assert links[0].bandwidth > 1e3
     with pytest.raises(BaseException, match="two ranks or more"):
         ranks(measured, 1)
+
+
+def machine_at_hand(mesh: DeviceMesh, node: int) -> dsp.Hardware:
+    return hardware.measured(mesh, node=node, memory=1e9)
+
+
+def test_measured_hardware(ranks) -> None:
+    """Three ranks of one machine have one link; four, two to a machine, have another between them."""
+    for n, node, between in ((3, 3, False), (4, 2, True)):
+        found = ranks(machine_at_hand, n, node)
+        assert len(set(found)) == 1
+        assert (found[0].node, found[0].network is not None, found[0].memory) == (node, between, 1e9)
+        assert found[0].flops > 1e6
+        assert found[0].stream > 1e6
+        assert found[0].seconds(Exchange("switch", 1e6, 2, n)) > 0
 
 
 # ---------------------------------------------------------------------------------------- collectives by kind, weights

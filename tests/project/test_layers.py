@@ -19,7 +19,8 @@ ROOMS = {
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions between""",
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
-        choices stage_cache tracer tracing reads picture table solve program traffic cost advice make choose""",
+        choices stage_cache without_data tracer tracing reads picture table solve program traffic cost advice make
+        choose""",
     "run": """views writes notes kept traffic_check lookup forward recipes follow glue inputs outputs agreement
         stage_calls hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",

@@ -1,6 +1,7 @@
 """The layers of the zoo: models, layers and data know neither dsp nor the trainer, and no file another's privates."""
 
 import ast
+import re
 
 import pytest
 from torch import nn
@@ -41,6 +42,17 @@ def imports_what_it_may(path):
     modules = {name.rpartition(".")[2] for name in ours}
     reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     assert not [n.attr for n in reads if n.value.id in modules and n.attr.startswith("_") and n.attr[1] != "_"], path
+
+
+def test_of_dsp_the_zoo_takes_what_is_documented():
+    page, rooms = (ROOT / "docs/api.md").read_text(), {"dsp", "dsp.embedded", "dsp.hardware"}
+    documented = {*re.findall(r"(?:::: |heading: )([\w.]+)", page)} | rooms
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        taken = {f"{m}.{name}" for m, names in imported(tree) if m.split(".")[0] == "dsp" for name in names}
+        reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        taken |= {ast.unparse(node) for node in reads if ast.unparse(node.value) in rooms} - rooms
+        assert not taken - documented, path
 
 
 def test_what_a_model_lacks_is_named():

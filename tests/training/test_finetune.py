@@ -25,6 +25,7 @@ from zoo.training import UserError, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
 from zoo.video import latte, tiny_encoders
+from zoo.video.diffusion import euler
 
 SHORT = ["sample.every=0", "eval.every=0", "train.steps=2"]
 
@@ -85,6 +86,26 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
         assert err.startswith("error: ")
     assert export.main([str(first), "--layout", "diffusers"]) == 2
     assert "diffusers has no model for Transformer2D" in capsys.readouterr().err
+
+
+def test_an_export_knows_what_its_model_predicts(run, capsys):
+    """Sampled from its export, a model that predicts clips draws what the run draws; its weights begin no other run."""
+    for target in ("clean", "velocity"):
+        first = run(f"name={target}", *SHORT, f"objective.target={target}")
+        assert export.main([str(first)]) == 0
+        model, task = zoo.from_export(first / "export").eval(), cfg.create_task(cfg.load([f"{first}/config.yaml"]))
+        assert (model.predicts_clean, model.objective["target"]) == (target == "clean", target)
+        task.model()
+        noise, label = torch.randn(2, 1, *task.clip), torch.tensor([3, 7])
+        drawn = task.sampler(task.clip)(export.weights_of(first).eval(), noise, 3, label=label)
+        assert torch.equal(euler(model, noise, 3, label=label), drawn)
+        assert not torch.equal(euler(model, noise, 3, label=label, predicts_clean=not model.predicts_clean), drawn)
+    capsys.readouterr()
+    run("name=wrong", *SHORT, f"init.weights={first.parent / 'clean/export'}", expect=2)
+    said = "were trained with objective.target=clean (here velocity). Write objective: {target: clean}"
+    assert said in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is no export: expected model"):
+        zoo.from_export(first)
 
 
 class Toy:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from tests.support.oracles import randomise
@@ -46,6 +47,21 @@ def test_samples_are_what_the_logits_say(overrides):
     assert images.shape == shape[:-1]
     assert torch.equal(images, (model(images, **given) + noise).argmax(-1))
     assert steps == [(i + 1, len(steps)) for i in range(12 * shape[1])]
+
+
+@pytest.mark.parametrize("overrides", [{"num_classes": 3}, {"channels": 3}], ids=str)
+def test_what_rows_share_is_computed_once_and_samples_are_the_same(overrides):
+    """The paper's sampling draws the same images: of 12 x 12 pixels in 31 times fewer FLOPs, of 3 channels in 103."""
+    model = make(**overrides).eval()
+    given = model.example_inputs(2, height=6, width=7)
+    shape = (*given.pop("image").shape, model.config.levels)
+    noise, counted, images = -torch.empty(shape, dtype=torch.float64).exponential_().log(), [], []
+    for drawing in (None, model.drawing()):
+        with FlopCounterMode(display=False) as counter:
+            images.append(sample(model, noise, drawing=drawing, **given))
+        counted.append(counter.get_total_flops())
+    assert torch.equal(*images)
+    assert counted[0] > {1: 12, 3: 30}[model.config.channels] * counted[1]
 
 
 def test_bits_are_those_of_cross_entropy():

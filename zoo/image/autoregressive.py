@@ -42,19 +42,28 @@ class BitsPerDim(nn.Module):
 
 @torch.no_grad()
 def sample(
-    model: Callable[..., Tensor], noise: Tensor, on_step: Callable[[int, int], None] | None = None, **conditioning: Any
+    model: Callable[..., Tensor],
+    noise: Tensor,
+    on_step: Callable[[int, int], None] | None = None,
+    drawing: Any = None,
+    **conditioning: Any,
 ) -> Tensor:
     """Images (b c h w) drawn from the model, one value after another, in the order channel, row, column.
 
     ``noise`` (b c h w k) is standard Gumbel noise: logits plus noise are largest at a level as often as the model says
-    (Gumbel-max). Each value takes a forward of all the image. ``on_step(i, values)`` is called after value i.
+    (Gumbel-max). Each value takes a forward of all the image; with ``drawing``, an object in which the model keeps what
+    values share, of its row: ``model(image, at=(channel, row), drawing=drawing)`` gives (b w k). ``on_step(i, values)``
+    is called after value i.
     """
     b, c, h, w, _ = noise.shape
     image = torch.zeros(b, c, h, w, dtype=torch.long, device=noise.device)
     for i in range(c * h * w):
-        at = (..., i // (h * w), i // w % h, i % w)
-        logits = model(image, **conditioning)
-        drawn = (logits[:, at[1], at[2], at[3]] + noise[:, at[1], at[2], at[3]]).argmax(-1)
+        at = (slice(None), i // (h * w), i // w % h, i % w)
+        if drawing is None:
+            logits = model(image, **conditioning)[at]
+        else:
+            logits = model(image, **conditioning, at=at[1:3], drawing=drawing)[:, at[3]]
+        drawn = (logits + noise[at]).argmax(-1)
         image = image.clone()  # the model may still look at the one it was given
         image[at] = drawn
         if on_step is not None:

@@ -6,8 +6,11 @@ The value of a pixel is predicted from all the pixels before it, in the order ch
     outer     sees the rows above: rows in turn with causal columns, then everything moves one row down
     inner     sees the pixels to the left: the image one column to the right, what the outer blocks saw, causal rows
 
-Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper draws
-one slice of an image a step, here all of them are computed.
+Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper trains
+on one slice of an image a step, here all of them are computed.
+
+An image is drawn as in the paper: `Drawing` keeps the exterior of a channel and the outer blocks of every row above, so
+that a value takes the inner blocks of its row alone.
 
 Sizes of the authors' code (google-research/axial), for images of three channels with 256 levels:
 
@@ -25,9 +28,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.attention import SelfAttention
+from zoo.attention import SelfAttention, attend
 from zoo.layers import MLP, expect, truncated_normal
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -79,8 +83,10 @@ class Block(nn.Module):
         self.mlp = MLP(dim, config.mlp * dim, activation=QuickGELU())
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm_attention(x)))
+    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
+        """above: what the block knows of the rows above x, which is then one row."""
+        normed = self.norm_attention(x)
+        x = x + self.dropout(self.attention(normed) if above is None else above.attend(self.attention, normed))
         return x + self.dropout(self.mlp(self.norm_mlp(x)))
 
 
@@ -97,8 +103,38 @@ class Pair(nn.Module):
         self.row = Block(config, "row", causal=False)
         self.column = Block(config, "column", causal)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.column(self.row(x))
+    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
+        return self.column(self.row(x), above)
+
+
+class Above:
+    """Keys and values of the rows above, of one causal block along columns, which takes one more row at a time."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, attention: SelfAttention, x: Tensor) -> Tensor:
+        """The attention of a row (n 1 w d) to itself and to all rows before."""
+        q, k, v = rearrange(attention.qkv(x), "n 1 w (kind h e) -> kind (n w) 1 h e", kind=3, h=attention.heads)
+        self.keys.append(k)
+        self.values.append(v)
+        y = attend(q, torch.cat(self.keys, dim=1), torch.cat(self.values, dim=1))
+        return attention.out(rearrange(y, "(n w) 1 h e -> n 1 w (h e)", n=len(x)))
+
+
+class Drawing:
+    """The part of an image's forward that its next values share: of one image, or a batch, while it is drawn.
+
+    channel, row: of the value that is drawn next. known (b h w d): what is known of the channel; above: of each outer
+    block, the rows that are through; seen (b 1 w d): what the row's pixels know of the rows above it.
+    """
+
+    def __init__(self) -> None:
+        self.channel = self.row = -1
+        self.known: Tensor | None = None
+        self.above: list[Above] = []
+        self.seen: Tensor | None = None
 
 
 class Positions(nn.Module):
@@ -109,9 +145,9 @@ class Positions(nn.Module):
         self.row = nn.Parameter(torch.empty(config.height, config.hidden))
         self.column = nn.Parameter(torch.empty(config.width, config.hidden))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
         # one after the other: their sum would be as large as x
-        return x + self.row[: x.shape[1], None] + self.column[: x.shape[2]]
+        return x + self.row[first : first + x.shape[1], None] + self.column[: x.shape[2]]
 
 
 class Shift(nn.Module):
@@ -216,7 +252,13 @@ class AxialImage(nn.Module):
         self.logits = Logits(dim, config.levels)
         self.init_weights()
 
-    def forward(self, image: Tensor, label: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        image: Tensor,
+        label: Tensor | None = None,
+        at: tuple[int, int] | None = None,
+        drawing: Drawing | None = None,
+    ) -> Tensor:
         config = self.config
         expect("label", label, self.label is not None, f"num_classes={config.num_classes}")
         b, c, h, w = image.shape
@@ -225,13 +267,9 @@ class AxialImage(nn.Module):
                 f"an image of {c} channels of {h} x {w} pixels: a model built with channels={config.channels}, "
                 f"height={config.height}, width={config.width} takes as many channels and at most as many pixels"
             )
-        known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
-        if c > 1:
-            x = self.exterior_positions(self.convolution(self.previous(image, self.logits.linear.weight.dtype)))
-            known = x if known is None else x + known
-            for pair in self.exterior:
-                known = pair(known)
-
+        if at is not None and drawing is not None:
+            return self.row(image, label, at, drawing)
+        known = self.known(image, label)
         pixels = self.embed(image.flatten(0, 1))
         above = self.positions(pixels) if known is None else self.positions(pixels) + known
         for pair in self.outer:
@@ -242,6 +280,53 @@ class AxialImage(nn.Module):
         for block in self.inner:
             x = block(x)
         return self.logits(x).unflatten(0, (b, c))
+
+    def known(self, image: Tensor, label: Tensor | None) -> Tensor | None:
+        """Features of every channel from its label and the channels before it, ((b c) h w d)."""
+        c = image.shape[1]
+        known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
+        if c > 1:
+            x = self.exterior_positions(self.convolution(self.previous(image, self.logits.linear.weight.dtype)))
+            known = x if known is None else x + known
+            for pair in self.exterior:
+                known = pair(known)
+        return known
+
+    def drawing(self) -> Drawing:
+        """The cached state with which ``zoo.image.autoregressive.sample`` draws faster."""
+        return Drawing()
+
+    def row(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: Drawing) -> Tensor:
+        """The logits (b w k) of one row of one channel, ``at``, in an image that is drawn in order up to there.
+
+        A channel's exterior is computed at its first row, the outer blocks of a row when the next one begins.
+        """
+        channel, row = at
+        if channel != drawing.channel:
+            known = self.known(image, label)
+            drawing.channel, drawing.row, drawing.seen = channel, -1, None
+            drawing.known = None if known is None else known.unflatten(0, (len(image), -1))[:, channel]
+            drawing.above = [Above() for _ in self.outer]
+        if row != drawing.row and row > 0:
+            above = self.told(self.positions(self.pixels(image, channel, row - 1), row - 1), row - 1, drawing)
+            for pair, rows in zip(self.outer, drawing.above):
+                above = pair(above, rows)
+            drawing.seen = above
+        drawing.row = row
+        x = self.right(self.pixels(image, channel, row))
+        x = self.positions(x if drawing.seen is None else x + drawing.seen, row)
+        x = self.told(x, row, drawing)
+        for block in self.inner:
+            x = block(x)
+        return self.logits(x)[:, 0]
+
+    def pixels(self, image: Tensor, channel: int, row: int) -> Tensor:
+        return self.embed(image[:, channel, row : row + 1])
+
+    def told(self, x: Tensor, row: int, drawing: Drawing) -> Tensor:
+        """A row (b 1 w d) with what is known of it."""
+        known = drawing.known
+        return x if known is None else x + (known if known.shape[1] == 1 else known[:, row : row + 1])
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 import dsp
-from dsp.text import number_of
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Floor, Task
-from zoo.training.tracking import amount, duration, higher, label, size
+from zoo.training.tracking import amount, duration, higher, label, number_of, size
 
 
 def opening(

@@ -137,6 +137,9 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
     layers = {**_chain(files[0]), "command line": _parse(overrides)}
+    for layer in layers.values():
+        if layer.get("parallel") == "auto":
+            layer["parallel"] = {"auto": True}
 
     data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
     task = next((c for c in (v.get("task") for v in reversed(layers.values())) if c is not None), None)

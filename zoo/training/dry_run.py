@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import dsp
-from dsp.text import number_of
 from zoo.training import UserError, user_error
 from zoo.training.config import Config, create_task, mesh_shape
 from zoo.training.estimate import saved_for_backward, total
 from zoo.training.model import compute_dtype, make_plan, recomputed_modules, repeated_stages, without_weights
 from zoo.training.task import Task
-from zoo.training.tracking import amount, size
+from zoo.training.tracking import amount, number_of, size
 
 Rows = list[tuple[str, int, str]]  # what, bytes of a rank, why so many
 MOST = 1024  # ranks that share a sample, in what is advised

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dsp.plan.stage_cache import alike, once
-from dsp.private import FakeTensorMode
+import dsp
 from zoo.training.model import recomputed_modules
 from zoo.training.task import Task
 
@@ -59,11 +58,12 @@ class Keeping:
 
     def __init__(self, model: nn.Module, modules: Collection[nn.Module]):
         self.names = {module: name for name, module in model.named_modules() if module in modules}
-        self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.weights: set[int] = set()
         self.calls, self.path = itertools.count(), tuple[Call, ...]()
         self.kept: dict[tuple[Call, ...], dict[Any, Saved]] = {(): {}}
         self.given: dict[tuple[Call, ...], dict[Any, Saved]] = {}
         self.alive: list[Any] = []
+        model.register_forward_pre_hook(self.begin)
         for module in self.names:
             module.register_forward_pre_hook(self.enter, with_kwargs=True)
             module.register_forward_hook(self.leave)
@@ -71,6 +71,9 @@ class Keeping:
     @property
     def place(self) -> str:
         return self.names[self.path[-1][0]] if self.path else ""
+
+    def begin(self, model: nn.Module, _: Any) -> None:
+        self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def note(self, where: dict[Any, Saved], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -133,12 +136,10 @@ def saved_for_backward(task: Task, dtype: torch.dtype, *, twins: bool = True) ->
             objective: Any = task.objective(task.model())
     finally:
         torch.set_default_dtype(torch.float32)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        objective.to_empty(device="cpu")
-        ways = recomputed_modules(objective.model)
-        keeping = Keeping(objective, frozenset(itertools.chain(*ways.values())))
-        if twins:
-            once(alike(ways["stages"]), keeping.first, keeping.again)
-        with saved_tensors_hooks(keeping.save, lambda tensor: tensor):
-            objective(**task.example(objective))
+    with torch.device("meta"):
+        inputs = task.example(objective)
+    ways = recomputed_modules(objective.model)
+    keeping, stages = Keeping(objective, frozenset(itertools.chain(*ways.values()))), ways["stages"] if twins else ()
+    with saved_tensors_hooks(keeping.save, lambda tensor: tensor):
+        dsp.without_data(objective, kwargs=inputs, stages=stages, ran=keeping.first, repeated=keeping.again)
     return {way: keeping.where_recomputed(frozenset(modules)) for way, modules in ways.items()}

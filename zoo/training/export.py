@@ -5,7 +5,8 @@
     python -m zoo.training.export runs/latte/checkpoints/step-00000500 --weights last --out latte-500
 
 Averaged weights, if the run kept them, unless `--weights last`; adapters (LoRA) are added to the weights. In a config
-`init.weights=runs/demo/export` begins another run with them.
+`init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export` makes the model again, which
+knows what its objective had it predict.
 """
 
 import argparse
@@ -44,12 +45,12 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
     return model
 
 
-def predicts_clips(path: Path) -> bool:
-    """Tell whether a run's model predicts clips themselves, not velocities."""
+def objective_of(path: Path) -> dict[str, Any]:
+    """The settings of the objective that a run was trained with: what its model predicts."""
     with suppress(UserError):  # of what is no run
         run, *_ = locate(path)
-        return getattr(cfg.load([str(run / "config.yaml")]).objective, "target", "") == "clean"
-    return False
+        return asdict(cfg.load([str(run / "config.yaml")]).objective)
+    return {}
 
 
 def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True, frames: int = 16) -> list[Path]:
@@ -59,7 +60,8 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     """
     model = weights_of(path, averaged)
     out.mkdir(parents=True, exist_ok=True)
-    if layout == "diffusers" and predicts_clips(path):
+    objective = objective_of(path)
+    if layout == "diffusers" and objective.get("target") == "clean":
         raise UserError("this run was trained with objective.target=clean, which diffusers' samplers do not know")
     if layout == "diffusers":
         convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
@@ -74,7 +76,8 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     name = next(name for name, place in zoo.registry.MODELS.items() if place.endswith(":" + type(model).__name__))
     written = [out / "model.safetensors", out / "config.json"]
     save_file({name: value.contiguous().clone() for name, value in model.state_dict().items()}, written[0])
-    written[1].write_text(json.dumps({"zoo": name, "config": _plain(asdict(model.config))}, indent=1) + "\n")
+    told = {"zoo": name, "config": _plain(asdict(model.config)), "objective": objective}
+    written[1].write_text(json.dumps(told, indent=1) + "\n")
     return _shared(written)
 
 

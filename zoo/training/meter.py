@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dsp.hardware import ACCELERATORS
+from dsp.hardware import ACCELERATORS, accelerator
 from zoo.training import ranks
 from zoo.training.model import compute_dtype
 from zoo.training.profile import DATA
@@ -95,10 +95,7 @@ def peak_flops(config: Any, device: torch.device) -> float | None:
     if name is None and device.type == "cuda":
         told = torch.cuda.get_device_name(device).lower()
         name = next((known for known in ACCELERATORS if known in told), None)
-    if name not in ACCELERATORS:
-        return None
-    half, single, *_ = ACCELERATORS[name]
-    return half if compute_dtype(config).itemsize == 2 else single
+    return accelerator(name, dtype=compute_dtype(config), products=1.0).flops if name in ACCELERATORS else None
 
 
 def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
-from dsp.stages import find_modules
 from zoo.contract import check
 from zoo.training import UserError, initial, one_line, user_error
 from zoo.training.lora import base_of, freeze
@@ -91,7 +91,10 @@ def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    return [module for _, module, _ in find_modules(model, dict.fromkeys(patterns, ""))]
+    """The submodules that a pattern matches, each `*` of it one component of a path, in the order of the patterns."""
+    regular = [re.escape(pattern).replace(r"\*", "[^.]+") for pattern in dict.fromkeys(patterns)]
+    named = list(model.named_modules())
+    return list(dict.fromkeys(module for one in regular for name, module in named if re.fullmatch(one, name)))
 
 
 def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:

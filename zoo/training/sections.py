@@ -39,6 +39,9 @@ class Lora:
 
 @dataclass
 class Parallel:
+    auto: bool = option(
+        False, "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step; also parallel=auto"
+    )
     dp_replicate: int = option(1, "groups that each hold all weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that take other samples and share the weights (FSDP)", least=1)
     sp: int | None = option(None, "ranks that share one sample; null: all remaining ranks", least=1)

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 import zoo
-from dsp.layout import chunk
 from zoo.data.sampling import batch_indices
 from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
@@ -257,5 +256,5 @@ class Infer:
 
 def share(length: int, rank: int, size: int) -> range:
     """The rows of `length` that rank `rank` of `size` holds: those of torch.chunk, for the last ranks maybe none."""
-    start, count = chunk(length, size, rank)
-    return range(start, start + count)
+    each = -(-length // size)
+    return range(length)[rank * each : (rank + 1) * each]

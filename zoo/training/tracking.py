@@ -174,6 +174,14 @@ def _scaled(value: float, base: int, gap: str, prefixes: str) -> str:
     return f"{float(f'{value:.3g}'):g}"
 
 
+def number_of(count: int, what: str) -> str:
+    """
+    >>> number_of(1, "rank"), number_of(8, "rank")
+    ('1 rank', '8 ranks')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as 0:42, 12:05 or 3:20:00."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -399,7 +399,7 @@ def euler(
     guidance: float = 1.0,
     uncond: Mapping[str, Any] | None = None,
     shift: float = 1.0,
-    predicts_clean: bool = False,
+    predicts_clean: bool | None = None,
     clean: Tensor | None = None,
     x_mask: Tensor | None = None,
     on_step: OnStep | None = None,
@@ -408,8 +408,9 @@ def euler(
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
     `model(x, timestep, **cond)` predicts x - noise, the opposite if its `flow_sign` is -1, or with `predicts_clean` the
-    clip itself, as it was trained. `guidance` other than 1 calls it a second time with the values of `uncond` put over
-    those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
+    clip itself, as it was trained; by default what its own `predicts_clean` says, if it has one. `guidance` other than
+    1 calls it a second time with the values of `uncond` put over those of `cond`. The levels of the steps are even,
+    then `shifted`, as those of training were.
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
@@ -420,6 +421,7 @@ def euler(
     hold = _holding(noise, clean, x_mask)
     given = cond if x_mask is None else {**cond, "x_mask": x_mask}
     predict = _guided(model, noise.shape[1], guidance, uncond, given)
+    predicts_clean = getattr(model, "predicts_clean", False) if predicts_clean is None else predicts_clean
     levels = [shifted(1 - i / steps, shift) for i in range(steps + 1)]
     x = hold(noise, clean)
     for i in range(steps):

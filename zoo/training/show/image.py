@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zoo.data.sampling import generator, hash_seed
@@ -44,7 +45,10 @@ class Show(task.Show):
         for i, one in enumerate(noise):
             one.exponential_(generator=generator("gumbel", seed, i))
         given = {"label": torch.tensor(labels, device=device)} if self.task.conditional else {}
-        return sample(model, temperature * -noise.log().to(device), on_step, **given).cpu()
+        ranks = self.task.mesh.size() if self.task.mesh else dist.get_world_size()
+        begin = getattr(model, "drawing", None) if ranks == 1 else None  # a row is not there to be divided among ranks
+        drawing = begin() if begin else None
+        return sample(model, temperature * -noise.log().to(device), on_step, drawing, **given).cpu()
 
     def write(self, samples: Tensor, path: Path) -> Mapping[str, float]:
         whole_rows = [n for n in range(2, 11) if len(samples) % n == 0]

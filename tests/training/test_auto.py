@@ -1,0 +1,61 @@
+"""parallel=auto: the mesh and the method of the shortest step that fits, for a step that stays the same."""
+
+import pytest
+
+import dsp
+from tests.support.runs import Runs, alike, run_here
+from zoo.training import UserError, auto
+from zoo.training import config as cfg
+
+SLOW, FAST = dsp.Link("slow", 1e-2, 1e6), dsp.Link("fast", 1e-9, 1e15)
+
+
+def hardware(link, memory=1e12):
+    return dsp.Hardware(link, memory, flops=1e9)
+
+
+def loaded(run, *overrides):
+    return cfg.load(run.arguments("parallel=auto", *overrides))
+
+
+def test_where_links_are_slow_groups_of_ranks_take_other_samples(run):
+    """A step has the samples of 4 accumulated batches, on any mesh."""
+    config = loaded(run, "train.accumulation=2", "parallel.dp_shard=2")
+    choice = auto.choose(config, 4, hardware(SLOW))
+    assert (choice.dp, choice.sp, choice.method) == (4, 1, "dsp")
+    chosen = choice.applied(config)
+    assert (chosen.train.accumulation, chosen.parallel.dp_shard, chosen.parallel.auto) == (1, 4, False)
+    assert auto.batches_of(chosen) == auto.batches_of(config) == 4
+    assert choice.table.splitlines()[0] == "parallel=auto takes the first: dp_shard=4 sp=1"
+
+
+def test_a_single_batch_is_shared_by_all_ranks(run):
+    choice = auto.choose(loaded(run), 3, hardware(FAST))
+    assert (choice.dp, choice.sp) == (1, 3)
+    assert {line.split()[3] for line in choice.table.splitlines()[2:]} >= {"dsp", "ulysses"}
+
+
+def test_what_does_not_fit_is_recomputed_or_shared_by_more_ranks(run):
+    config = loaded(run, "train.accumulation=2")
+    free = auto.candidates(config, 2, hardware(SLOW))
+    held = {(c.timing.dp, c.timing.sp, c.timing.method, c.recomputed): c.timing.held for c in free}
+    short = held[2, 1, "dsp", "none"] - 1
+    choice = auto.choose(config, 2, hardware(SLOW, short))
+    assert held[choice.dp, choice.sp, choice.method, choice.recomputed] <= short
+    assert choice.recomputed != "none" or choice.sp == 2
+    with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the least that a mesh needs is"):
+        auto.choose(config, 2, hardware(SLOW, 1000))
+
+
+def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run("parallel=auto", "dry_run=true", expect=2)
+    assert "say what the ranks are, as hardware.device=h100" in capsys.readouterr().err
+    run("parallel=auto", "dry_run=true", "hardware.device=h100")
+    assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
+
+
+def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, ranks, tmp_path):
+    runs = Runs(trainer, tmp_path)
+    ranks(run_here, 2, runs.arguments("parallel=auto", "train.accumulation=2", "name=auto"))
+    alike(runs("train.accumulation=2"), tmp_path / "runs/auto")

@@ -1,0 +1,128 @@
+"""`parallel=auto`: the mesh, the method and what is recomputed, by the links at hand and the model's own plans.
+
+The choice changes how a step is computed, and not what it computes: a step has the samples that the configuration gives
+it, train.batch x train.accumulation x dp_replicate x dp_shard, whether groups of ranks share them or one accumulates.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import dsp
+from dsp.embedded import Timing
+from dsp.hardware import clock
+from zoo.training import UserError
+from zoo.training.config import Config, create_task
+from zoo.training.dry_run import Memory, known_hardware, steps_on
+from zoo.training.model import compute_dtype, recomputed_modules, without_weights
+from zoo.training.tracking import number_of, size
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh and a method (`timing`), what is recomputed, and whether its memory fits."""
+
+    timing: Timing
+    recomputed: str
+    fits: bool
+
+    def row(self) -> list[str]:
+        t = self.timing
+        shares = [f"{100 * part / t.seconds.step:.0f}%" for part in (t.seconds.compute, t.seconds.comm)]
+        held = size(t.held) + ("" if self.fits else ", too much")
+        return [
+            f"{t.dp} x {t.sp}",
+            t.method if t.sp > 1 else "-",
+            self.recomputed,
+            clock(t.seconds.step),
+            *shares,
+            held,
+        ]
+
+
+def batches_of(config: Config) -> int:
+    """The batches of a step, of all groups."""
+    return config.train.accumulation * config.parallel.dp_replicate * config.parallel.dp_shard
+
+
+def applied(config: Config, dp: int, sp: int, method: str, recomputed: str) -> Config:
+    """The configuration on another mesh, for the same step."""
+    parallel = replace(config.parallel, auto=False, dp_replicate=1, dp_shard=dp, sp=sp, method=method)
+    again = batches_of(config) // dp
+    return replace(
+        config, parallel=parallel, train=replace(config.train, checkpoint_activations=recomputed, accumulation=again)
+    )
+
+
+class Choice(NamedTuple):
+    """The choice, and a table that says why."""
+
+    dp: int
+    sp: int
+    method: str
+    recomputed: str
+    table: str
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with it."""
+        return applied(config, self.dp, self.sp, self.method, self.recomputed)
+
+
+def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
+    """The shortest step that fits on `world` ranks. Raises UserError where nothing fits."""
+    every = sorted(candidates(config, world, hardware), key=lambda c: (not c.fits, c.timing.seconds.step))
+    if not every or not every[0].fits:
+        need = min((c.timing.held for c in every), default=0)
+        raise UserError(
+            f"parallel=auto: nothing fits {size(int(hardware.memory))} a rank on {number_of(world, 'rank')}; the least "
+            f"that a mesh needs is {size(need)}"
+        )
+    best, first = every[0], dict[tuple[int, int, str], Candidate]()
+    for c in every:  # of each mesh and method the best way to recompute
+        first.setdefault((c.timing.dp, c.timing.sp, c.timing.method), c)
+    head = ["dp x sp", "method", "recomputed", "a step", "computing", "sequence's traffic", "memory a rank"]
+    rows = [head, *(c.row() for c in first.values())]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
+    taken = f"parallel=auto takes the first: dp_shard={best.timing.dp} sp={best.timing.sp}"
+    return Choice(best.timing.dp, best.timing.sp, best.timing.method, best.recomputed, "\n".join([taken, *lines]))
+
+
+def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candidate]:
+    """Each mesh of `world` ranks that leaves a step as it is, with each method and way to recompute that can run so."""
+    task, found, batches = create_task(config), list[Candidate](), batches_of(config)
+    for way in recomputed_modules(without_weights(config, task)[0]):
+        if config.parallel.save_exchanges and way != "stages":
+            continue
+        own = applied(config, 1, world, "dsp", way)
+        model, objective, _ = without_weights(own, task)
+        memory = Memory(own, task, model)
+        for dp in (n for n in range(1, world + 1) if gcd(world, batches) % n == 0):
+            steps = steps_on(hardware, applied(config, dp, world // dp, "dsp", way), task, objective, memory)
+            for t in steps.supported(dp, world // dp):
+                if t.method == "dsp" or not config.train.offload:
+                    found.append(Candidate(t, way, steps.fits(t)))
+    return found
+
+
+def foreseen(config: Config) -> Choice:
+    """The choice for the ranks that WORLD_SIZE says, on the hardware that is configured: nothing is measured."""
+    if (hardware := known_hardware(config)) is None:
+        raise UserError(
+            "parallel=auto with dry_run=true measures nothing: say what the ranks are, as hardware.device=h100"
+        )
+    return choose(config, int(os.environ.get("WORLD_SIZE", 1)), hardware)
+
+
+def measured(config: Config, device: torch.device, node: int) -> dsp.Hardware:
+    """The hardware of all ranks, measured; `node` ranks share a machine. Collective."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("all",))
+    memory = config.parallel.memory and config.parallel.memory * 2**30
+    return dsp.hardware.measured(mesh, node=node, dtype=compute_dtype(config), memory=memory)
