@@ -6,8 +6,8 @@ The value of a pixel is predicted from all the pixels before it, in the order ch
     outer     sees the rows above: rows in turn with causal columns, then everything moves one row down
     inner     sees the pixels to the left: the image one column to the right, what the outer blocks saw, causal rows
 
-Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper trains on
-one slice of an image a step, here all of them are computed.
+Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper trains
+on one slice of an image a step, here all of them are computed.
 
 An image is drawn as in the paper: `Drawing` keeps the exterior of a channel and the outer blocks of every row above, so
 that a value takes the inner blocks of its row alone.
@@ -210,7 +210,7 @@ class Logits(nn.Module):
 
 
 class AxialImage(nn.Module):
-    """``forward(image, label=None)``
+    """``forward(image, label=None)``, or one row of an image that is drawn: ``forward(image, label, at, drawing)``
 
     image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
     of every value given those before it. Images may be smaller than ``height`` and ``width``.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.latent_folders import CHANNELS, LENGTH, SHAPES, TEXT, latent_folder, manifest
-from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
+from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder
 from zoo.data.latents import LatentError, Latents, Writer, write_manifest
 from zoo.video.clean_frames import noised_frames
@@ -59,12 +59,12 @@ def test_steps_that_there_are_not(bad):
 
 
 def test_names_of_buckets():
-    assert parse_bucket("16x32x24") == Bucket(16, 32, 24)
-    assert parse_bucket("16x32x24@23.976") == Bucket(16, 32, 24, 23.976)
-    assert [str(parse_bucket(text)) for text in ("4x8x6", "4x8x6@24.0")] == ["4x8x6", "4x8x6@24"]
+    assert Bucket.parse("16x32x24") == Bucket(16, 32, 24)
+    assert Bucket.parse("16x32x24@23.976") == Bucket(16, 32, 24, 23.976)
+    assert [str(Bucket.parse(text)) for text in ("4x8x6", "4x8x6@24.0")] == ["4x8x6", "4x8x6@24"]
     for text in ("16x32", "16x32x", "16 x 32 x 32", "0x3x3", "3x3x3@0", "3x3x3@", "-1x2x2", "axbxc", ""):
-        with pytest.raises(ValueError, match="expected frames x height x width in latent cells"):
-            parse_bucket(text)
+        with pytest.raises(ValueError, match="expected FRAMESxHEIGHTxWIDTH"):
+            Bucket.parse(text)
 
 
 def test_balance_evens_out_the_cells_of_a_batch():
