@@ -282,7 +282,7 @@ class AxialImage(nn.Module):
         return self.logits(x).unflatten(0, (b, c))
 
     def known(self, image: Tensor, label: Tensor | None) -> Tensor | None:
-        """What is known of every channel from its label and the channels before it, ((b c) h w d)."""
+        """The knowledge of every channel from its label and the channels before it, ((b c) h w d)."""
         c = image.shape[1]
         known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
         if c > 1:
@@ -293,7 +293,7 @@ class AxialImage(nn.Module):
         return known
 
     def drawing(self) -> Drawing:
-        """What ``zoo.image.autoregressive.sample`` draws faster with."""
+        """The state of a new drawing, for ``zoo.image.autoregressive.sample``."""
         return Drawing()
 
     def row(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: Drawing) -> Tensor:
