@@ -1,7 +1,7 @@
 """One run, one owner: `runs/<name>/owner.json` says which process writes into a run's directory, and holds its lock.
 
-The lock is the kernel's own (flock), so that a dead owner holds nothing; a file that nobody owns is empty. Where
-another host's locks are not seen, which shared storage may do, the time of the file decides: an owner touches it.
+The lock is the kernel's own (flock), so that a dead owner holds nothing. Where another host's locks are not seen, which
+shared storage may do, the time of the file decides: an owner touches it every few seconds.
 """
 
 import fcntl
@@ -27,6 +27,7 @@ class Owner:
     """
 
     def __init__(self) -> None:
+        self.path = Path()
         self.file: int | None = None
         self.done = threading.Event()
 
@@ -37,7 +38,9 @@ class Owner:
         self.done.set()
         if self.file is not None:
             with suppress(OSError):  # a disk that has become read-only: the lock goes with the file's descriptor
-                os.ftruncate(self.file, 0)
+                if _same_file(self.file, self.path):
+                    os.ftruncate(self.file, 0)
+                    self.path.unlink()
         self._forget()
 
     def take(self, directory: Path) -> str:
@@ -46,7 +49,7 @@ class Owner:
         A UserError, with nothing changed, if its owner lives.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "owner.json"
+        self.path = path = directory / "owner.json"
         try:
             self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
@@ -56,6 +59,9 @@ class Owner:
         except UserError:
             self._forget()
             raise
+        if not _same_file(self.file, path):  # the last owner removed it between our opening and our lock
+            self._forget()
+            return self.take(directory)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         os.ftruncate(self.file, 0)
         os.pwrite(self.file, json.dumps(me).encode(), 0)
@@ -102,6 +108,12 @@ def _read(file: int) -> dict[str, Any]:
     except ValueError:  # empty, or its owner was killed while it wrote
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _same_file(file: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    return False
 
 
 def _words(there: dict[str, Any]) -> str:
