@@ -32,7 +32,7 @@ from zoo.training import config as cfg
 from zoo.training.account import closing, opening
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
-from zoo.training.guard import Diverged, Guard, Kept
+from zoo.training.guard import Diverged, Guard, Kept, Outcome
 from zoo.training.loader import Micro, batches, place
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, without_weights
@@ -41,17 +41,17 @@ from zoo.training.optim import (
     average_cut,
     averaged,
     clip_gradients,
+    due,
+    learning_rate,
     optimizers,
     runs_ahead,
     set_learning_rate,
     skipping,
 )
-from zoo.training.outcome import Outcome
 from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
 from zoo.training.records import naming
 from zoo.training.saving import Saver
-from zoo.training.schedule import due, learning_rate
 from zoo.training.task import Inputs, Show, Task
 from zoo.training.tracking import Tracker, ascii_key, changes, label, open_run
 

@@ -5,6 +5,7 @@ Letters: b batch, t frames, s patches of a frame (row by row), c channels, l tex
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -323,6 +324,27 @@ def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
             for name, how in getattr(module, "tensor_parallel", {}).items():
                 found[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = how
     return found
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    """The options that transformers of video share, with values of the XL sizes; every model's Config adds its own."""
+
+    hidden: int = 1152
+    depth: int = 28
+    heads: int = 16
+    patch: tuple[int, int, int] = (1, 2, 2)
+    in_channels: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch", tuple(self.patch))
+        check_shape(self.hidden, self.heads, self.patch)
+
+    @property
+    def out_channels(self) -> int:
+        """in_channels but for those that only condition; twice as many for a model that also predicts a variance."""
+        times = 2 if getattr(self, "learn_sigma", False) else 1
+        return times * self.in_channels - getattr(self, "condition_channels", 0)
 
 
 def check_shape(hidden: int, heads: int, patch: tuple[int, int, int]) -> None:

@@ -94,12 +94,12 @@ def from_export(folder: str | Path) -> nn.Module:
     Its `objective` has the settings of the objective it was trained with; of one that was trained to predict clips
     themselves `predicts_clean` is True, as `zoo.video.diffusion.euler` reads it.
 
-    Raises ValueError for a folder that is no export.
+    Raises ValueError for any other folder.
     """
     file = Path(folder) / "config.json"
     told = json.loads(file.read_text()) if file.is_file() else {}
     if "zoo" not in told:
-        raise ValueError(f"{folder} is no export: expected model.safetensors and a config.json that names a model")
+        raise ValueError(f"{folder} is not an export: expected model.safetensors and a config.json that names a model")
     model: Any = create(told["zoo"], **told["config"])
     model.load_state_dict(read_safetensors(file.with_name("model.safetensors")))
     model.objective = told.get("objective", {})

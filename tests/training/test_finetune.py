@@ -104,7 +104,7 @@ def test_an_export_knows_what_its_model_predicts(run, capsys):
     run("name=wrong", *SHORT, f"init.weights={first.parent / 'clean/export'}", expect=2)
     said = "were trained with objective.target=clean (here velocity). Write objective: {target: clean}"
     assert said in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is no export: expected model"):
+    with pytest.raises(ValueError, match="is not an export: expected model"):
         zoo.from_export(first)
 
 

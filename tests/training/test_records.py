@@ -31,20 +31,17 @@ def test_round_trip_and_cut(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_lines_that_are_missing_or_others_are_said(tmp_path):
+def test_lines_that_are_missing_are_said(tmp_path):
     path, said = written(tmp_path / "metrics.jsonl"), []
-    known = records.summary(LINES[:4])
-    assert cut_metrics(path, 5, said.append, known) == LINES  # a validation may have come after the checkpoint
+    assert cut_metrics(path, 5, said.append, 4) == LINES  # a validation may have come after the checkpoint
     assert said == []
     lines = path.read_text().splitlines(True)
     path.write_text("".join(lines[:2]))
-    cut_metrics(path, 5, said.append, known)
-    path.write_text("".join([*lines[:1], lines[1].replace("0.5", "0.6"), *lines[2:]]))
-    cut_metrics(path, 5, said.append, known)
+    cut_metrics(path, 5, said.append, 4)
     path.unlink()
-    cut_metrics(path, 5, said.append, known)
+    cut_metrics(path, 5, said.append, 4)
     there = f"{path}: damaged: of the 4 records that were there at step 5 it holds"
-    assert said == [f"{there} 2", f"{there} 4, of which some are others", f"{there} 0"]
+    assert said == [f"{there} 2", f"{there} 0"]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from zoo.training import UserError, checkpoint
 from zoo.training import config as cfg
 from zoo.training.guard import FEWEST, Diverged, Guard
 from zoo.training.loader import Failed, Micro, Wanted, batches, place
-from zoo.training.optim import optimizers
-from zoo.training.schedule import learning_rate
+from zoo.training.optim import learning_rate, optimizers
 from zoo.training.sections import Optim, Train
 
 KEYS = ("loss", "grad_norm", "lr")

@@ -24,7 +24,7 @@ from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
 from zoo.training.model import recomputed_modules
-from zoo.training.schedule import due
+from zoo.training.optim import due
 
 
 @pytest.fixture(scope="module")
@@ -523,7 +523,7 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
         return config
 
     monkeypatch.setattr(trainer.cfg, "load", load)
-    monkeypatch.setattr("zoo.training.sinks.to_dict", lambda config: {})
+    monkeypatch.setattr("zoo.training.tracking.to_dict", lambda config: {})
     monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
     monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 30)
     run("wandb.mode=offline", "eval.linear_floor=true")

@@ -12,19 +12,34 @@ from functools import lru_cache
 
 from zoo.data.sampling import batch_indices, hash_seed, order
 
-__all__ = ["Bucket", "bucket_batches", "bucket_step", "parse_bucket"]
+__all__ = ["Bucket", "bucket_batches", "bucket_step"]
 
 _SAME_RATE = 0.01  # 23.976 and 24 frames a second are one rate, 24 and 25 are two
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Clips of `frames` x `height` x `width` latent cells, of any frame rate or of one."""
+    """Clips of `frames` x `height` x `width` latent cells, or pixels before they are encoded; of any rate or of one."""
 
     frames: int
     height: int
     width: int
     fps: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Bucket":
+        """The bucket that "TxHxW" or "TxHxW@fps" names; a ValueError if it names none.
+
+        >>> Bucket.parse("16x32x32@24")
+        Bucket(frames=16, height=32, width=32, fps=24.0)
+        """
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", str(text))
+        if match is None or not all(float(n) for n in match.groups() if n):
+            raise ValueError(
+                f"invalid bucket {text!r}: expected FRAMESxHEIGHTxWIDTH[@FPS], such as 16x32x32 or 16x32x32@24"
+            )
+        frames, height, width = (int(n) for n in match.groups()[:3])
+        return cls(frames, height, width, float(match[4]) if match[4] else None)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,22 +56,6 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.frames}x{self.height}x{self.width}" + ("" if self.fps is None else f"@{self.fps:g}")
-
-
-def parse_bucket(text: str) -> Bucket:
-    """The bucket that "TxHxW" or "TxHxW@fps" names; a ValueError if it names none.
-
-    >>> parse_bucket("16x32x32@24")
-    Bucket(frames=16, height=32, width=32, fps=24.0)
-    """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", str(text))
-    if match is None or not all(float(n) for n in match.groups() if n):
-        raise ValueError(
-            f"invalid bucket {text!r}: expected frames x height x width in latent cells, such as 16x32x32 or "
-            "16x32x32@24"
-        )
-    frames, height, width = (int(n) for n in match.groups()[:3])
-    return Bucket(frames, height, width, float(match[4]) if match[4] else None)
 
 
 def bucket_batches(batch: int, buckets: Sequence[Bucket], balance: bool) -> list[int]:

@@ -203,11 +203,7 @@ class Evoformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.single = Linear(config.c_m, config.c_s)
         self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
-        self.structure = None
-        if config.structure:
-            self.structure = StructureModule(
-                config.c_s, config.c_z, config.structure, config.structure_heads, config.structure_dropout, config.chunk
-            )
+        self.structure = StructureModule.of(config)
 
     def forward(
         self,

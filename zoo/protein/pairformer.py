@@ -210,11 +210,7 @@ class Pairformer(nn.Module):
         self.msa_blocks = nn.ModuleList(MSABlock(config) for _ in range(config.msa_depth))
         self.blocks = nn.ModuleList(PairformerBlock(config) for _ in range(config.depth))
         self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
-        self.structure = None
-        if config.structure:
-            self.structure = StructureModule(
-                config.c_s, config.c_z, config.structure, config.structure_heads, config.structure_dropout, config.chunk
-            )
+        self.structure = StructureModule.of(config)
 
     def forward(
         self,

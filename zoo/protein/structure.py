@@ -176,6 +176,12 @@ class StructureModule(nn.Module):
         self.move = Move(c_s, dropout)
         self.confidence = Confidence(c_s)
 
+    @classmethod
+    def of(cls, config: Any) -> "StructureModule | None":
+        """The structure module of a model with this Config, if it has one."""
+        sizes = config.structure, config.structure_heads, config.structure_dropout, config.chunk
+        return cls(config.c_s, config.c_z, *sizes) if config.structure else None
+
     def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         z = self.pair_norm(z)
         s, rotation, translation = self.begin(s)

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Owner:
     """
 
     def __init__(self) -> None:
-        self.path: Path | None = None
+        self.path = Path()
         self.file: int | None = None
         self.done = threading.Event()
 
@@ -35,14 +36,12 @@ class Owner:
 
     def __exit__(self, *_: object) -> None:
         self.done.set()
-        if self.path is not None and self.file is not None:
-            try:
+        if self.file is not None:
+            with suppress(OSError):  # a disk that has become read-only: the lock goes with the file's descriptor
                 if _same_file(self.file, self.path):
+                    os.ftruncate(self.file, 0)
                     self.path.unlink()
-            except OSError:  # a disk that has become read-only: the lock goes with the file's descriptor
-                pass
-            os.close(self.file)
-        self.path = self.file = None
+        self._forget()
 
     def take(self, directory: Path) -> str:
         """Own `directory`, which is made if need be. Returns who held it and is gone, or "".
@@ -50,68 +49,50 @@ class Owner:
         A UserError, with nothing changed, if its owner lives.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "owner.json"
-        while True:
-            try:
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror}: a run has to be able to write there") from None
-            try:
-                before = _claim(file, path)
-            except BaseException:
-                os.close(file)
-                raise
-            if before is not None:
-                break
-            os.close(file)  # the last owner removed it between our opening and our lock
-        self.path, self.file = path, file
+        self.path = path = directory / "owner.json"
+        try:
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: a run has to be able to write there") from None
+        try:
+            before = _claim(self.file, path)
+        except UserError:
+            self._forget()
+            raise
+        if not _same_file(self.file, path):  # the last owner removed it between our opening and our lock
+            self._forget()
+            return self.take(directory)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(me).encode(), 0)
-        threading.Thread(target=self._touch, args=(file,), daemon=True, name="owner").start()
-        os.register_at_fork(after_in_child=self._forget)
+        os.ftruncate(self.file, 0)
+        os.pwrite(self.file, json.dumps(me).encode(), 0)
+        threading.Thread(target=self._touch, args=(self.file,), daemon=True, name="owner").start()
+        os.register_at_fork(after_in_child=self._forget)  # the lock must not outlive the owner in a worker
         return _words(before) if before else ""
 
     def _forget(self) -> None:
-        """In a process forked from this one: the lock is not its own, and must not outlive the owner."""
         if self.file is not None:
             os.close(self.file)
-        self.path = self.file = None
+        self.file = None
 
     def _touch(self, file: int) -> None:
-        while not self.done.wait(TOUCH):
-            try:
-                os.utime(file)
-            except OSError:  # closed, or a disk that is full or away: what is written next will say so
-                return
+        with suppress(OSError):  # closed, or a disk that is full or away: what is written next will say so
+            while not self.done.wait(TOUCH):
+                os.utime(file, (time.time(), time.time()))
 
 
-def _claim(file: int, path: Path) -> dict[str, Any] | None:
-    """Lock the file; what the owner before wrote into it, {} for none. None: this is no longer the file at `path`."""
-    there = _read(file)
+def _claim(file: int, path: Path) -> dict[str, Any]:
+    """Lock the file; returns what the owner before wrote into it, {} for none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unseen = False
+        there = _read(file)
+        seen = there.get("host") == socket.gethostname()
     except BlockingIOError:
-        raise _taken(path, there) from None
+        raise _taken(path, _read(file)) from None
     except OSError:  # storage without locks
-        unseen = True
-    if not _same_file(file, path):
-        return None
-    there = _read(file)
-    if there and (unseen or there.get("host") != socket.gethostname()) and _age(file, path) < STALE:
+        there, seen = _read(file), False
+    if there and not seen and time.time() - os.fstat(file).st_mtime < STALE:
         raise _taken(path, there, f", or wait {STALE:.0f} s if it is gone")
     return there
-
-
-def _age(file: int, path: Path) -> float:
-    """Seconds since the owner's last sign of life, by the clock of the storage."""
-    probe = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        probe.touch()
-        return probe.stat().st_mtime - os.fstat(file).st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _taken(path: Path, there: dict[str, Any], more: str = "") -> UserError:
@@ -129,15 +110,12 @@ def _read(file: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _same_file(file: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    return False
+
+
 def _words(there: dict[str, Any]) -> str:
     named = {key: ascii(str(there.get(key, "?")))[1:-1][:80] for key in ("host", "pid", "since")}
     return f"process {named['pid']} on {named['host']} since {named['since']}"
-
-
-def _same_file(file: int, path: Path) -> bool:
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(file)
-    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)

@@ -29,7 +29,7 @@ from zoo.training.show.clips import decode
 from zoo.training.show.options import checked
 from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
-from zoo.training.use import progress
+from zoo.training.use import asked, progress
 from zoo.video import published
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.published import Prompt, Published
@@ -101,12 +101,8 @@ class Pipeline:
         """
         parser = ArgumentParser()
         arguments(parser, type(self.published), None)
-        known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", "prompt")}
-        if unknown := sorted(options.keys() - known.keys()):
-            raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        chosen = Namespace(**known | options, prompt=prompts)
-        chosen.out = None if chosen.out is None else Path(chosen.out)
+        chosen = asked(parser, options, but="prompt")
+        chosen.prompt = [prompt] if isinstance(prompt, str) else list(prompt)
         return self.run(chosen, progress())
 
     def run(self, options: Namespace, on_step: Callable[[int, int], None]) -> Tensor | None:

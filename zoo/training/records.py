@@ -3,10 +3,9 @@
 A file that was damaged, wherever, is read as far as it can be: what is no record is counted, said, and kept beside it.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(
-    path: Path, step: int, report: Callable[[str], None] = print, known: Mapping[str, Any] | None = None
+    path: Path, step: int, report: Callable[[str], None] = print, known: int | None = None
 ) -> list[dict[str, Any]]:
     """Drop the records after `step`; returns those that stay.
 
-    Damaged lines go to `<name>.damaged`, which is said; so is it if the records are not those of which the checkpoint
-    holds the `summary`.
+    Damaged lines go to `<name>.damaged`, which is said; so is it if fewer than `known` records are left.
     """
     records, damaged = _read(path)
     if damaged:
@@ -41,12 +39,9 @@ def cut_metrics(
         numbers = ", ".join(str(number) for number, _ in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         report(f"{path}: {len(damaged)} lines are damaged and were put into {beside.name}: {numbers}")
     records = [record for record in records if record["step"] <= step]
-    if known and summary(records[: known["count"]]) != known:
-        there = min(len(records), known["count"])
-        report(
-            f"{path}: damaged: of the {known['count']} records that were there at step {step} it holds {there}"
-            + ("" if there < known["count"] else ", of which some are others")
-        )
+    if len(records) < (known or 0):
+        there = f"of the {known} records that were there at step {step} it holds {len(records)}"
+        report(f"{path}: damaged: {there}")
     write(path, "".join(map(line_of, records)))
     flush(path)
     return records
@@ -66,26 +61,6 @@ def flush(path: Path) -> None:
     """See to it that what was appended outlives a crash of the host."""
     with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-class Summary:
-    """A checkpoint's summary of the records before it: how many, and a checksum; taken as they come."""
-
-    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        self.count, self.sum = 0, hashlib.sha256()
-        for record in records:
-            self.add(record)
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        self.count += 1
-        self.sum.update(line_of(record).encode())
-
-    def read(self) -> dict[str, Any]:
-        return {"count": self.count, "sha256": self.sum.hexdigest()}
-
-
-def summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return Summary(records).read()
 
 
 def write(path: Path, text: str) -> None:

@@ -7,12 +7,11 @@
 All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
 """
 
-import argparse
 import sys
 import time
 import weakref
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -91,6 +90,16 @@ def arguments(parser: ArgumentParser, infer: Infer, out: Path) -> None:
     infer.arguments(parser)
 
 
+def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Namespace:
+    """Options by name as a command line would give them. A UserError names one that is not known, as `but` is not."""
+    known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", but)}
+    if unknown := sorted(options.keys() - known.keys()):
+        raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    found = Namespace(**{name: value for name, value in known.items() if value != SUPPRESS} | dict(options))
+    found.out = found.out and Path(found.out)
+    return found
+
+
 class Run:
     """A trained model that is ready to be used. `close` ends the process group, if `load` began one.
 
@@ -116,13 +125,8 @@ class Run:
         """
         parser = ArgumentParser()
         arguments(parser, self.infer, self.directory / "inference")
-        known = {action.dest: action for action in parser._actions if action.dest not in ("help", "weights")}
-        if unknown := sorted(options.keys() - known.keys()):
-            raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        given = {name: a.default for name, a in known.items() if a.default is not argparse.SUPPRESS}
-        given |= {"files": [Path(file) for file in files]} if "files" in known else {}
-        chosen = Namespace(**given | options)
-        chosen.out = Path(chosen.out)
+        chosen = asked(parser, options, but="weights")
+        chosen.files = [Path(file) for file in files]
         with torch.no_grad():
             self.files = user_error(self.infer.run, self.model, chosen, self.device, progress())
         return self.infer.made if dist.get_rank() == 0 else None

@@ -152,7 +152,7 @@ def check_state(path: Path, state: dict[str, Any], step: int) -> dict[str, Any]:
         raise Damaged(f"{path} is of step {state['step']}, and its folder of step {step}")
     known = state["extra"].get("records", {"count": 0})
     if not isinstance(known, dict) or type(known.get("count")) is not int or known["count"] < 0:
-        raise Damaged(f"{path}: records is {str(known)[:40]!r}, where a count and a checksum are expected")
+        raise Damaged(f"{path}: records is {str(known)[:40]!r}, where a count is expected")
     if not isinstance(state["extra"].get("wandb_id"), str | None):
         raise Damaged(f"{path}: wandb_id is {str(state['extra']['wandb_id'])[:40]!r}, where a text is expected")
     return state

@@ -27,7 +27,7 @@ LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 HOME = Path(__file__).resolve().parents[2]
 OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # what is ours in it
 # where a rank is that waits for the others
-WAITING = ("torch/distributed/", "zoo/training/outcome.py", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
+WAITING = ("torch/distributed/", "zoo/training/guard.py", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
 MOST = 1 << 20  # bytes of a message
 
 

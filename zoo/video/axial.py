@@ -35,7 +35,7 @@ from zoo.layers import (
     PatchEmbed,
     ScaleShiftLinear,
     TimestepEmbed,
-    check_shape,
+    VideoConfig,
     expect,
     init_linear,
     init_zero,
@@ -53,25 +53,18 @@ AXES = {"t": "[t] h w", "h": "t [h] w", "w": "t h [w]"}  # and the other two, wh
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(VideoConfig):
     hidden: int = 384
     depth: int = 4  # times that every axis is attended to
     heads: int = 6
     order: str = "sequential"  # or "summed"
-    patch: tuple[int, int, int] = (1, 2, 2)
-    in_channels: int = 4
     learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
     num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
         if self.order not in ("sequential", "summed"):
             raise ValueError(f"order={self.order!r}: expected 'sequential' or 'summed'")
-        check_shape(self.hidden, self.heads, self.patch)
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels * (2 if self.learn_sigma else 1)
+        super().__post_init__()
 
 
 def fold(x: Tensor, axis: str) -> Tensor:

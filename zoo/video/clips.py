@@ -4,13 +4,13 @@ import csv
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
+from zoo.data.buckets import Bucket
 from zoo.data.progress import counted
 from zoo.data.video_folder import Video, files, probe, slack, source_frame
 
@@ -21,29 +21,6 @@ NAMES, TEXTS = ("path", "file", "file_name", "video"), ("text", "caption", "prom
 
 class ClipError(ValueError):
     """Clips, captions or sizes that cannot be used, with the reason and what to do."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A size of clips in pixels; `fps` None takes a video's frames as they come."""
-
-    frames: int
-    height: int
-    width: int
-    fps: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Bucket":
-        """FRAMESxHEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH@FPS."""
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?", text)
-        if not match or not min(int(match[1]), int(match[2]), int(match[3]), float(match[4] or 1)) > 0:
-            raise ClipError(
-                f"invalid bucket {text!r}: expected FRAMESxHEIGHTxWIDTH[@FPS], such as 17x256x256 or 17x256x256@24"
-            )
-        return cls(int(match[1]), int(match[2]), int(match[3]), float(match[4]) if match[4] else None)
-
-    def __str__(self) -> str:
-        return f"{self.frames}x{self.height}x{self.width}" + (f"@{self.fps:g}" if self.fps else "")
 
 
 @dataclass(frozen=True)

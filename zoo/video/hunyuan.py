@@ -38,7 +38,7 @@ from zoo.layers import (
     MLP,
     ScaleShiftLinear,
     TimestepEmbed,
-    check_shape,
+    VideoConfig,
     expect,
     init_linear,
     init_zero,
@@ -61,13 +61,12 @@ THETA = 256.0  # base of the rotation
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(VideoConfig):
     hidden: int = 3072
     depth: int = 20  # blocks of two streams
     single: int = 40  # blocks of one stream
     refiner: int = 2  # blocks of the text alone
     heads: int = 24
-    patch: tuple[int, int, int] = (1, 2, 2)
     in_channels: int = 16
     condition_channels: int = 0  # of in_channels, those that are not denoised: the latent of an image and a mask
     caption_channels: int = 4096  # of the text encoder
@@ -75,14 +74,9 @@ class Config:
     guidance: bool = True  # the model is told how strong its distilled guidance is to be
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
-        check_shape(self.hidden, self.heads, self.patch)
+        super().__post_init__()
         if self.hidden // self.heads % 32:
             raise ValueError(f"hidden={self.hidden} in heads={self.heads}: a head needs a multiple of 32 channels")
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels - self.condition_channels
 
 
 class Queries(nn.Module):

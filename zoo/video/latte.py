@@ -55,8 +55,8 @@ from zoo.layers import (
     ScaleShiftLinear,
     ScaleShiftTable,
     TimestepEmbed,
+    VideoConfig,
     add_time,
-    check_shape,
     expect,
     init_linear,
     init_zero,
@@ -86,13 +86,11 @@ SIZES["test"] = {"hidden": 48, "depth": 4, "heads": 4}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(VideoConfig):
     hidden: int = 384
     depth: int = 12  # blocks; in variants 1 and 2 half of them are spatial and half temporal
     heads: int = 6
     variant: int = 1
-    patch: tuple[int, int, int] = (1, 2, 2)
-    in_channels: int = 4
     learn_sigma: bool = True  # twice the channels out: noise and the range of its variance (iddpm)
     conditioning: str = "none"  # "class" or "text"
     num_classes: int = 101  # "class": label num_classes is the null class of classifier-free guidance
@@ -100,7 +98,6 @@ class Config:
     sample_size: int = 32  # cells on a side of the frames trained on: positions of other frames stretch over theirs
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
         if self.conditioning not in ("none", "class", "text"):
             raise ValueError(f"conditioning={self.conditioning!r}: expected 'none', 'class' or 'text'")
         if self.variant not in (1, 2, 3, 4):
@@ -109,11 +106,7 @@ class Config:
             raise ValueError(f"depth={self.depth}: spatial and temporal blocks come in pairs")
         if self.variant == 4 and self.heads % 2:
             raise ValueError(f"heads={self.heads}: half of them are spatial and half temporal, so take an even number")
-        check_shape(self.hidden, self.heads, self.patch)
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels * (2 if self.learn_sigma else 1)
+        super().__post_init__()
 
 
 Modulation = type[ScaleShiftLinear] | type[ScaleShiftTable]

@@ -38,8 +38,8 @@ from zoo.layers import (
     PatchEmbed,
     ScaleShiftTable,
     TimestepEmbed,
+    VideoConfig,
     add_time,
-    check_shape,
     expect,
     init_linear,
     init_zero,
@@ -68,14 +68,10 @@ TOLD: dict[str, tuple[str, ...]] = {  # what a version is told of the video, eac
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(VideoConfig):
     version: str = "v3"
-    hidden: int = 1152
     depth: int = 28  # layers, of two stages each
-    heads: int = 16
     kv_heads: int | None = None  # heads of keys and values in self-attention; None is as many as there are heads
-    patch: tuple[int, int, int] = (1, 2, 2)
-    in_channels: int = 4
     learn_sigma: bool = True  # twice the channels out: rectified flow, the objective of v3, ignores the second half
     caption_channels: int = 4096  # of the text encoder (T5)
     input_sq_size: int = 512  # v2, v3: side in pixels of the square frames that positions are stretched over
@@ -83,19 +79,14 @@ class Config:
     time_scale: float = 1.0  # v1: frame numbers are divided by this, 2/3 for 64 frames
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
         if self.version not in TOLD:
             raise ValueError(f"version={self.version!r}: expected one of {', '.join(map(repr, TOLD))}")
-        check_shape(self.hidden, self.heads, self.patch)
+        super().__post_init__()
         check_heads(self.heads, self.heads if self.kv_heads is None else self.kv_heads)
         if self.version == "v2" and self.hidden % 3:
             raise ValueError(f"hidden={self.hidden}: v2 embeds height, width and aspect ratio in a third of it each")
         if self.version != "v1" and (self.space_scale, self.time_scale) != (1, 1):
             raise ValueError(f"space_scale and time_scale are of v1; {self.version} has input_sq_size")
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels * (2 if self.learn_sigma else 1)
 
 
 # Layers of v1 and v2, and of Transformer-2D

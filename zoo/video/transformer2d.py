@@ -34,7 +34,7 @@ from zoo.layers import (
     PatchEmbed,
     ScaleShiftTable,
     TimestepEmbed,
-    check_shape,
+    VideoConfig,
     expect,
     init_linear,
     init_zero,
@@ -52,12 +52,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    hidden: int = 1152
+class Config(VideoConfig):
     depth: int = 28  # layers, of two stages each
-    heads: int = 16
-    patch: tuple[int, int, int] = (1, 2, 2)
-    in_channels: int = 4
     learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
     block: str = "paper"  # or "stdit"
     num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
@@ -65,7 +61,6 @@ class Config:
     low_rank: tuple[int, int] | None = None  # spatial attention to so many sums of keys, of up to so many patches
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
         if self.low_rank is not None:
             object.__setattr__(self, "low_rank", tuple(self.low_rank))
         if self.block not in ("paper", "stdit"):
@@ -74,11 +69,7 @@ class Config:
             object.__setattr__(self, "caption_channels", 4096 if self.block == "stdit" else 0)
         if self.block == "paper" and self.caption_channels:
             raise ValueError("block='paper' has no attention to text: leave caption_channels, or take block='stdit'")
-        check_shape(self.hidden, self.heads, self.patch)
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels * (2 if self.learn_sigma else 1)
+        super().__post_init__()
 
 
 class PaperLayer(nn.Module):

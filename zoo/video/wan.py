@@ -47,7 +47,7 @@ from zoo.layers import (
     FinalLinear,
     ScaleShiftTable,
     TimestepEmbed,
-    check_shape,
+    VideoConfig,
     expect,
     init_linear,
     init_zero,
@@ -87,12 +87,11 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(VideoConfig):
     hidden: int = 1536
     depth: int = 30
     heads: int = 12
     mlp: int = 8960  # channels inside the MLP
-    patch: tuple[int, int, int] = (1, 2, 2)
     in_channels: int = 16
     condition_channels: int = 0  # of in_channels, those that are not denoised: a mask, and the latent of an image
     caption_channels: int = 4096  # of the text encoder (UMT5)
@@ -100,17 +99,12 @@ class Config:
     frame_times: bool = False  # every frame has a timestep of its own
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", tuple(self.patch))
-        check_shape(self.hidden, self.heads, self.patch)
+        super().__post_init__()
         if self.hidden // self.heads < 6 or self.hidden // self.heads % 2:
             raise ValueError(
                 f"hidden={self.hidden} in heads={self.heads}: rotary positions in three dims need an even number of "
                 "channels a head, 6 at least"
             )
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels - self.condition_channels
 
 
 class Queries(nn.Module):

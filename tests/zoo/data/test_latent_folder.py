@@ -9,7 +9,7 @@ import torch
 
 from tests.support.latent_folders import CHANNELS, LENGTH, SHAPES, TEXT, latent_folder, manifest
 from tests.support.refusals import refused
-from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
+from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder
 from zoo.data.latents import LatentError, Latents, Writer, write_manifest
 from zoo.video.clean_frames import noised_frames
@@ -57,11 +57,11 @@ def test_invalid_bucket_steps_are_refused(bad):
 
 
 def test_names_of_buckets():
-    assert parse_bucket("16x32x24") == Bucket(16, 32, 24)
-    assert parse_bucket("16x32x24@23.976") == Bucket(16, 32, 24, 23.976)
-    assert [str(parse_bucket(text)) for text in ("4x8x6", "4x8x6@24.0")] == ["4x8x6", "4x8x6@24"]
+    assert Bucket.parse("16x32x24") == Bucket(16, 32, 24)
+    assert Bucket.parse("16x32x24@23.976") == Bucket(16, 32, 24, 23.976)
+    assert [str(Bucket.parse(text)) for text in ("4x8x6", "4x8x6@24.0")] == ["4x8x6", "4x8x6@24"]
     for text in ("16x32", "16x32x", "16 x 32 x 32", "0x3x3", "3x3x3@0", "3x3x3@", "-1x2x2", "axbxc", ""):
-        refused("expected frames x height x width in latent cells", parse_bucket, text)
+        refused("expected FRAMESxHEIGHTxWIDTH", Bucket.parse, text)
 
 
 def test_balance_evens_out_the_cells_of_a_batch():

@@ -4,7 +4,7 @@ Every batch is a pure function of the step, and a rank takes only the rows it ho
 h w rows and columns, k levels of a value.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -93,24 +93,15 @@ class Task(task.Task):
 
     # --------------------------------------------------------------------------------------------------------- batches
 
-    def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        chosen = self.drawn(step, micro, group, groups, len(self.train))
-        return self._inputs(self.train, [index for _, index in chosen])
-
-    def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        chosen = self.judged()[group::groups]
-        for start in range(0, len(chosen), self.config.train.batch):
-            batch = chosen[start : start + self.config.train.batch]
-            yield 0, len(batch), self._inputs(self.validation, batch)
+    def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
+        data, places = (self.train, range(len(self.train))) if training else (self.validation, self.judged())
+        images, labels = zip(*(data.image(places[i], self.here(self.shape[1])) for _, i in chosen))
+        inputs: Inputs = {"image": self.part("image", torch.stack(images), self.shape[1])}
+        return inputs | ({"label": torch.tensor(labels)} if self.conditional else {})
 
     def judged(self) -> list[int]:
         """The validation images."""
         return order(0, 0, len(self.validation))[: self.validation_samples].tolist()
-
-    def _inputs(self, data: DigitImages, indices: Sequence[int]) -> Inputs:
-        images, labels = zip(*(data.image(index, self.here(self.shape[1])) for index in indices))
-        inputs: Inputs = {"image": self.part("image", torch.stack(images), self.shape[1])}
-        return inputs | ({"label": torch.tensor(labels)} if self.conditional else {})
 
     def describe(self) -> str:
         return "images of {} x {} x {}".format(*self.shape)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from zoo.data.buckets import Bucket, bucket_batches, bucket_step, parse_bucket
+from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder, largest_first
 from zoo.data.latents import Entry, Manifest, read_manifest
 from zoo.data.sampling import hash_seed, order
@@ -71,7 +71,7 @@ class Task(video.Task):
 
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
-        self.wanted = [user_error(parse_bucket, text, prefix="data.buckets: ") for text in config.data.buckets]
+        self.wanted = [user_error(Bucket.parse, text, prefix="data.buckets: ") for text in config.data.buckets]
 
     @cached_property
     def manifest(self) -> Manifest | None:

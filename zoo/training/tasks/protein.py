@@ -35,17 +35,14 @@ _COUPLINGS_KEPT = 1024  # proteins whose couplings are kept
 
 
 @dataclass
-class Synthetic:
-    name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
-    residues: int = option(48, "residues of a family", least=8)
-    rows: int = option(32, "alignment rows in a sample", least=1)
+class Proteins:
+    """The options that all sets of proteins have."""
+
+    name: str = option("", "the data set")
+    residues: int = option(128, "residues of a crop", least=8)
+    rows: int = option(128, "alignment rows in a sample", least=1)
     extra_rows: int = option(0, "additional rows for a model with an extra alignment", least=0)
     masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
-    families: int = option(512, "families for training", least=1)
-    depth: int = option(64, "alignment rows drawn for each family", least=1)
-    coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
-    kinds: bool = option(False, "vary the families: laws, strengths, depths, relatives, gaps, insertions")
-    without: list[str] = option([], "structures to leave out, such as relatives of the test proteins")
     couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
     around: int = option(
         0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
@@ -53,38 +50,36 @@ class Synthetic:
 
 
 @dataclass
-class Embedded:
+class Synthetic(Proteins):
+    name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
+    residues: int = option(48, "residues of a family", least=8)
+    rows: int = option(32, "alignment rows in a sample", least=1)
+    families: int = option(512, "families for training", least=1)
+    depth: int = option(64, "alignment rows drawn for each family", least=1)
+    coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
+    kinds: bool = option(False, "vary the families: laws, strengths, depths, relatives, gaps, insertions")
+    without: list[str] = option([], "structures to leave out, such as relatives of the test proteins")
+
+
+@dataclass
+class Embedded(Proteins):
     name: str = option(
         "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
     )
-    residues: int = option(128, "residues of a crop", least=8)
     rows: int = option(1, "alignment rows; there is one", least=1)
-    extra_rows: int = option(0, "additional rows for a model with an extra alignment; all padding", least=0)
-    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
-    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
-    around: int = option(
-        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
-    )
     templates: int = option(
         0, "templates for a model that reads them; there are none, nothing of them is seen", least=0
     )
 
 
 @dataclass
-class Folder:
+class Folder(Proteins):
     name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
     path: str | None = option(None, "the folder; required", file=True)
     residues: int = option(256, "residues of a crop", least=8)
-    rows: int = option(128, "alignment rows in a sample", least=1)
-    extra_rows: int = option(0, "additional rows for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
     crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
     validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
-    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
-    around: int = option(
-        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
-    )
     templates: int = option(
         0, "templates of each protein for a model that reads them: structures NAME.template*.cif", least=0
     )
