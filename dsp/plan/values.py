@@ -55,7 +55,8 @@ class Values:
         what each dim of the tensor is made of."""
         self.grow(t.numel() * t.element_size())
         dims = tuple((k, sizes[k]) for k in cuts)
-        self.values.append(Value(name, dims, t.element_size(), numel=t.numel()))
+        real = t.dtype.is_floating_point
+        self.values.append(Value(name, dims, t.element_size(), numel=t.numel(), real=real))
         self.edges.append({t.edge})
         self.cuts.append(dict(cuts))
         self.shapes.append(tuple(t.shape))
