@@ -306,7 +306,8 @@ def trains(mesh: DeviceMesh, case: str, wire: object, **options: object) -> None
     assert total < 0.01 * sum(float(b.square().sum()) for b in exact_grads)
     if wire != "same":
         assert not all(torch.equal(a, b) for a, b in zip(grads, exact_grads))
-        assert comm.bytes < all_of_it.bytes
+        nothing = not all_of_it.forward.bytes["switch"]  # on a rank without a part
+        assert nothing or comm.bytes < all_of_it.bytes
 
 
 @pytest.mark.parametrize("n", RANKS)
