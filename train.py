@@ -119,9 +119,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
-    user_error(dsp.embedded.parallelize, objective, mesh["sp"], config.parallel.method, gather_output=False)
+    method, wire = config.parallel.method, config.parallel.wire
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, wire=wire)
     cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # over sp, in sampling, too
-    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], config.parallel.method if cut else "dsp")
+    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", wire=wire)
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
     # that a method has cut over sp are none of its business

@@ -5,7 +5,7 @@ on every backend. Being custom ops they have fake kernels (torch.compile), autog
 another), and names that selective checkpointing and profilers can see.
 
 All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
-of a process group.
+of a process group. `wire` names the format in which a switch travels, and `back` that of its adjoint (`dsp.wire`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from dsp.exchange import (
     CARRIED,
     alone,
     as_sent,
+    by_value,
     dense,
     exchanged,
     joint_plan,
     launched,
     like,
     order_of,
+    packed,
     ranks,
     switch_plan,
     switch_plan_of_parts,
@@ -34,16 +36,19 @@ from dsp.exchange import (
 )
 from dsp.observers import notify, run_observed, save_observer
 from dsp.planner import chunk_sizes
+from dsp.wire import SAME, Format, format_of
 
 # what an op makes lies in memory as what it was given: a compiler may not choose for it
 EXACT = torch.Tag.needs_exact_strides
 _lib = torch.library.Library("dsp", "DEF")
 for _op in (
-    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[]) -> Tensor",
+    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[], "
+    "str wire='same', str back='same') -> Tensor",
     "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor",
-    "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group) -> Tensor[]",
-    "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces) "
-    "-> Tensor[]",
+    "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] of=[], "
+    "str wire='same', str back='same') -> Tensor[]",
+    "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces, "
+    "str wire='same', str back='same') -> Tensor[]",
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
@@ -74,9 +79,12 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
 
 
-def _switch(x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]) -> Tensor:
-    plan = switch_plan(x, src, dst, src_size, group, *pieces)
-    return plan.unpack(plan.exchange(plan.pack(x), group))
+def _switch(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
+    dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
+) -> Tensor:  # fmt: skip
+    plan = switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces)
+    return plan.unpack(plan.exchange(plan.pack(x), group, format_of(wire, x.dtype)))
 
 
 def _switch_among(
@@ -87,7 +95,12 @@ def _switch_among(
     return plan.unpack(plan.exchange_among(plan.pack(x), among, group))
 
 
-def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str) -> list[Tensor]:
+def _switch_many(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
+    wire: str = SAME, back: str = SAME,
+) -> list[Tensor]:  # fmt: skip
+    if any(format_of(wire, x.dtype) for x in xs):
+        return _switch_packed(xs, src, dst, src_size, group, of, wire)
     if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
@@ -95,12 +108,39 @@ def _switch_many(xs: list[Tensor], src: list[int], dst: list[int], src_size: lis
     return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group))
 
 
-def _switch_each(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
+def _switch_packed(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int], wire: str
 ) -> list[Tensor]:
+    """The same where some travel in a format: the tensors of one value, by its number in `of`, as one tensor."""
+    plans, forms, rooms, raw, comes, goes = [], [], [], [], [], []
+    for own in by_value(len(xs), of):
+        some = [xs[i] for i in own]
+        where = [[v[i] for i in own] for v in (src, dst, src_size)]
+        plans.append(plan := joint_plan(some, where[0], where[1], where[2], group))
+        forms.append(form := format_of(wire, some[0].dtype) or Format(SAME, some[0].dtype))
+        rooms.append(some[0].new_empty(sum(plan.out_splits)))
+        sent, out_splits, in_splits = packed(form, plan.pack(some), plan.out_splits, plan.in_splits, group)
+        raw.append(sent.split(in_splits))
+        comes.append(out_splits)
+        goes.append(in_splits)
+    send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
+    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group)
+    came = received.split([size for of_rank in zip(*comes) for size in of_rank])
+    found: list[Tensor] = []
+    for k, (plan, form, room) in enumerate(zip(plans, forms, rooms)):
+        found += plan.unpack(form.unpack(torch.cat(came[k :: len(plans)]), plan.out_splits, room))
+    return found
+
+
+def _switch_each(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, src_pieces: Sequence[int],
+    dst_pieces: Sequence[int], wire: str = SAME, back: str = SAME,
+) -> list[Tensor]:  # fmt: skip
     # all under way at once: links have something to send while a rank waits for a slower one
-    plans = [switch_plan(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
-    under_way = [launched(p.pack(x), p.out_splits, p.in_splits, group) for p, x in zip(plans, xs)]
+    plans = [switch_plan(x, *w, group, src_pieces, dst_pieces) for x, w in zip(xs, zip(src, dst, src_size))]
+    under_way = [
+        launched(p.pack(x), p.out_splits, p.in_splits, group, format_of(wire, x.dtype)) for p, x in zip(plans, xs)
+    ]
     return [plan.unpack(arrived()) for plan, arrived in zip(plans, under_way)]
 
 
@@ -182,7 +222,7 @@ def _own(size: Any, group: str) -> int:
 
 _shapes(
     "switch",
-    lambda s, src, dst, src_size, group, src_pieces=(), dst_pieces=(): _resized(
+    lambda s, src, dst, src_size, group, src_pieces=(), dst_pieces=(), *wire: _resized(
         s, {src: src_size, dst: _own(tuple(dst_pieces) or s[dst], group)}
     ),
 )
@@ -197,8 +237,14 @@ _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _ow
 _shapes("all_reduce", lambda s, group: s)
 
 
-def _switches_like(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
+def _many_like(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *other: Any
+) -> list[Tensor]:
+    return _each_like(xs, src, dst, src_size, group)
+
+
+def _each_like(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any
 ) -> list[Tensor]:
     return [torch.ops.dsp.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
 
@@ -223,8 +269,8 @@ def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> No
 
 
 def _switch_back(ctx: Any, g: Tensor) -> Tensor:
-    pieces = (ctx.dst_pieces, ctx.src_pieces) if ctx.src_pieces or ctx.dst_pieces else ()
-    return run_observed(ctx, torch.ops.dsp.switch, g, ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, *pieces)
+    where = ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, ctx.dst_pieces, ctx.src_pieces, ctx.back, ctx.wire
+    return run_observed(ctx, torch.ops.dsp.switch, g, *where)
 
 
 def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
@@ -248,28 +294,35 @@ def back_many(ctx: Any, grads: list[Tensor | None], send: Callable[[list[int]], 
 
 
 def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, ctx.src, ctx.dst, _, ctx.group, *ctx.pieces = inputs
+    xs, ctx.src, ctx.dst, _, ctx.group, *ctx.other, ctx.wire, ctx.back = inputs
     ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
     keep_many(ctx, xs)
 
 
-def _switches_back(op: Any) -> Any:
+def _switches_back(op: Any, other: Callable[[Any, list[int]], Sequence[Any]], required: int) -> Any:
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         def send(asks: list[int]) -> list[Tensor]:
             where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-            return run_observed(ctx, op, [grads[i] for i in asks], *where, ctx.group, *reversed(ctx.pieces))
+            formats = ctx.back, ctx.wire
+            return run_observed(ctx, op, [grads[i] for i in asks], *where, ctx.group, *other(ctx, asks), *formats)
 
-        # an empty list might be one of tensors, says torch
-        return back_many(ctx, grads, send), *[None] * 4, *(None if piece else [] for piece in ctx.pieces)
+        # an empty list might be one of tensors, says torch; and arguments at the end that have their defaults are none
+        rest = [*ctx.other, ctx.wire, ctx.back]
+        while len(rest) > required and rest[-1] in ([], SAME):
+            rest.pop()
+        return back_many(ctx, grads, send), *[None] * 4, *(None if given else [] for given in rest)
 
     return backward
 
 
-for _name in ("switch_many", "switch_each"):
-    _back = _switches_back(getattr(torch.ops.dsp, _name))
-    torch.library.register_fake(f"dsp::{_name}", _switches_like, lib=_lib)
+for _name, _like, _other, _required in (
+    ("switch_many", _many_like, lambda ctx, asks: [[of[i] for i in asks] if of else of for of in ctx.other], 0),
+    ("switch_each", _each_like, lambda ctx, asks: reversed(ctx.other), 2),
+):
+    _back = _switches_back(getattr(torch.ops.dsp, _name), _other, _required)
+    torch.library.register_fake(f"dsp::{_name}", _like, lib=_lib)
     torch.library.register_autograd(f"dsp::{_name}", _back, setup_context=_keep_many, lib=_lib)
-_adjoint("switch", "src dst src_size group src_pieces dst_pieces", _switch_back)
+_adjoint("switch", "src dst src_size group src_pieces dst_pieces wire back", _switch_back)
 _adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
 _adjoint(
     "gather", "dim size group pieces",

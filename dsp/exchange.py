@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsp.planner import chunk_sizes
 from dsp.private import _resolve_process_group, all_to_all, is_view
+from dsp.wire import Format
 
 
 def ranks(group: str) -> tuple[int, int]:
@@ -86,18 +87,36 @@ def alone(out: Tensor) -> Tensor:
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
 
-def exchanged(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, *, later: bool = False) -> Tensor:
-    """To each rank its part of a flat tensor; if `later`, to be waited for."""
+def exchanged(
+    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None, *,
+    later: bool = False,
+) -> Tensor:  # fmt: skip
+    """To each rank its part of a flat tensor; if `later`, to be waited for, and unpacked of `form`."""
     if not later:  # half the host time
-        return launched(send, out_splits, in_splits, group)()
+        return launched(send, out_splits, in_splits, group, form)()
+    if form is not None:
+        return exchanged(*packed(form, send, out_splits, in_splits, group), group, later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
     out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, group)
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
-def launched(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Callable[[], Tensor]:
+def packed(
+    form: Format, send: Tensor, out_splits: list[int], in_splits: list[int], group: str
+) -> tuple[Tensor, list[int], list[int]]:
+    """The bytes of a flat tensor in some format, and how many come and go."""
+    seed = (torch.initial_seed() + (ranks(group)[1] << 32)) % 2**62
+    return form.pack(send, in_splits, seed), [*map(form.nbytes, out_splits)], [*map(form.nbytes, in_splits)]
+
+
+def launched(
+    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None
+) -> Callable[[], Tensor]:
     """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
+    if form is not None:
+        raw = launched(*packed(form, send, out_splits, in_splits, group), group)
+        return lambda: form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
@@ -181,8 +200,8 @@ class SwitchPlan:
             torch.cat(parts[rank :: len(self.dst_parts)], dim, out=room.view(shape))
         return send
 
-    def exchange(self, send: Tensor, group: str, *, later: bool = False) -> Tensor:
-        return exchanged(send, self.out_splits, self.in_splits, group, later=later)
+    def exchange(self, send: Tensor, group: str, form: Format | None = None, *, later: bool = False) -> Tensor:
+        return exchanged(send, self.out_splits, self.in_splits, group, form, later=later)
 
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
@@ -232,6 +251,11 @@ class SwitchPlan:
         parts = [part.permute(self.kept) for part in parts]
         room = None if room is None else room.permute(self.kept)
         return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
+
+
+def by_value(count: int, of: Sequence[int]) -> list[list[int]]:
+    """The tensors of each value, `of` which each is one; without that each is a value of its own."""
+    return [list(same) for _, same in groupby(range(count), of.__getitem__ if of else None)]
 
 
 class JointPlan:

@@ -36,11 +36,11 @@ def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
-        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group)
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group, (), (), *sp.wire.names)
     part = Part(x, src, dst, shape)
     if part.pieces is None:
         return switch_together([part], sp)[0]
-    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group, *part.pieces), sp)
+    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group, *part.pieces, *sp.wire.names), sp)
 
 
 class Part(NamedTuple):
@@ -112,7 +112,10 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     """Several switches in one all-to-all, forward and backward."""
     pieces = [part.apart(sp) for part in parts]
     every = [piece for own in pieces for piece in own]
-    came = torch.ops.dsp.switch_many(*map(list, zip(*[piece.opened(sp) for piece in every])), sp.group)
+    of = [k for k, own in enumerate(pieces) for _ in own]
+    came = torch.ops.dsp.switch_many(
+        *map(list, zip(*[piece.opened(sp) for piece in every])), sp.group, of, *sp.wire.names
+    )
     made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
     return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
 
@@ -133,7 +136,8 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
         elif kind == "small":
             made = switch_together(of, sp)
         else:
-            came = torch.ops.dsp.switch_each(*map(list, zip(*[p.opened(sp) for p in of])), sp.group, *kind)
+            opened = map(list, zip(*[p.opened(sp) for p in of]))
+            came = torch.ops.dsp.switch_each(*opened, sp.group, *kind, *sp.wire.names)
             made = [p.closed(t, sp) for p, t in zip(of, came)]
         found.update(zip(own, made))
     return [found[i] for i in range(len(parts))]

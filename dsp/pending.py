@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsp.exchange import alone, switch_plan, wait
 from dsp.observers import notify, run_observed, save_observer
+from dsp.wire import AS_IT_IS, Wire, format_of
 
 
 class PendingSwitch:
@@ -65,29 +66,35 @@ class _Await(torch.autograd.Function):
 
 
 def ahead(
-    x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]
+    x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int], wire: Wire = AS_IT_IS
 ) -> tuple[Tensor, Callable[[], None]]:
     """A switch under way, with the tensor that it makes: its place is there, its numbers are once the function ran.
 
     Until then nobody may read it, but views of it may be taken. Its gradient is switched in one go.
     """
     arrived = list[Callable[[], None]]()
-    out = _Ahead.apply(x, (src, dst, src_size, group, *pieces), arrived)
+    out = _Ahead.apply(x, (src, dst, src_size, group, *(pieces or ((), ())), *wire.names), arrived)
     return out, arrived[0]
 
 
 class _Ahead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:
-        src, dst, _, group, *pieces = where
+        src, dst, size, group, came, gone, wire, back = where
         save_observer(ctx)
-        ctx.run_observed = dst, src, x.shape[dst], group, *reversed(pieces)
+        ctx.run_observed = dst, src, x.shape[dst], group, gone, came, back, wire
         notify("switch", x, *where)
-        plan = switch_plan(x, *where)
-        received = plan.exchange(plan.pack(x), group, later=True)
-        out = alone(plan.room(received))
+        plan, form = switch_plan(x, src, dst, size, group, came, gone), format_of(wire, x.dtype)
+        received = plan.exchange(plan.pack(x), group, form, later=True)
+        numbers = received if form is None else x.new_empty(sum(plan.out_splits))
+        out = alone(plan.room(numbers))
         room = out.data  # with a count of writes of its own: to autograd what comes is no write
-        arrived.append(lambda: plan.fill(room, wait(received)))
+
+        def arrive() -> None:
+            waited = wait(received)
+            plan.fill(room, waited if form is None else form.unpack(waited, plan.out_splits, numbers))
+
+        arrived.append(arrive)
         return out
 
     @staticmethod

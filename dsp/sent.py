@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import ranks
+from dsp.exchange import by_value, ranks
 from dsp.planner import chunk_sizes
+from dsp.wire import SAME, format_of
 
 
 class Collective(NamedTuple):
@@ -37,21 +39,41 @@ def nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-@counts("switch", "switch")
-def switch(
-    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = ()
-) -> int:
+def to_each(x: Tensor, dst: int, group: str, pieces: Sequence[int] = ()) -> list[int]:
+    """How many numbers of a tensor that is switched to `dst` go to each rank; to this one none."""
     n, rank = ranks(group)
     size = x.shape[dst]
-    return nbytes(x) * (size - chunk_sizes(tuple(dst_pieces) or size, n)[rank]) // size if size else 0
+    parts = chunk_sizes(tuple(pieces) or size, n)
+    return [x.numel() * part // max(size, 1) * (r != rank) for r, part in enumerate(parts)]
+
+
+def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
+    """Bytes of so many numbers for each rank."""
+    form = format_of(wire, dtype)
+    return sum(numbers) * dtype.itemsize if form is None else sum(map(form.nbytes, numbers))
+
+
+@counts("switch", "switch")
+def switch(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = (),
+    wire: str = SAME, back: str = SAME,
+) -> int:  # fmt: skip
+    return in_format(wire, x.dtype, to_each(x, dst, group, dst_pieces))
+
+
+@counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
+def switch_each(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any) -> int:
+    return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
 
 
 @counts("switch", "switch_many")
-@counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
-def switches(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Sequence[int]
-) -> int:
-    return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
+def switch_many(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
+    wire: str = SAME, back: str = SAME,
+) -> int:  # fmt: skip
+    each = [to_each(x, d, group) for x, d in zip(xs, dst)]
+    values = [(xs[own[0]].dtype, [sum(k) for k in zip(*[each[i] for i in own])]) for own in by_value(len(xs), of)]
+    return sum(in_format(wire, dtype, numbers) for dtype, numbers in values)
 
 
 @counts("switch", "switch_among")

@@ -34,6 +34,27 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a block with an infinity does not say so",
+        "dsp/wire.py",
+        "torch.where(odd, -scale, scale)",
+        "scale",
+        "dsp/test_wire::test_nan_and_infinity_arrive_as_such_and_their_neighbours_are_near",
+    ),
+    Fault(
+        "gradients are rounded to the nearest",
+        "dsp/wire.py",
+        "return replace(FORMATS[name], stochastic=wire != name)",
+        "return FORMATS[name]",
+        "dsp/test_wire::test_gradients_are_rounded_without_bias",
+    ),
+    Fault(
+        "a gradient is planned in the format of the forward",
+        "dsp/plan/traffic.py",
+        'value.gradient if phase == "backward" else value',
+        "value",
+        "dsp/test_wire::test_a_run_sends_what_its_plan_says",
+    ),
+    Fault(
         "what a stage returns as it was given is the given tensor in a plan, too",
         "dsp/plan/tracer.py",
         "output = self.recorder.apart(tensors_in(self.given), output)",

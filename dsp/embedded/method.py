@@ -27,6 +27,7 @@ from dsp.run.agreement import agree
 from dsp.run.parallel import Runtime
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
+from dsp.wire import SAME, Wire
 
 Prepared = tuple[list[Stage], StagePattern | None]
 
@@ -160,18 +161,20 @@ def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepar
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True, **options: Any
-) -> nn.Module:
+    model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True,
+    wire: str | Mapping[str, str] = SAME, **options: Any,
+) -> nn.Module:  # fmt: skip
     """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
-    Raises ValueError for a method that does not fit the model.
+    `wire` is that of DSP's own switches: what is exchanged inside stages is exact. Raises ValueError for a method that
+    does not fit the model.
     """
-    axis = Axis.of(mesh)
+    axis = Axis.of(mesh, Wire.of(wire))
     if axis.size > 1:
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        agree(axis, model, {**named, "gather_output": gather_output, "method": method, **options})
+        agree(axis, model, {**named, "gather_output": gather_output, "method": method, "wire": axis.wire, **options})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
@@ -197,6 +200,7 @@ def plan(
     hardware: Hardware | None = None,
     recompute: bool = False,
     save_exchanges: bool = False,
+    wire: str | Mapping[str, str] = SAME,
     **options: Any,
 ) -> Plan:
     """`dsp.plan` with another method; its bytes count what is sent inside the stages.
@@ -206,7 +210,9 @@ def plan(
     `parallelize`.
     """
     stages, root = prepare(model, method, options)
-    goal = Goal(size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges)
+    goal = Goal(
+        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges, wire=Wire.of(wire)
+    )  # fmt: skip
     return plan_stages(model, stages, root, args, kwargs, goal)
 
 

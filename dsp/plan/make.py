@@ -19,15 +19,16 @@ from dsp.plan.cost import Loads, rows, switches
 from dsp.plan.events import Trace
 from dsp.plan.program import Program
 from dsp.plan.reads import traced
-from dsp.plan.solve import Goal, solved
+from dsp.plan.solve import Goal, solved, travelling
 from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic
 from dsp.stages import Stage, find_stages
+from dsp.wire import SAME, Wire
 
 
 def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """Solve a trace; `stages` by name."""
-    found = solved(t, stages, goal)
+    found = solved(travelling(t, goal.wire), stages, goal)
     program = Program(found)
     traffic, loads = PlannedTraffic(found, program, goal), Loads(found)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
@@ -61,6 +62,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         reads=t.reads,
         compiled=t.compiled,
         chosen=not any(stage.whole for stage in stages.values()),
+        wire=goal.wire,
     )
 
 
@@ -76,6 +78,7 @@ def plan(
     gather_output: bool = True,
     given: Mapping[str, Placement] | None = None,
     hardware: Hardware | None = None,
+    wire: str | Mapping[str, str] = SAME,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
@@ -84,11 +87,12 @@ def plan(
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
     by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
     parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
-    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory). Raises
-    ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire: what
+    switches send, as for `parallelize`. Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if
+    nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
-    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}))
+    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire))
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)
 
 

@@ -13,14 +13,15 @@ import torch
 from dsp.hardware import Hardware
 from dsp.layout import Cut
 from dsp.plan.events import Event, Execution, Passing, Trace
-from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
+from dsp.planner import Choice, Infeasible, Op, Packed, Problem, Solution, Value, chunk_sizes, length, solve
 from dsp.stages import Stage
 from dsp.text import Moving
+from dsp.wire import AS_IT_IS, Wire, format_for
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a plan: `dsp.plan` has the first six.
+    """The goal of a plan: `dsp.plan` has the first six, and the last.
 
     again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
     what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
@@ -35,10 +36,23 @@ class Goal:
     again_inside: bool = False
     kept_inside: bool = False
     batch: bool = True
+    wire: Wire = AS_IT_IS
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size is the number of ranks, got {self.size}")
+
+
+def travelling(t: Trace, wire: Wire) -> Trace:
+    """A trace whose values switch in some formats."""
+
+    def packed(value: Value, name: str) -> Packed:
+        form = format_for(name, value.real, value.itemsize)
+        return None if form is None else form.nbytes
+
+    if wire == AS_IT_IS:
+        return t
+    return replace(t, values=[replace(v, packed=(packed(v, wire.forward), packed(v, wire.backward))) for v in t.values])
 
 
 class Decision(NamedTuple):

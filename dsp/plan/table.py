@@ -18,6 +18,7 @@ from dsp.plan.record import Record
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
 from dsp.text import generic, human, number_of
+from dsp.wire import AS_IT_IS, Wire
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Plan:
     nothing is fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the
     largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
-    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. record: what the
-    forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
+    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
+    which switches travel. record: what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)``
+    shows it, a line an operation.
     """
 
     size: int
@@ -119,6 +121,7 @@ class Plan:
     reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way
     record: Record | None = field(default=None, repr=False, compare=False)
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
+    wire: Wire = AS_IT_IS
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -244,6 +247,8 @@ class Plan:
             f"bytes a rank sends: {total}",
             f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
+        if self.wire != AS_IT_IS:
+            foot.append(str(self.wire))
         if self.size > 1 and self.share * self.size > 1.5:
             foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded

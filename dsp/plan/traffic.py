@@ -59,7 +59,7 @@ class PlannedTraffic:
             for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
                 new = int((phase, self.collective(m)) not in seen)
                 seen.add((phase, self.collective(m)))
-                self.send(Sending(phase, at, kind, new, value, src, dst))
+                self.send(Sending(phase, at, kind, new, value.gradient if phase == "backward" else value, src, dst))
                 if phase == "forward":
                     self.own_call[m] = new
 

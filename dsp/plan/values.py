@@ -55,7 +55,9 @@ class Values:
         """Track a tensor as a new value. `sizes`: of the dims along which it may be sharded, by its cuts; `names`: of
         these; `letters`: what each dim of the tensor is made of."""
         self.grow(t.numel() * t.element_size())
-        self.values.append(Value(name, tuple(sizes.items()), t.element_size(), numel=t.numel()))
+        self.values.append(
+            Value(name, tuple(sizes.items()), t.element_size(), numel=t.numel(), real=t.dtype.is_floating_point)
+        )
         self.edges.append({t.edge})
         self.names.append({cut: names.get(cut, "") for cut in sizes})
         self.shapes.append(tuple(t.shape))

@@ -35,6 +35,7 @@ from dsp.planner.problem import (
     Layout,
     Move,
     Op,
+    Packed,
     Problem,
     Solution,
     Value,
@@ -46,8 +47,8 @@ from dsp.planner.problem import (
 from dsp.planner.sweep import Sweep
 
 __all__ = [
-    "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Problem", "Solution", "Value",
-    "chunk_sizes", "fuses", "length", "price", "solve",
+    "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Packed", "Problem",
+    "Solution", "Value", "chunk_sizes", "fuses", "length", "price", "solve",
 ]  # fmt: skip
 
 

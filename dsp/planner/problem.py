@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 Layout = Any
 Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
 Copies = frozenset[Layout]  # layouts of one value
+Packed = Callable[[int], int] | None  # bytes of so many elements, None: as they are
 
 FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective: to pack more costs more than a call
 
@@ -27,7 +28,9 @@ class Value:
     `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
     is for one that is written in place and has views: it is moved only if nothing else will do. Dims may lie in each
     other, a fold and a part of it: then `numel` says how many elements there are. `apart` are pairs of dims between
-    which no one all-to-all leads: from one to the other the value is gathered, and split.
+    which no one all-to-all leads: from one to the other the value is gathered, and split. `real`: its elements are real
+    numbers; `packed` has the bytes of so many of them on the way to one rank in a switch, where that is not their own
+    size: forward, and those of its gradient.
     """
 
     name: str
@@ -37,6 +40,13 @@ class Value:
     fixed: bool = False
     numel: int | None = None
     apart: frozenset[frozenset[Layout]] = frozenset()
+    real: bool = False
+    packed: tuple[Packed, Packed] = (None, None)
+
+    @property
+    def gradient(self) -> Value:
+        """Its gradient, which is as long and travels back."""
+        return replace(self, packed=self.packed[::-1])
 
     @property
     def nbytes(self) -> int:
@@ -169,9 +179,12 @@ class MoveKind(NamedTuple):
 
 
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    extent = value.extent(dst)
-    size = length(extent)
-    return [own * (size - kept) // max(size, 1) for own, kept in zip(value.parts(src, n), chunk_sizes(extent, n))]
+    extent, packed = value.extent(dst), value.packed[0]
+    size, parts, held = length(extent), chunk_sizes(extent, n), value.parts(src, n)
+    if packed is None:
+        return [own * (size - kept) // max(size, 1) for own, kept in zip(held, parts)]
+    to_each = [[own // value.itemsize * part // max(size, 1) for part in parts] for own in held]
+    return [sum(packed(count) for q, count in enumerate(sent) if q != r) for r, sent in enumerate(to_each)]
 
 
 def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:

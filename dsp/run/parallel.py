@@ -65,6 +65,7 @@ from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
+from dsp.wire import SAME, Wire
 
 log = logging.getLogger("dsp")
 
@@ -88,6 +89,7 @@ def parallelize(
     stages: Mapping[str, str] | None = None,
     gather_output: bool = True,
     compile: bool | str = False,
+    wire: str | Mapping[str, str] = SAME,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -105,15 +107,19 @@ def parallelize(
     the second call with inputs of one signature on, where one graph can stand for it (docs/compile.md); others run
     as without, with a warning that says why.
 
+    wire: what a switch sends of real numbers: ``"same"``, as they are; or ``"bf16"``, ``"fp8"`` or ``"int8"``, in fewer
+    bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
+    that is sent is exact.
+
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
     batches, mesh = axes_of(model, mesh)
-    axis = Axis.of(mesh)
+    axis = Axis.of(mesh, Wire.of(wire))
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, compile)
+                parallelize(part.module, mesh, part.stages, gather_output, compile, wire)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -122,7 +128,7 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile})
+        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile, "wire": axis.wire})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
@@ -410,7 +416,7 @@ class Runtime:
         return plan
 
     def solve(self, t: Trace) -> Plan:
-        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size))
+        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire))
 
 
 @uncompiled

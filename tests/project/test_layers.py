@@ -10,8 +10,8 @@ from tests.support.paths import ROOT
 HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner hardware
-tensors compile_off observers exchange collectives pending sent rows count gradients layout sharded moves ops randomness
-methods signature stages known slices
+tensors compile_off observers wire exchange collectives pending sent rows count gradients layout sharded moves ops
+randomness methods signature stages known slices
 rules plan run check discovery embedded cluster_check
 """.split()
 ROOMS = {

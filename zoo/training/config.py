@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.wire import Wire
 from zoo.data.limits import read_bytes
 from zoo.training import UserError, complete, one_line
 from zoo.training.parts import TASKS, Parts
@@ -315,6 +316,10 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: must be at most {metadata['most']}")
         if "length" in metadata and len(value) != metadata["length"]:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
+    try:
+        Wire.of(config.parallel.wire)
+    except ValueError as error:
+        raise UserError(f"parallel.{error}") from None
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UserError(f"optim.betas={config.optim.betas}: expected numbers in [0, 1)")
     recomputed = config.train.checkpoint_activations

@@ -66,6 +66,7 @@ def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket:
         return user_error(
             dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
+            wire=config.parallel.wire,
         )  # fmt: skip
 
 

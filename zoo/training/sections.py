@@ -52,6 +52,10 @@ class Parallel:
     save_exchanges: bool = option(
         False, "with checkpoint_activations: keep what ulysses or ring received in a stage, instead of sending it again"
     )
+    wire: Any = option(
+        "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
+        "itself (docs/numerics.md)",
+    )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip
