@@ -55,7 +55,7 @@ def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
 
 
-def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, ranks, tmp_path):
+def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, whole_world, tmp_path):
     runs = Runs(trainer, tmp_path)
-    ranks(run_here, 2, runs.arguments("parallel=auto", "train.accumulation=2", "name=auto"))
+    whole_world(run_here, 2, runs.arguments("parallel=auto", "train.accumulation=2", "name=auto"))
     alike(runs("train.accumulation=2"), tmp_path / "runs/auto")

@@ -39,9 +39,6 @@ class Lora:
 
 @dataclass
 class Parallel:
-    auto: bool = option(
-        False, "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step; also parallel=auto"
-    )
     dp_replicate: int = option(1, "groups that each hold all weights (HSDP)", least=1)
     dp_shard: int = option(1, "groups that take other samples and share the weights (FSDP)", least=1)
     sp: int | None = option(None, "ranks that share one sample; null: all remaining ranks", least=1)
@@ -59,6 +56,9 @@ class Parallel:
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip
+    auto: bool = option(
+        False, "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step; also parallel=auto"
+    )
 
 
 @dataclass
