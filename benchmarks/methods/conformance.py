@@ -269,9 +269,8 @@ def written(page: str, found: dict[str, Entries]) -> str:
     made = {}
     for name, (rows, columns) in TABLES.items():
         both = read(page, name) | found.get(name, {})
-        made[name] = table(
-            ["", *columns], ([row, *(both.get((row, column), "") for column in columns)] for row in rows)
-        )
+        cells = [[row, *(both.get((row, column), "") for column in columns)] for row in rows]
+        made[name] = [*table(["", *columns], cells)]
     return fill(page, made)
 
 

@@ -149,7 +149,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
     assert "On NVIDIA H200, 141 GB." in page
     assert "no GPU" not in page
     assert "- Models, latte: outputs 0.5\n" in page
-    untold = "- Scans: fla is not installed.\n- Models: does not fit (y).\n- Tests: it needs pytest.\n"
+    untold = "- Scans: fla is not installed.\n- Tests: it needs pytest.\n- Models: does not fit (y).\n"
     assert f"## What it does not tell\n\n{untold}" in page
     assert "- MFU of 50%: missed by all\n" in page
     assert "| all | 4 | 65,536 | 47% | 64.0 GiB | 20% | 1% |" in page
