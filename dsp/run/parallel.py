@@ -300,24 +300,28 @@ class Runtime:
             run.observe("root_outputs", output)
             if plan is None:
                 entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
-            made, check = bring_out(run, output, self.root, self.gather_output), run.traffic_check
-            witness = check.witness if check is not None and check.planned.returns else None
-            output = hand_out(self.axis, output, made, witness)
-            if check is not None:
-                check.end()
-            if plan is not None and run.unknown and not plan.script.recorded:
-                # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
-                if entry.anew:
-                    entry.plan = None
-                else:
-                    entry.astray = plan.script.key()
-            return output
+            return self.finished(run, entry, plan, output)
         except Exception as error:
             self.explain(run, error)
             raise
         finally:
             if state is not None:
                 join(state)
+
+    def finished(self, run: Run, entry: CallEntry, plan: Plan | None, output: Any) -> Any:
+        """The output of a forward as the caller gets it; `plan` is the one that it followed."""
+        made, check = bring_out(run, output, self.root, self.gather_output), run.traffic_check
+        witness = check.witness if check is not None and check.planned.returns else None
+        output = hand_out(self.axis, output, made, witness)
+        if check is not None:
+            check.end()
+        if plan is not None and run.unknown and not plan.script.recorded:
+            # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
+            if entry.anew:
+                entry.plan = None
+            else:
+                entry.astray = plan.script.key()
+        return output
 
     def explain(self, run: Run, error: Exception) -> None:
         """Raise what an error comes of in the user's words, where that is known; add a note to any other."""
