@@ -84,7 +84,7 @@ def _switch(
     dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
 ) -> Tensor:  # fmt: skip
     plan = switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces)
-    return plan.unpack(plan.exchange(plan.pack(x), group, format_of(wire, x.dtype)))
+    return plan.unpack(plan.exchange(plan.pack(x), group, None if wire == SAME else format_of(wire, x.dtype)))
 
 
 def _switch_among(

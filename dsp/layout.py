@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,11 @@ class Axis:
     wire: Wire = AS_IT_IS
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
     ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def formats(self) -> tuple[str, str]:
+        """The formats in which a switch and its adjoint travel."""
+        return self.wire.names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a copy of a model has the same ranks

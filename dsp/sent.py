@@ -58,7 +58,11 @@ def switch(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
 ) -> int:  # fmt: skip
-    return in_format(wire, x.dtype, to_each(x, dst, group, dst_pieces))
+    if wire != SAME:
+        return in_format(wire, x.dtype, to_each(x, dst, group, dst_pieces))
+    n, rank = ranks(group)
+    size = x.shape[dst]
+    return nbytes(x) * (size - chunk_sizes(tuple(dst_pieces) or size, n)[rank]) // max(size, 1)
 
 
 @counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
