@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import re
 import sys
@@ -114,12 +115,18 @@ def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
 LONG = "embedded adding planning your-own-model how-it-works numerics".split()  # and in one process they run anyway
 
 
+def wanted(code: str) -> int:
+    """The ranks that a program's mesh is over, 4 if it does not say."""
+    found = re.search(r'init_device_mesh\("cpu", \(([\d, ]+)\)', code)
+    return math.prod(map(int, filter(None, found[1].split(", ")))) if found else 4
+
+
 def programs() -> Iterator[Any]:
     """Programs as a user saves and starts them: the blocks of a page as one file, of frameworks.md each by itself."""
     for page in ALL:
         code = [block.text for block in python(page)]
         if page == FRAMEWORKS:
-            yield from (slow(page, text, 4, id=f"{page.name}-{i}") for i, text in enumerate(code))
+            yield from (slow(page, text, wanted(text), id=f"{page.name}-{i}") for i, text in enumerate(code))
         elif code:
             n = 4 if page == README else 3
             mark = long if page.stem in LONG else slow
