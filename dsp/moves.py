@@ -113,9 +113,7 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     pieces = [part.apart(sp) for part in parts]
     every = [piece for own in pieces for piece in own]
     of = [k for k, own in enumerate(pieces) for _ in own]
-    came = torch.ops.dsp.switch_many(
-        *map(list, zip(*[piece.opened(sp) for piece in every])), sp.group, of, *sp.formats
-    )
+    came = torch.ops.dsp.switch_many(*map(list, zip(*[piece.opened(sp) for piece in every])), sp.group, of, *sp.formats)
     made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
     return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
 

@@ -20,10 +20,10 @@ from tests.support.paths import ROOT
 from tests.support.runs import TINY, Runs, alike, metrics, one_of, run_here, stop_at
 from tests.support.slow import long, slow
 from zoo.pictures import save_gif
+from zoo.training import UserError, tracking
 from zoo.training import config as cfg
-from zoo.training import tracking
 from zoo.training.estimate import saved_for_backward
-from zoo.training.model import recomputed_modules
+from zoo.training.model import recomputed_modules, refuse_parameters_of_its_own
 from zoo.training.optim import due
 
 
@@ -579,3 +579,11 @@ def test_amounts():
         "0", "7", "1k", "1.21k", "45.3M", "2T",
     ]  # fmt: skip
     assert [tracking.duration(v) for v in (7, 754, 12000)] == ["0:07", "12:34", "3:20:00"]
+
+
+def test_an_objective_has_the_models_parameters_alone():
+    """Others would keep no values: weights are given to the model."""
+    model = torch.nn.Linear(2, 2)
+    refuse_parameters_of_its_own(torch.nn.Sequential(model), model)
+    with pytest.raises(UserError, match=r"Sequential has parameters that are not the model's: 1\.weight, 1\.bias\. "):
+        refuse_parameters_of_its_own(torch.nn.Sequential(model, torch.nn.Linear(2, 2)), model)

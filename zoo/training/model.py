@@ -37,6 +37,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
             if config.lora.rank:
                 freeze(model, compute_dtype(config))
             objective = task.objective(model)
+        refuse_parameters_of_its_own(objective, model)
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
@@ -47,6 +48,16 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
             f"model: cannot build {config.model.name} with overrides {config.model.overrides}: {one_line(error)}"
         ) from error
     return model, objective, stages
+
+
+def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None:
+    """Raise UserError for an objective with other parameters than the model's: nobody would give them values."""
+    known = {id(p) for p in model.parameters()}
+    if own := [name for name, p in objective.named_parameters() if id(p) not in known]:
+        raise UserError(
+            f"{type(objective).__name__} has parameters that are not the model's: {', '.join(own[:3])}. The trainer "
+            "initialises, shards and saves those of the model alone: put the module that has them into the model"
+        )
 
 
 @contextmanager
