@@ -40,7 +40,7 @@ EXACT: list[Any] = [  # name, ranks, which of its uneven sizes in turn, whether 
     *((name, 2, (0, 1), True, True) for name in ("Grid", "Folded")),
     ("Folded", 3, (0,), True, False), ("Windows", 3, (1,), True, False), ("Windows", 4, (0,), True, False),
     ("Stretches", 3, (1,), True, False), ("Mixers", 4, (1,), True, False),
-    *((name, 3, (0,), name in third_party.MODELS, True) for name in OTHERS),
+    *((name, 3, (0,), name in third_party.MODELS, name != "axial") for name in OTHERS),  # which has no layers to wrap
     *((name, 3, (0,), False, False) for name in ZOO),
     *(slow(name, n, ALL, n == 4, False) for name, n in BOTH), slow("Cube", 3, (0,), True, False),
     *(slow(name, 2, (0, 1), True, True) for name in ("Cube", "Global")),
