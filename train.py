@@ -397,7 +397,7 @@ def train(config: cfg.Config, console: Console, refused: UserError | None) -> bo
     with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, stop), Owner() as owner:
         run = setup(config, device, stop, console, owner)
         try:
-            with out_of_memory(config):
+            with out_of_memory(run.config):
                 resume(run)
                 finished = loop(run)
         finally:

@@ -64,12 +64,12 @@ def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
     """The root pattern with those inputs that it leaves out and that are as long as a share of what runs whole."""
     letters, least = iter([x for x in LETTERS if x not in t.sizes]), min(w.bytes for w in plan.whole) / plan.size
     unnamed = {param: x for param, x in t.unnamed.items() if param.isidentifier() and x.ndim and x.nbytes >= least}
-    more = [str(TensorPattern(names_of(x, t.sizes, letters), frozenset(), param)) for param, x in unnamed.items()]
+    more = [str(TensorPattern(axes_of(x, t.sizes, letters), frozenset(), param)) for param, x in unnamed.items()]
     inputs, arrow, outputs = root.text.partition("->")
     return ", ".join([inputs.strip(), *more]) + (f" -> {outputs.strip()}" if arrow else "") if more else ""
 
 
-def names_of(x: Tensor, sizes: Mapping[str, int], letters: Iterator[str]) -> tuple[tuple[str], ...]:
+def axes_of(x: Tensor, sizes: Mapping[str, int], letters: Iterator[str]) -> tuple[tuple[str], ...]:
     """The names of a tensor's dims: each that of the model's one dim of its size, or else the next letter."""
     names = list[str]()
     for d, size in enumerate(x.shape):

@@ -21,7 +21,7 @@ from dsp.hardware import clock
 from zoo.training import UserError
 from zoo.training.config import Config, create_task
 from zoo.training.dry_run import Memory, known_hardware, steps_on
-from zoo.training.model import compute_dtype, recomputed_modules, without_weights
+from zoo.training.model import compute_dtype, without_weights
 from zoo.training.tracking import number_of, size
 
 
@@ -98,14 +98,14 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
 def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candidate]:
     """Each mesh of `world` ranks that leaves a step as it is, with each method and way to recompute that can run so."""
     task, found, batches = create_task(config), list[Candidate](), batches_of(config)
-    for way in recomputed_modules(without_weights(config, task)[0]):
+    memory = Memory(config, task, without_weights(config, task)[0])
+    for way in memory.ways:
         if config.parallel.save_exchanges and way != "stages":
             continue
-        own = applied(config, 1, world, "dsp", way)
-        model, objective, _ = without_weights(own, task)
-        memory = Memory(own, task, model)
+        objective = without_weights(applied(config, 1, world, "dsp", way), task)[1]
         for dp in (n for n in range(1, world + 1) if gcd(world, batches) % n == 0):
-            steps = steps_on(hardware, applied(config, dp, world // dp, "dsp", way), task, objective, memory)
+            own = applied(config, dp, world // dp, "dsp", way)
+            steps = steps_on(hardware, own, task, objective, memory.under(own))
             for t in steps.supported(dp, world // dp):
                 if t.method == "dsp" or not config.train.offload:
                     found.append(Candidate(t, way, steps.fits(t)))

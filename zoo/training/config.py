@@ -138,7 +138,7 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
     layers = {**_chain(files[0]), "command line": _parse(overrides)}
-    for layer in layers.values():
+    for layer in layers.values():  # of files; on the command line `_parse` has read it
         if layer.get("parallel") == "auto":
             layer["parallel"] = {"auto": True}
 
@@ -257,6 +257,8 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
         _refuse_secret(key, value, "command line")
         if value == "":
             raise UserError(f"command line: {key}= has no value; write {key}=null for none")
+    # beside parallel.memory=16 a bare parallel=auto would be lost
+    overrides = ["parallel.auto=true" if override == "parallel=auto" else override for override in overrides]
     try:  # 10:13 is a range of steps here, and in YAML the number 613
         for override in overrides:
             _refuse_bombs(override.split("=", 1)[1], "command line")

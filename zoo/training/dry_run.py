@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,13 @@ class Memory:
         self.trained = sum(p.numel() for p in trainable(model))
         sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in repeated_stages(model)), reverse=True)
         self.gathered = sum(sizes[:2]) + self.parameters - sum(sizes)
+
+    def under(self, config: Config) -> "Memory":
+        """The memory of the same model in a run of another configuration; nothing is traced again."""
+        other = copy(self)
+        other.config, other.activations = config, self.kept[config.train.checkpoint_activations]
+        other.whole = total(other.activations.always)
+        return other
 
     def table(self, sp: int, way: str | None = None, shard: int | None = None) -> Rows:
         """Row by row, the total last; the way and dp_shard are those of the configuration, if not said."""
