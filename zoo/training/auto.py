@@ -82,7 +82,7 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
         need = min((c.timing.held for c in every), default=0)
         raise UserError(
             f"parallel=auto: nothing fits {size(int(hardware.memory))} a rank on {number_of(world, 'rank')}; the least "
-            f"that a mesh needs is {size(need)}"
+            f"that a mesh needs is {size(need)}. More ranks, a smaller train.batch or smaller samples need less"
         )
     best, first = every[0], dict[tuple[int, int, str], Candidate]()
     for c in every:  # of each mesh and method the best way to recompute
