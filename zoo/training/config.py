@@ -138,9 +138,6 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
     layers = {**_chain(files[0]), "command line": _parse(overrides)}
-    for layer in layers.values():  # of files; on the command line `_parse` has read it
-        if layer.get("parallel") == "auto":
-            layer["parallel"] = {"auto": True}
 
     data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
     task = next((c for c in (v.get("task") for v in reversed(layers.values())) if c is not None), None)
@@ -227,6 +224,8 @@ def _read(path: str) -> DictConfig:
     for key in [k for k in layer if OmegaConf.is_missing(layer, k) or layer._get_node(k)._is_none()]:  # type: ignore
         if is_dataclass(getattr(Config(), str(key), None)):
             del layer[key]  # a section whose every line is commented out
+    if layer.get("parallel") == "auto":
+        layer["parallel"] = {"auto": True}
     return layer
 
 
