@@ -311,7 +311,7 @@ def trains(mesh: DeviceMesh, case: str, wire: object, **options: object) -> None
 
 
 @pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case != "large" else slow(case) for case in CASES])
 def test_a_model_trains_and_repeats_itself(ranks, n: int, case: str) -> None:
     ranks(trains, n, case, "fp8")
 
