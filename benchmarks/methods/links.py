@@ -11,6 +11,7 @@ too much; the delay is added at the end. The far port of a node is shared by the
 program `ip`, touches no network of the machine itself, and leaves nothing behind.
 """
 
+import contextlib
 import fcntl
 import heapq
 import json
@@ -186,10 +187,8 @@ class Switch:
             if wait > 0:
                 return wait
             _, _, target, frame = heapq.heappop(self.coming)
-            try:
+            with contextlib.suppress(OSError):  # a device that is full or down drops it
                 os.write(self.ports[target], frame)
-            except OSError:  # a device that is full or down drops it
-                pass
         return None
 
     def run(self) -> None:
