@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import by_value, ranks
+from dsp.exchange import Dealing, InBytes, by_value, joint_plan, ranks, switch_plan
 from dsp.planner import chunk_sizes
+from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
 
 
@@ -18,18 +19,36 @@ class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
     calls: Callable[..., int]  # how many it makes, likewise
+    dealt: Callable[..., Sequence[Dealing]] | None = None  # bytes in each of them, of one that may go in legs
+
+    def counted(self, *args: Any) -> Iterator[tuple[str, int, int]]:
+        """The kinds under which it is counted, each with calls and bytes."""
+        ways = ways_of(args[4])[1] if self.dealt is not None else None  # where the group of a switch is
+        if self.dealt is None or ways is None:
+            yield self.kind, self.calls(*args), self.sent(*args)
+            return
+        for dealing in self.dealt(*args):
+            way, rank = ways.way(dealing.total), ranks(args[4])[1]
+            if way == DIRECT:
+                yield self.kind, 1, sum(own := dealing.to_each(rank)) - own[rank]
+            else:
+                for kind, (nbytes, calls) in ways.legs(way, dealing.to_each, rank).items():
+                    yield kind, calls, nbytes
 
 
 COLLECTIVES: dict[str, Collective] = {}
 
 
 def counts(
-    kind: str, *names: str, calls: Callable[..., int] = lambda *_: 1
+    kind: str,
+    *names: str,
+    calls: Callable[..., int] = lambda *_: 1,
+    dealt: Callable[..., Sequence[Dealing]] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
 
     def register(sent: Callable[..., int]) -> Callable[..., int]:
-        COLLECTIVES.update({name: Collective(kind, sent, calls) for name in names})
+        COLLECTIVES.update({name: Collective(kind, sent, calls, dealt) for name in names})
         return sent
 
     return register
@@ -53,7 +72,36 @@ def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
     return sum(numbers) * dtype.itemsize if form is None else sum(map(form.nbytes, numbers))
 
 
-@counts("switch", "switch")
+def dealt(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
+    dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
+) -> list[Dealing]:  # fmt: skip
+    """The bytes that ranks send to each other in the exchange of a switch."""
+    form = format_of(wire, x.dtype)
+    nbytes = x.element_size().__mul__ if form is None else form.nbytes
+    return [InBytes([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
+
+
+def dealt_each(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any
+) -> list[Dealing]:
+    return [one for where in zip(xs, src, dst, src_size) for one in dealt(*where, group, *pieces)]
+
+
+def dealt_many(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
+    wire: str = SAME, back: str = SAME,
+) -> list[Dealing]:  # fmt: skip
+    parts = []
+    for own in by_value(len(xs), of):
+        form = format_of(wire, xs[own[0]].dtype)
+        where = [[v[i] for i in own] for v in (src, dst, src_size)]
+        plan = joint_plan([xs[i] for i in own], where[0], where[1], where[2], group)
+        parts.append((plan, xs[own[0]].element_size().__mul__ if form is None else form.nbytes))
+    return [InBytes(parts)]
+
+
+@counts("switch", "switch", dealt=dealt)
 def switch(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
@@ -65,12 +113,12 @@ def switch(
     return nbytes(x) * (size - chunk_sizes(tuple(dst_pieces) or size, n)[rank]) // max(size, 1)
 
 
-@counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
+@counts("switch", "switch_each", calls=lambda xs, *_: len(xs), dealt=dealt_each)
 def switch_each(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any) -> int:
     return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
 
 
-@counts("switch", "switch_many")
+@counts("switch", "switch_many", dealt=dealt_many)
 def switch_many(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
