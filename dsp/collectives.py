@@ -20,9 +20,10 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
-    InBytes,
+    Scaled,
     alone,
     as_sent,
+    begun_later,
     by_value,
     dense,
     exchanged,
@@ -52,6 +53,7 @@ for _op in (
     "str wire='same', str back='same') -> Tensor[]",
     "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces, "
     "str wire='same', str back='same') -> Tensor[]",
+    "in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor",
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
@@ -127,7 +129,7 @@ def _switch_packed(
         comes.append(out_splits)
         goes.append(in_splits)
     send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
-    dealing = InBytes([(plan, form.nbytes) for plan, form in zip(plans, forms)])
+    dealing = Scaled([(plan, form.nbytes) for plan, form in zip(plans, forms)])
     received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
     came = received.split([size for of_rank in zip(*comes) for size in of_rank])
     found: list[Tensor] = []
@@ -209,6 +211,8 @@ for _name, _kernel in [
     ("all_reduce", _all_reduce),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
+for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
+    _lib.impl("in_legs", begun_later, _device)
 
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:

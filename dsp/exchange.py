@@ -28,6 +28,12 @@ def ranks(group: str) -> tuple[int, int]:
     return pg.size(), pg.rank()
 
 
+def mates(group: str) -> range:
+    """The ranks of a group that share this one's node, by the ways that stand behind its name."""
+    (_, rank), (_, ways) = ranks(group), ways_of(group)
+    return range(0) if ways is None else ways.mates(rank)
+
+
 # what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
 CARRIED = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
@@ -98,17 +104,34 @@ class Dealing(Protocol):
     def to_each(self, rank: int) -> list[int]: ...
 
 
-class InBytes(NamedTuple):
-    """The same in bytes of several dealings, each with how many bytes so many of its numbers are."""
+class Scaled(NamedTuple):
+    """The same in other units, such as bytes, of several dealings, each with how many units so many numbers are."""
 
     parts: Sequence[tuple[Dealing, Callable[[int], int]]]
 
     @property
     def total(self) -> int:
-        return sum(nbytes(dealing.total) for dealing, nbytes in self.parts)
+        return sum(units(dealing.total) for dealing, units in self.parts)
 
     def to_each(self, rank: int) -> list[int]:
-        return [*map(sum, zip(*(map(nbytes, dealing.to_each(rank)) for dealing, nbytes in self.parts)))]
+        return [*map(sum, zip(*(map(units, dealing.to_each(rank)) for dealing, units in self.parts)))]
+
+
+class Listed(NamedTuple):
+    """The same as a list: what each rank of a node, whose first is `first`, sends to each of n ranks."""
+
+    total: int
+    rows: Sequence[int]
+    first: int
+    n: int
+
+    @classmethod
+    def of(cls, total: int, rows: Sequence[int], group: str) -> Listed:
+        n, rank = ranks(group)
+        return cls(total, rows, rank - rank % (len(rows) // n), n)
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*self.rows[(rank - self.first) * self.n :][: self.n]]
 
 
 def exchanged(
@@ -121,32 +144,41 @@ def exchanged(
         return launched(send, out_splits, in_splits, group, form, dealing)()
     if form is not None:
         raw = packed(form, send, out_splits, in_splits, group)
-        return exchanged(*raw, group, None, dealing and InBytes([(dealing, form.nbytes)]), later=True)
+        return exchanged(*raw, group, None, dealing and Scaled([(dealing, form.nbytes)]), later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if (legs := in_legs(flat, splits[0], group, dealing, width)) is not None:
-        out = legs.out
-        arrives_by(out, legs.last())
+    if (legged := in_legs(flat, width, group, dealing)) is not None:
+        rows = [size for mate in mates(group) for size in legged.to_each(mate)]
+        out = torch.ops.dsp.in_legs(flat, legged.total, splits[0], rows, group)
     else:
         out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, ways_of(group)[0])
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
-def in_legs(flat: Tensor, comes: list[int], group: str, dealing: Dealing | None, width: int) -> Legs | None:
-    """The exchange under way in legs; None if it goes directly. width: how many numbers of `flat` are one dealt."""
-    name, ways = ways_of(group)
+def in_legs(flat: Tensor, width: int, group: str, dealing: Dealing | None) -> Dealing | None:
+    """The dealing of an exchange that goes in legs, in numbers of a flat tensor, of which `width` are one dealt; None
+    if it goes directly."""
+    ways = ways_of(group)[1]
     if ways is None or dealing is None:
         return None
-    way = ways.way(dealing.total * width * flat.element_size())
-    if way == DIRECT:
-        return None
+    dealing = dealing if width == 1 else Scaled([(dealing, width.__mul__)])
+    return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
 
-    def to_each(rank: int) -> list[int]:
-        sizes = dealing.to_each(rank)
-        return sizes if width == 1 else [size * width for size in sizes]
 
-    pg = _resolve_process_group(name)  # type: ignore[arg-type]
-    return Legs(way, flat, flat.new_empty(sum(comes)), comes, to_each, pg, ways.node)
+def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealing) -> Legs:
+    """An exchange under way in legs, to be waited for."""
+    name, ways = ways_of(group)
+    assert ways is not None
+    way, pg = ways.way(dealing.total * flat.element_size()), _resolve_process_group(name)  # type: ignore[arg-type]
+    return Legs(way, flat, flat.new_empty(sum(comes)), comes, dealing.to_each, pg, ways.node)
+
+
+def begun_later(flat: Tensor, total: int, comes: list[int], rows: list[int], group: str) -> Tensor:
+    """The same, all legs but the last through: what whoever waits for it finds. rows: what the ranks of this node send
+    to each."""
+    legs = begun(flat, comes, group, Listed.of(total, rows, group))
+    arrives_by(legs.out, legs.last())
+    return legs.out
 
 
 def packed(
@@ -175,7 +207,7 @@ def launched(
     """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
     if form is not None:
         sent = packed(form, send, out_splits, in_splits, group)
-        raw = launched(*sent, group, None, dealing and InBytes([(dealing, form.nbytes)]))
+        raw = launched(*sent, group, None, dealing and Scaled([(dealing, form.nbytes)]))
 
         def unpacked() -> Tensor:
             return form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
@@ -184,7 +216,8 @@ def launched(
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if (legs := in_legs(flat, out_splits, group, dealing, width)) is not None:
+    if (legged := in_legs(flat, width, group, dealing)) is not None:
+        legs = begun(flat, out_splits, group, legged)
         return Arrival(legs, lambda: legs.finish().view(send.dtype))
     out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
     work = all_to_all(out, flat, out_splits, in_splits, pg)

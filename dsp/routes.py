@@ -176,10 +176,19 @@ class Ways(NamedTuple):
     def nodes(self) -> int:
         return self.size // self.node if self.node else 1
 
+    def mates(self, rank: int) -> range:
+        """The ranks that share a rank's node, itself among them."""
+        return range(rank - rank % self.node, rank - rank % self.node + self.node)
+
     def way(self, nbytes: int) -> str:
         """The way of one switch, of so many bytes on all ranks together."""
         held = nbytes / self.size
         return next(way for until, way in self.steps if held <= until)
+
+    def seconds(self, hardware: Hardware, nbytes: float) -> float:
+        """How long a switch takes in which each rank holds so many bytes."""
+        way = self.way(int(nbytes * self.size))
+        return hardware.seconds(*exchanges(way, nbytes, self.size, self.node or self.size))
 
     def on(self, group: str) -> str:
         """The name of a process group with these ways of its switches, for the ops: see `ways_of`."""
@@ -192,8 +201,7 @@ class Ways(NamedTuple):
 
         A direct switch is one call, between nodes.
         """
-        node, place, own = self.node, rank % self.node, to_each(rank)
-        mates = range(rank - place, rank - place + node)
+        node, place, own, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
         if way == HIERARCHICAL:
             within = sum(own) - sum(own[place::node])
             passed = [to_each(mate)[place::node] for mate in mates]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import Dealing, InBytes, by_value, joint_plan, ranks, switch_plan
+from dsp.exchange import Dealing, Listed, Scaled, by_value, joint_plan, ranks, switch_plan
 from dsp.planner import chunk_sizes
 from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
@@ -79,7 +79,7 @@ def dealt(
     """The bytes that ranks send to each other in the exchange of a switch."""
     form = format_of(wire, x.dtype)
     nbytes = x.element_size().__mul__ if form is None else form.nbytes
-    return [InBytes([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
+    return [Scaled([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
 
 
 def dealt_each(
@@ -98,7 +98,7 @@ def dealt_many(
         where = [[v[i] for i in own] for v in (src, dst, src_size)]
         plan = joint_plan([xs[i] for i in own], where[0], where[1], where[2], group)
         parts.append((plan, xs[own[0]].element_size().__mul__ if form is None else form.nbytes))
-    return [InBytes(parts)]
+    return [Scaled(parts)]
 
 
 @counts("switch", "switch", dealt=dealt)
@@ -132,6 +132,15 @@ def switch_many(
 def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[int], among: Any, group: str) -> int:
     size = sum(dst_parts)
     return nbytes(x) * (size - dst_parts[among.index(ranks(group)[1])]) // max(size, 1)
+
+
+def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group: str) -> list[Dealing]:
+    return [Scaled([(Listed.of(total, rows, group), x.element_size().__mul__)])]
+
+
+@counts("switch", "in_legs", dealt=dealt_in_legs)
+def in_legs(x: Tensor, *where: Any) -> int:
+    raise AssertionError("an exchange in legs has ways")
 
 
 @counts("switch", "all_to_all_single")
