@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
-    Scaled,
+    InUnits,
     alone,
     as_sent,
     begun_later,
@@ -129,7 +129,7 @@ def _switch_packed(
         comes.append(out_splits)
         goes.append(in_splits)
     send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
-    dealing = Scaled([(plan, form.nbytes) for plan, form in zip(plans, forms)])
+    dealing = InUnits([(plan, form.nbytes) for plan, form in zip(plans, forms)])
     received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
     came = received.split([size for of_rank in zip(*comes) for size in of_rank])
     found: list[Tensor] = []

@@ -104,7 +104,7 @@ class Dealing(Protocol):
     def to_each(self, rank: int) -> list[int]: ...
 
 
-class Scaled(NamedTuple):
+class InUnits(NamedTuple):
     """The same in other units, such as bytes, of several dealings, each with how many units so many numbers are."""
 
     parts: Sequence[tuple[Dealing, Callable[[int], int]]]
@@ -144,7 +144,7 @@ def exchanged(
         return launched(send, out_splits, in_splits, group, form, dealing)()
     if form is not None:
         raw = packed(form, send, out_splits, in_splits, group)
-        return exchanged(*raw, group, None, dealing and Scaled([(dealing, form.nbytes)]), later=True)
+        return exchanged(*raw, group, None, dealing and InUnits([(dealing, form.nbytes)]), later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
     if (legged := in_legs(flat, width, group, dealing)) is not None:
@@ -161,7 +161,7 @@ def in_legs(flat: Tensor, width: int, group: str, dealing: Dealing | None) -> De
     ways = ways_of(group)[1]
     if ways is None or dealing is None:
         return None
-    dealing = dealing if width == 1 else Scaled([(dealing, width.__mul__)])
+    dealing = dealing if width == 1 else InUnits([(dealing, width.__mul__)])
     return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
 
 
@@ -207,7 +207,7 @@ def launched(
     """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
     if form is not None:
         sent = packed(form, send, out_splits, in_splits, group)
-        raw = launched(*sent, group, None, dealing and Scaled([(dealing, form.nbytes)]))
+        raw = launched(*sent, group, None, dealing and InUnits([(dealing, form.nbytes)]))
 
         def unpacked() -> Tensor:
             return form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
@@ -216,7 +216,7 @@ def launched(
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if (legged := in_legs(flat, width, group, dealing)) is not None:
+    if "|" in group and (legged := in_legs(flat, width, group, dealing)) is not None:
         legs = begun(flat, out_splits, group, legged)
         return Arrival(legs, lambda: legs.finish().view(send.dtype))
     out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ Message = tuple[
 
 
 def messages(sends: Iterable[Message], receives: Iterable[Message], group: Any) -> list[Any]:
-    """What is to be waited for until these have gone and come, of flat tensors. Both sides know the sizes: nothing is
-    sent of an empty one."""
+    """Send and receive flat tensors; returned are works to be waited for. Both sides know the sizes: nothing is sent of
+    an empty one."""
     ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends if t.numel()]
     ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives if t.numel()]
     return dist.batch_isend_irecv(ops) if ops else []

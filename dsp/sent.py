@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import Dealing, Listed, Scaled, by_value, joint_plan, ranks, switch_plan
+from dsp.exchange import Dealing, InUnits, Listed, by_value, joint_plan, ranks, switch_plan
 from dsp.planner import chunk_sizes
 from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
@@ -18,22 +18,21 @@ from dsp.wire import SAME, format_of
 class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
-    calls: Callable[..., int]  # how many it makes, likewise
+    calls: Callable[..., int] | None = None  # how many it makes, likewise; None: one
     dealt: Callable[..., Sequence[Dealing]] | None = None  # bytes in each of them, of one that may go in legs
 
-    def counted(self, *args: Any) -> Iterator[tuple[str, int, int]]:
+    def counted(self, *args: Any) -> Sequence[tuple[str, int, int]]:
         """The kinds under which it is counted, each with calls and bytes."""
-        ways = ways_of(args[4])[1] if self.dealt is not None else None  # where the group of a switch is
-        if self.dealt is None or ways is None:
-            yield self.kind, self.calls(*args), self.sent(*args)
-            return
+        if self.dealt is None or (ways := ways_of(args[4])[1]) is None:  # where the group of a switch is
+            return ((self.kind, 1 if self.calls is None else self.calls(*args), self.sent(*args)),)
+        found, rank = list[tuple[str, int, int]](), ranks(args[4])[1]
         for dealing in self.dealt(*args):
-            way, rank = ways.way(dealing.total), ranks(args[4])[1]
+            way = ways.way(dealing.total)
+            legs = ways.legs(way, dealing.to_each, rank)
             if way == DIRECT:
-                yield self.kind, 1, sum(own := dealing.to_each(rank)) - own[rank]
-            else:
-                for kind, (nbytes, calls) in ways.legs(way, dealing.to_each, rank).items():
-                    yield kind, calls, nbytes
+                legs = {self.kind: (sum(nbytes for nbytes, _ in legs.values()), 1)}
+            found += [(kind, calls, nbytes) for kind, (nbytes, calls) in legs.items()]
+        return found
 
 
 COLLECTIVES: dict[str, Collective] = {}
@@ -42,7 +41,7 @@ COLLECTIVES: dict[str, Collective] = {}
 def counts(
     kind: str,
     *names: str,
-    calls: Callable[..., int] = lambda *_: 1,
+    calls: Callable[..., int] | None = None,
     dealt: Callable[..., Sequence[Dealing]] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
@@ -79,7 +78,7 @@ def dealt(
     """The bytes that ranks send to each other in the exchange of a switch."""
     form = format_of(wire, x.dtype)
     nbytes = x.element_size().__mul__ if form is None else form.nbytes
-    return [Scaled([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
+    return [InUnits([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
 
 
 def dealt_each(
@@ -98,7 +97,7 @@ def dealt_many(
         where = [[v[i] for i in own] for v in (src, dst, src_size)]
         plan = joint_plan([xs[i] for i in own], where[0], where[1], where[2], group)
         parts.append((plan, xs[own[0]].element_size().__mul__ if form is None else form.nbytes))
-    return [Scaled(parts)]
+    return [InUnits(parts)]
 
 
 @counts("switch", "switch", dealt=dealt)
@@ -135,7 +134,7 @@ def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[
 
 
 def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group: str) -> list[Dealing]:
-    return [Scaled([(Listed.of(total, rows, group), x.element_size().__mul__)])]
+    return [InUnits([(Listed.of(total, rows, group), x.element_size().__mul__)])]
 
 
 @counts("switch", "in_legs", dealt=dealt_in_legs)

@@ -284,11 +284,11 @@ def test_a_plan_by_hardware_chooses_each_switch() -> None:
     # an estimate by the same links
     assert small.takes(slow_messages).comm < direct.takes(slow_messages).comm
     assert "switches over 2 nodes of 2: hierarchical up to" in str(small)
-    assert "within nodes 32.0 KiB in 2 calls, between 32.0 KiB in 2 calls" in str(small)
+    assert "within nodes 16.0 KiB in 1 call, between 16.0 KiB in 1 call" in str(small)
     assert "nodes" not in str(direct)
     named = dsp.plan(Pair(), torch.empty(1, 64, 64, 8), size=4, route=dsp.Route(node=2), gather_output=False)
     assert named.sends == direct.sends
-    assert "of 2: direct; a rank sends in a step: within nodes 16.0 KiB in 0 calls, between 32.0 KiB in 2" in str(named)
+    assert "of 2: direct; a rank sends in a step: within nodes 8.0 KiB in 0 calls, between 16.0 KiB in 1" in str(named)
 
 
 def test_choose_prices_the_route() -> None:
@@ -355,7 +355,7 @@ def test_unequal_nodes_switch_directly_and_say_so(ranks) -> None:
 
 
 def test_an_axis_within_a_node_switches_directly(ranks) -> None:
-    """Of dp x sp: two ranks each, two to a node."""
+    """Two ranks of dp and two of sp, two to a node."""
     ranks(within, "2x2")
 
 
