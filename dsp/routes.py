@@ -139,6 +139,12 @@ def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:
     return [Exchange("ring", part * (node - 1), node - 1, node), Exchange("ring", part * apart, apart, nodes, node)]
 
 
+def seconds(way: str, nbytes: float, size: int, hardware: Hardware) -> float:
+    """How long a switch takes in which each of `size` ranks holds so many bytes: a leg reads and writes them once."""
+    copied = 4 * nbytes if way == HIERARCHICAL else 0.0
+    return hardware.seconds(*exchanges(way, nbytes, size, hardware.node)) + hardware.computing(0.0, copied)
+
+
 def quickest(hardware: Hardware, size: int) -> tuple[tuple[float, str], ...]:
     """The quickest ways over `size` ranks: (bytes a rank up to which it is, way), the last for all beyond.
 
@@ -147,7 +153,7 @@ def quickest(hardware: Hardware, size: int) -> tuple[tuple[float, str], ...]:
     ways = WAYS if hardware.node > 1 else (DIRECT, ROUNDS)
     lines = {}
     for way in ways:
-        none, many = (hardware.seconds(*exchanges(way, b, size, hardware.node)) for b in (0.0, LARGE))
+        none, many = (seconds(way, nbytes, size, hardware) for nbytes in (0.0, LARGE))
         lines[way] = none, (many - none) / LARGE
     at, found = min(lines, key=lambda way: (*lines[way], way)), list[tuple[float, str]]()
     while True:
@@ -184,11 +190,6 @@ class Ways(NamedTuple):
         """The way of one switch, of so many bytes on all ranks together."""
         held = nbytes / self.size
         return next(way for until, way in self.steps if held <= until)
-
-    def seconds(self, hardware: Hardware, nbytes: float) -> float:
-        """How long a switch takes in which each rank holds so many bytes."""
-        way = self.way(int(nbytes * self.size))
-        return hardware.seconds(*exchanges(way, nbytes, self.size, self.node or self.size))
 
     def on(self, group: str) -> str:
         """The name of a process group with these ways of its switches, for the ops: see `ways_of`."""

@@ -20,7 +20,7 @@ from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
-from dsp.routes import BETWEEN, WITHIN, Ways, quickest, shared_by_nodes, ways_of
+from dsp.routes import BETWEEN, WITHIN, Ways, quickest, seconds, shared_by_nodes, ways_of
 from dsp.wire import Wire
 from tests.support.beside import averaged, exact
 from tests.support.loopback import TOLERANCE, measured
@@ -264,8 +264,8 @@ def test_large_switches_that_contend_for_links_go_in_rounds() -> None:
     steps = quickest(hardware, 16)
     assert [way for _, way in steps] == ["hierarchical", "direct", "rounds"]
     for nbytes in (1e3, steps[0][0] * 1.1, steps[1][0] * 1.1):
-        seconds = {way: Ways(16, 8, ((math.inf, way),)).seconds(hardware, nbytes) for way in ("direct", *LEGS)}
-        assert Ways(16, 8, steps).way(int(16 * nbytes)) == min(seconds, key=seconds.__getitem__)
+        took = {way: seconds(way, nbytes, 16, hardware) for way in ("direct", *LEGS)}
+        assert Ways(16, 8, steps).way(int(16 * nbytes)) == min(took, key=took.__getitem__)
 
 
 def test_a_plan_by_hardware_chooses_each_switch() -> None:
