@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsp.embedded import METHODS
-from dsp.routes import AUTO, WAYS
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
@@ -56,7 +55,7 @@ class Parallel:
     )  # fmt: skip
     route: str = option(
         "direct", "way of switches where sp is longer than a node: direct; hierarchical, within nodes first; rounds; "
-        "or auto, the quickest for each size by links that are measured (docs/cluster.md)", choices=(*WAYS, AUTO),
+        "or auto, the quickest for each size by links that are measured (docs/cluster.md)",
     )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
