@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.hardware import Exchange, Hardware, measured_links
-from dsp.messages import Message, messages
+from dsp.messages import messages
 from dsp.private import joined_axes
 from dsp.text import human
 
@@ -282,14 +282,12 @@ def hierarchical(
     sizes = [to_each(mate) for mate in mates]
     passed = [[*each[place::node]] for each in sizes]  # by each mate, for this place on each node
     blocks = send.split([*sizes[place]])
-    near = [torch.cat(blocks[i::node]) for i in range(node)]
-    came = [near[i] if i == place else send.new_empty(sum(each)) for i, each in enumerate(passed)]
-
-    def others(parts: Sequence[Tensor]) -> list[Message]:
-        return [(mate, part) for mate, part in zip(mates, parts) if mate != rank]
-
-    yield messages(others(near), others(came), group)
-    for_node = [*zip(*(t.split(each) for t, each in zip(came, passed)))]
+    others = [i for i in range(node) if i != place]
+    near = [(mates[i], torch.cat(blocks[i::node])) for i in others]
+    came = [send.new_empty(0 if i == place else sum(each)) for i, each in enumerate(passed)]
+    yield messages(near, [(mates[i], came[i]) for i in others], group)
+    by_mate = [blocks[place::node] if i == place else came[i].split(each) for i, each in enumerate(passed)]
+    for_node = [*zip(*by_mate)]
     rooms = out.split([sum(comes[first : first + node]) for first in range(0, n, node)])
     torch.cat(for_node[own], out=rooms[own])
     far = [(k * node + place, k) for k in range(n // node) if k != own]

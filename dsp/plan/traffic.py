@@ -60,30 +60,31 @@ class PlannedTraffic:
     # --- moves between layouts ---
 
     def count_moves(self) -> None:
-        by_grad = {(v, k) for s in self.found.steps if s.event.grad for v, k in zip(s.op.inputs, s.choice.needs)}
-        by_grad |= {(m.value, m.src) for m in self.found.solution.moves}
-        made = [
-            (m, phase, kind, src, dst, value.gradient if phase == "backward" else value)
-            for m in self.found.solution.moves if m.kind != "split"
-            for value in (self.trace.values[m.value],)
-            for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad)
-        ]  # fmt: skip
+        made = list(self.every_move())
         sizes: Counter[Hashable] = Counter()
-        for m, phase, _, _, _, value in made:
-            sizes[phase, self.collective(m)] += value.travels
+        for m, s in made:
+            sizes[s.phase, self.collective(m)] += s.value.travels if s.value is not None else 0
         seen: set[Hashable] = set()
-        for m, phase, kind, src, dst, value in made:
-            at = self.where(m.after if self.program.pushed(m) else m.before)
-            one = phase, self.collective(m)
-            new = int(one not in seen)
+        for m, s in made:
+            one = s.phase, self.collective(m)
+            whole = s._replace(calls=int(one not in seen))
             seen.add(one)
-            whole = Sending(phase, at, kind, new, value, src, dst)
-            legs = self.by_link(whole, sizes[one]) if kind == "switch" and self.goal.ways.node else []
+            legs = self.by_link(whole, sizes[one]) if s.kind == "switch" and self.goal.ways.node else []
             for sending in legs or [whole]:
                 self.send(sending)
-            if phase == "forward":
+            if s.phase == "forward":
                 most = max(map(sum, zip(*(leg.each for leg in legs)))) if legs else m.bytes
                 self.own[m] = most, sum(sending.calls for sending in legs or [whole])
+
+    def every_move(self) -> Iterator[tuple[Move, Sending]]:
+        """The sendings of each move, as if it were the only one."""
+        by_grad = {(v, k) for s in self.found.steps if s.event.grad for v, k in zip(s.op.inputs, s.choice.needs)}
+        by_grad |= {(m.value, m.src) for m in self.found.solution.moves}
+        for m in (m for m in self.found.solution.moves if m.kind != "split"):
+            value = self.trace.values[m.value]
+            at = self.where(m.after if self.program.pushed(m) else m.before)
+            for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
+                yield m, Sending(phase, at, kind, 1, value.gradient if phase == "backward" else value, src, dst)
 
     def by_link(self, switch: Sending, total: int) -> list[Sending]:
         """The sendings of a switch, in a collective of `total` bytes, that goes in legs; none if it is direct."""
