@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp import messages
+from dsp import messages, routes
 from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
@@ -343,6 +343,14 @@ def nodes(mesh: DeviceMesh, local: str) -> tuple[Ways, list[str]]:
     return ways, heard.texts
 
 
+def askew(mesh: DeviceMesh) -> list[str]:
+    """An axis that begins in the middle of a node: two ranks, one and one."""
+    with pytest.MonkeyPatch.context() as patch, Heard() as heard:
+        patch.setattr(routes, "shared_by_nodes", lambda ranks: [2, 1, 1])
+        assert dsp.Route("hierarchical").at(mesh) == dsp.Route()
+    return heard.texts
+
+
 def test_unequal_nodes_switch_directly_and_say_so(ranks) -> None:
     found = ranks(nodes, 4, "3")
     assert all(ways == Ways(4) for ways, _ in found)
@@ -351,6 +359,7 @@ def test_unequal_nodes_switch_directly_and_say_so(ranks) -> None:
     assert not found[1][1]
     assert [ways for ways, _ in ranks(nodes, 4, "2")] == [Ways(4, 2, ((math.inf, "hierarchical"),))] * 4
     assert [ways for ways, _ in ranks(nodes, 4, "4")] == [Ways(4)] * 4  # within a node
+    assert ranks(askew, 4)[0] == ["route='hierarchical': " + said.replace("3 and 1", "2 and 1")]
     odd = dsp.plan(Grid(), kwargs=Grid.inputs(1, 4, 8), size=4, route=dsp.Route("hierarchical", 3))
     assert "4 ranks are not a whole number of nodes of 3" in str(odd)
 
@@ -416,6 +425,7 @@ def trained(mesh: DeviceMesh, arguments: list[str], local: str) -> list[list[int
         return run_here(mesh, arguments)
 
 
+@pytest.mark.slow
 def test_a_run_of_train_py_goes_by_the_route(run, whole_world) -> None:
     """Two nodes of two ranks: the same losses to the last digit, in other bytes, and as the plan says."""
     few = ("train.steps=2", "eval.every=0", "sample.every=0", "checkpoint.every=0")
