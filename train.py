@@ -78,6 +78,7 @@ class Run:
     guard: Guard
     saver: Saver
     profiler: Profiler
+    route: dsp.Route  # of switches
     ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
@@ -87,6 +88,7 @@ class Run:
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
     # parallel=auto: by the links at hand, measured
+    hardware = None
     if config.parallel.auto:
         hardware = auto.measured(config, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         choice = ranks.on_first_rank(lambda: auto.choose(config, dist.get_world_size(), hardware))
@@ -108,7 +110,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
 
     # model: shapes alone, weights come last
     model, objective, stages = without_weights(config, task)
-    plan = make_plan(config, task, objective, sp)
+    route = dsp.Route(config.parallel.route, hardware=hardware).at(mesh["sp"])  # by links that are measured, for auto
+    plan = make_plan(config, task, objective, sp, route=route)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
     stop.progress.of(model, ranks.on_first_rank(lambda: flight.folder(directory)))
@@ -120,9 +123,9 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
     method, wire = config.parallel.method, config.parallel.wire
-    user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, wire=wire)
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, wire=wire, route=route)
     cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # over sp, in sampling, too
-    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", wire=wire)
+    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", wire=wire, route=route)
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
     # that a method has cut over sp are none of its business
@@ -145,7 +148,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     saver = Saver(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     return Run(
         config, device, stop, task, show, mesh, model, objective, predictor, updates, average, directory, {0: plan},
-        guard, saver, Profiler(config.profile, directory, device), runs_ahead(config.train.ahead, updates),
+        guard, saver, Profiler(config.profile, directory, device), route, runs_ahead(config.train.ahead, updates),
     )  # fmt: skip
 
 
@@ -362,7 +365,7 @@ def plan_of(run: Run, bucket: int) -> dsp.Plan:
     """The plan for batches of a bucket, made when it is first asked for."""
     if bucket not in run.plans:
         _, objective, _ = without_weights(run.config, run.task)
-        run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket)
+        run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket, run.route)
     return run.plans[bucket]
 
 

@@ -11,6 +11,7 @@ from dsp.hardware import LINKS, Hardware, Link
 from dsp.notation import NotationError
 from dsp.ops import gather, hand_over, mean, split, start_switch, switch
 from dsp.plan import Plan, Sizing, choose, plan, without_data
+from dsp.routes import Route
 from dsp.rules import GlueError
 from dsp.run import parallelize
 
@@ -28,6 +29,7 @@ __all__ = [
     "NotationError",
     "Plan",
     "Report",
+    "Route",
     "Sizing",
     "check",
     "choose",

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from dsp.count import count_comm
 from dsp.hardware import LINKS, measure
 from dsp.ops import mean, split, switch
 from dsp.plan import plan
+from dsp.routes import AUTO, Route
 from dsp.run import parallelize
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up
@@ -345,6 +347,9 @@ def check(device: str, options: argparse.Namespace) -> dict[str, Any]:
         here = mesh if name == f"sp={sp}" else mesh_of(groups, device)
         measured[name] = slowest(gathered(links(here, options.megabytes, options.rounds)))
         add(judge_link(name, measured[name], device))
+    shares = [len([*same]) for _, same in groupby(names[r] for r in dist.get_process_group_ranks(mesh.get_group()))]
+    if len(shares) > 1 and len({*shares}) == 1:
+        add(Finding("ok", "routes", f"by route='auto' {Route(AUTO, shares[0]).at(mesh).over(sp)}"))
     if not measured:
         add(Finding("ok", "links", "nothing to measure: every group has one rank"))
     hosts = {name: len(ranks) for name, ranks in hosts_of(names).items()}

@@ -5,7 +5,8 @@ on every backend. Being custom ops they have fake kernels (torch.compile), autog
 another), and names that selective checkpointing and profilers can see.
 
 All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
-of a process group. `wire` names the format in which a switch travels, and `back` that of its adjoint (`dsp.wire`).
+of a process group, of a switch with the ways that it may go there (`dsp.routes`). `wire` names the format in which a
+switch travels, and `back` that of its adjoint (`dsp.wire`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
+    InUnits,
     alone,
     as_sent,
+    begun_later,
     by_value,
     dense,
     exchanged,
+    go_on,
     joint_plan,
     launched,
     like,
@@ -49,6 +53,7 @@ for _op in (
     "str wire='same', str back='same') -> Tensor[]",
     "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces, "
     "str wire='same', str back='same') -> Tensor[]",
+    "in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor",
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
@@ -105,7 +110,7 @@ def _switch_many(
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
     plan = joint_plan(xs, src, dst, src_size, group)
-    return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group))
+    return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group, None, plan))
 
 
 def _switch_packed(
@@ -124,7 +129,8 @@ def _switch_packed(
         comes.append(out_splits)
         goes.append(in_splits)
     send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
-    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group)
+    dealing = InUnits([(plan, form.nbytes) for plan, form in zip(plans, forms)])
+    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
     came = received.split([size for of_rank in zip(*comes) for size in of_rank])
     found: list[Tensor] = []
     for k, (plan, form, room) in enumerate(zip(plans, forms, rooms)):
@@ -139,8 +145,9 @@ def _switch_each(
     # all under way at once: links have something to send while a rank waits for a slower one
     plans = [switch_plan(x, *w, group, src_pieces, dst_pieces) for x, w in zip(xs, zip(src, dst, src_size))]
     under_way = [
-        launched(p.pack(x), p.out_splits, p.in_splits, group, format_of(wire, x.dtype)) for p, x in zip(plans, xs)
+        launched(p.pack(x), p.out_splits, p.in_splits, group, format_of(wire, x.dtype), p) for p, x in zip(plans, xs)
     ]
+    go_on(under_way)
     return [plan.unpack(arrived()) for plan, arrived in zip(plans, under_way)]
 
 
@@ -204,6 +211,8 @@ for _name, _kernel in [
     ("all_reduce", _all_reduce),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
+for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
+    _lib.impl("in_legs", begun_later, _device)
 
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:

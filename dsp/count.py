@@ -11,7 +11,8 @@ from dsp.sent import COLLECTIVES
 
 
 class Traffic:
-    """Calls and bytes sent by this rank, by collective: switch, gather, reduce_scatter, all_reduce, rows."""
+    """Calls and bytes sent by this rank, by collective: switch, gather, reduce_scatter, all_reduce, rows; of a switch
+    that is not direct (`dsp.Route`) by link: switch_within nodes and switch_between."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -62,9 +63,9 @@ class count_comm(TorchDispatchMode):
                 # a collective of ours in backward is its adjoint's, or else it is forward work done again
                 again = func.namespace == "dsp" and not OURS.search(backward_node())
                 traffic = self.recompute if again else self.backward
-            kind, sent, calls = COLLECTIVES[name]
-            traffic.calls[kind] += calls(*args)
-            traffic.bytes[kind] += sent(*args)
+            for kind, calls, nbytes in COLLECTIVES[name].counted(*args):
+                traffic.calls[kind] += calls
+                traffic.bytes[kind] += nbytes
         return func(*args, **kwargs)
 
 

@@ -1,28 +1,37 @@
 """One exchange with exact sizes, and what a switch puts into it: pack, exchange, unpack, on one rank.
 
-All sizes follow `torch.chunk`, or are told by part. `group` is the name of a process group.
+All sizes follow `torch.chunk`, or are told by part. `group` is the name of a process group, with the ways that a switch
+may go on it (`dsp.routes.ways_of`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group, all_to_all, is_view
+from dsp.private import _resolve_process_group, all_to_all, arrives_by, is_view
+from dsp.routes import DIRECT, Legs, ways_of
 from dsp.wire import Format
 
 
 def ranks(group: str) -> tuple[int, int]:
     """(size, rank) of a process group by name."""
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    pg = _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
     return pg.size(), pg.rank()
+
+
+def mates(group: str) -> range:
+    """The ranks of a group that share this one's node, by the ways that stand behind its name."""
+    (_, rank), (_, ways) = ranks(group), ways_of(group)
+    return range(0) if ways is None else ways.mates(rank)
 
 
 # what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
@@ -87,19 +96,89 @@ def alone(out: Tensor) -> Tensor:
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
 
+class Dealing(Protocol):
+    """The numbers that ranks send to each other: `total` of all ranks, and by one of them to each."""
+
+    @property
+    def total(self) -> int: ...
+    def to_each(self, rank: int) -> list[int]: ...
+
+
+class InUnits(NamedTuple):
+    """The same in other units, such as bytes, of several dealings, each with how many units so many numbers are."""
+
+    parts: Sequence[tuple[Dealing, Callable[[int], int]]]
+
+    @property
+    def total(self) -> int:
+        return sum(units(dealing.total) for dealing, units in self.parts)
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*map(sum, zip(*(map(units, dealing.to_each(rank)) for dealing, units in self.parts)))]
+
+
+class Listed(NamedTuple):
+    """The same as a list: what each rank of a node, whose first is `first`, sends to each of n ranks."""
+
+    total: int
+    rows: Sequence[int]
+    first: int
+    n: int
+
+    @classmethod
+    def of(cls, total: int, rows: Sequence[int], group: str) -> Listed:
+        n, rank = ranks(group)
+        return cls(total, rows, rank - rank % (len(rows) // n), n)
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*self.rows[(rank - self.first) * self.n :][: self.n]]
+
+
 def exchanged(
-    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None, *,
-    later: bool = False,
+    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
+    dealing: Dealing | None = None, *, later: bool = False,
 ) -> Tensor:  # fmt: skip
-    """To each rank its part of a flat tensor; if `later`, to be waited for, and unpacked of `form`."""
+    """To each rank its part of a flat tensor; if `later`, to be waited for, and unpacked of `form`. It goes directly,
+    unless `dealing` says what all ranks send and the group has other ways."""
     if not later:  # half the host time
-        return launched(send, out_splits, in_splits, group, form)()
+        return launched(send, out_splits, in_splits, group, form, dealing)()
     if form is not None:
-        return exchanged(*packed(form, send, out_splits, in_splits, group), group, later=True)
+        raw = packed(form, send, out_splits, in_splits, group)
+        return exchanged(*raw, group, None, dealing and InUnits([(dealing, form.nbytes)]), later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, group)
+    if (legged := in_legs(flat, width, group, dealing)) is not None:
+        rows = [size for mate in mates(group) for size in legged.to_each(mate)]
+        out = torch.ops.dsp.in_legs(flat, legged.total, splits[0], rows, group)
+    else:
+        out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, ways_of(group)[0])
     return out if flat.dtype == send.dtype else out.view(send.dtype)
+
+
+def in_legs(flat: Tensor, width: int, group: str, dealing: Dealing | None) -> Dealing | None:
+    """The dealing of an exchange that goes in legs, in numbers of a flat tensor, of which `width` are one dealt; None
+    if it goes directly."""
+    ways = ways_of(group)[1]
+    if ways is None or dealing is None:
+        return None
+    dealing = dealing if width == 1 else InUnits([(dealing, width.__mul__)])
+    return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
+
+
+def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealing) -> Legs:
+    """An exchange under way in legs, to be waited for."""
+    name, ways = ways_of(group)
+    assert ways is not None
+    way, pg = ways.way(dealing.total * flat.element_size()), _resolve_process_group(name)  # type: ignore[arg-type]
+    return Legs(way, flat, flat.new_empty(sum(comes)), comes, dealing.to_each, pg, ways.node)
+
+
+def begun_later(flat: Tensor, total: int, comes: list[int], rows: list[int], group: str) -> Tensor:
+    """The same, all legs but the last through: what whoever waits for it finds. rows: what the ranks of this node send
+    to each."""
+    legs = begun(flat, comes, group, Listed.of(total, rows, group))
+    arrives_by(legs.out, legs.last())
+    return legs.out
 
 
 def packed(
@@ -110,17 +189,37 @@ def packed(
     return form.pack(send, in_splits, seed), [*map(form.nbytes, out_splits)], [*map(form.nbytes, in_splits)]
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """An exchange under way in legs: called, it returns what has come."""
+
+    legs: Legs
+    finish: Callable[[], Tensor]
+
+    def __call__(self) -> Tensor:
+        return self.finish()
+
+
 def launched(
-    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None
-) -> Callable[[], Tensor]:
+    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
+    dealing: Dealing | None = None,
+) -> Callable[[], Tensor]:  # fmt: skip
     """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
     if form is not None:
-        raw = launched(*packed(form, send, out_splits, in_splits, group), group)
-        return lambda: form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
+        sent = packed(form, send, out_splits, in_splits, group)
+        raw = launched(*sent, group, None, dealing and InUnits([(dealing, form.nbytes)]))
+
+        def unpacked() -> Tensor:
+            return form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
+
+        return Arrival(raw.legs, unpacked) if isinstance(raw, Arrival) else unpacked
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(group)  # type: ignore[arg-type]
+    if "|" in group and (legged := in_legs(flat, width, group, dealing)) is not None:
+        legs = begun(flat, out_splits, group, legged)
+        return Arrival(legs, lambda: legs.finish().view(send.dtype))
+    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
     work = all_to_all(out, flat, out_splits, in_splits, pg)
 
     def arrived() -> Tensor:
@@ -128,6 +227,13 @@ def launched(
         return out if flat.dtype == send.dtype else out.view(send.dtype)
 
     return arrived
+
+
+def go_on(under_way: Sequence[Callable[[], Tensor]]) -> None:
+    """Begin the next leg of each exchange that has one."""
+    for one in under_way:
+        if isinstance(one, Arrival):
+            one.legs.go_on()
 
 
 def wait(x: Tensor) -> Tensor:
@@ -159,6 +265,7 @@ class SwitchPlan:
                 f"{src_size} and all of {sum(dst_parts)}"
             )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
+        self.total, self.rows = src_size * shape[dst] * rest, [own * rest for own in src_parts]
         self.in_splits = [own_src * d * rest for d in self.dst_parts]
         self.out_splits = [s * own_dst * rest for s in src_parts]
 
@@ -173,6 +280,10 @@ class SwitchPlan:
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
         front = (dst,) if self.dst_leads else (dst, src + (src > dst))
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
+
+    def to_each(self, rank: int) -> list[int]:
+        """The numbers that a rank sends to each, of `total` that there are."""
+        return [self.rows[rank] * part for part in self.dst_parts]
 
     def blocks(self, x: Tensor) -> Any:
         """Views of what goes to each rank, in the order in which it is sent; equal ones in one tensor, ranks first."""
@@ -201,7 +312,7 @@ class SwitchPlan:
         return send
 
     def exchange(self, send: Tensor, group: str, form: Format | None = None, *, later: bool = False) -> Tensor:
-        return exchanged(send, self.out_splits, self.in_splits, group, form, later=later)
+        return exchanged(send, self.out_splits, self.in_splits, group, form, self, later=later)
 
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
@@ -265,8 +376,11 @@ class JointPlan:
         self.plans = plans
         ins, outs = ([*zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
         self.in_splits, self.out_splits = list(map(sum, ins)), list(map(sum, outs))
-        self.even = all(p.even for p in plans)
+        self.even, self.total = all(p.even for p in plans), sum(p.total for p in plans)
         self.rooms, self.parts = [s for sizes in ins for s in sizes], [s for sizes in outs for s in sizes]
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*map(sum, zip(*(p.to_each(rank) for p in self.plans)))]
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
         send, count = xs[0].new_empty(sum(self.in_splits)), len(xs)

@@ -14,30 +14,37 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from dsp.messages import messages
 
 US, GB = 1e-6, 1e9
 
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds of a collective that carries nothing; bandwidth: bytes a second that one rank sends."""
+    """alpha: seconds of a collective that carries nothing; bandwidth: bytes a second that one rank sends.
+
+    message: seconds that each message of a collective takes beyond one to each other node, however little it carries,
+    of a link between nodes; 0 where nobody measured it.
+    """
 
     name: str
     alpha: float
     bandwidth: float
+    message: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.alpha >= 0 and self.bandwidth > 0):
+        if not (self.alpha >= 0 and self.bandwidth > 0 and self.message >= 0):
             raise ValueError(
-                f"link {self.name!r}: alpha is in seconds and bandwidth in bytes a second, got alpha={self.alpha!r} "
-                f"and bandwidth={self.bandwidth!r}"
+                f"link {self.name!r}: alpha and message are in seconds and bandwidth in bytes a second, got "
+                f"alpha={self.alpha!r}, message={self.message!r} and bandwidth={self.bandwidth!r}"
             )
 
     def seconds(self, nbytes: float, calls: int = 1) -> float:
@@ -112,7 +119,8 @@ class Hardware:
     rank achieves on this model, such as 0.4 times the peak of its data sheet; network: the link between nodes, for an
     axis that is longer than one; node: how many ranks of this axis share a node. For an axis that is not innermost on
     the mesh, `node` is 1. stream: bytes a second that memory gives operations; without it they take their FLOPs alone.
-    share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given.
+    share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given; "direct":
+    likewise an all-to-all that goes within nodes and between them at once.
     """
 
     link: Link | str
@@ -147,7 +155,8 @@ class Hardware:
 
         Within a node it is `link`. Beyond, in an all-to-all a rank sends (size - node) of every (size - 1) bytes over
         the network and the rest over its node's link at the same time; the slower of the two decides, nearly always
-        the network. What goes from rank to rank crosses the network once a node: gathers and reductions do so in as
+        the network, and what it sends between nodes are so many messages more than one to each of them. What goes
+        from rank to rank crosses the network once a node: gathers and reductions do so in as
         many rings as a node has ranks, each with a network port of its own; a ring of hops waits for its slowest.
         """
         assert isinstance(self.link, Link)
@@ -161,19 +170,28 @@ class Hardware:
             )
         assert isinstance(self.network, Link)
         near, far = self.link.bandwidth, self.network.bandwidth
+        alpha = max(self.link.alpha, self.network.alpha)
         if kind in ("switch", "reduce_scatter"):
+            if node > 1:
+                part *= self.share.get("direct", 1.0)
+                alpha += self.network.message * messages_more(size, node)
             near = near * (size - 1) / (node - 1) if node > 1 else math.inf
             far = far * (size - 1) / (size - node)
         elif kind != "ring":
             near = near * node / (node - 1) if node > 1 else math.inf
             far = far * node
-        return Link(self.network.name, max(self.link.alpha, self.network.alpha), min(near, far) * part)
+        return Link(self.network.name, alpha, min(near, far) * part)
 
     def seconds(self, *exchanges: Exchange) -> float:
         return sum(self.axis(e.size, e.kind, e.stride).seconds(e.bytes, e.calls) for e in exchanges)
 
     def computing(self, flops: float, touched: float) -> float:
         return flops / self.flops + touched / self.stream
+
+
+def messages_more(size: int, node: int) -> int:
+    """The messages between nodes that a rank sends in an all-to-all, beyond one to each other node."""
+    return size - node - (-(-size // node) - 1)
 
 
 # name: peak FLOP/s in bf16 and in fp32 (no TF32), memory in GB and its GB/s, link within a node of 8, network between,
@@ -246,24 +264,57 @@ def measure(mesh: DeviceMesh, *, nbytes: int = 1 << 24, rounds: int = 7) -> Link
     return Link(f"{n} ranks, measured", alpha, sent / max(large - alpha, 1e-9))
 
 
+def measured_links(mesh: DeviceMesh, *, node: int, nbytes: int = 1 << 24, rounds: int = 7) -> Hardware:
+    """Hardware of which the links alone are known: within nodes, between them, and what an all-to-all over all ranks
+    takes beside these.
+
+    mesh: 1-D, of which `node` neighbours share a machine; nbytes: that a rank sends in a large exchange. Collective:
+    call it on every rank of the mesh; all get the same answer, that of the slowest.
+    """
+    n, place = mesh.size(), mesh.get_local_rank()
+    node = n if n % node else min(node, n)
+    if n == 1:
+        return Hardware(Link("one rank", 0.0, math.inf), math.inf, math.inf, node=1)
+    whole = measure(mesh, nbytes=nbytes, rounds=rounds)
+    if node == n:
+        return Hardware(whole, math.inf, math.inf, node=node)
+    mates = range(place - place % node, place - place % node + node)
+    network = _link(mesh, range(place % node, n, node), nbytes, rounds, "between nodes, measured")
+    link = _link(mesh, mates, nbytes, rounds, f"{node} ranks, measured") if node > 1 else network
+    if more := messages_more(n, node):
+        network = replace(network, message=max(0.0, whole.alpha - max(link.alpha, network.alpha)) / more)
+    found = Hardware(link, math.inf, math.inf, network, node)
+    return replace(found, share={"direct": min(1.0, whole.bandwidth / found.axis(n).bandwidth)})
+
+
+def _link(mesh: DeviceMesh, among: Sequence[int], nbytes: int, rounds: int, name: str) -> Link:
+    """The link that messages of a rank to some others of a mesh take, while all ranks do the like."""
+    peers, group = [r for r in among if r != mesh.get_local_rank()], mesh.get_group()
+
+    def median(size: int) -> float:
+        send = torch.zeros(len(peers), max(size // len(peers), 1), dtype=torch.uint8, device=mesh.device_type)
+        receive = torch.empty_like(send)
+
+        def run() -> None:
+            for work in messages(zip(peers, send), zip(peers, receive), group):
+                work.wait()
+
+        return _slowest(mesh, run, rounds)
+
+    alpha, large = median(len(peers)), median(nbytes)
+    return Link(name, alpha, nbytes / max(large - alpha, 1e-9))
+
+
 def measured(
     mesh: DeviceMesh, *, node: int, dtype: torch.dtype = torch.float32, memory: float | None = None
 ) -> Hardware:
-    """The hardware at hand: its links as `measure` finds them, and the rates of a matrix product and of a copy.
+    """The hardware at hand: its links by `measured_links`, and the rates of a matrix product and of a copy.
 
     mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
     may hold, by default those of its device, of a CPU the rank's share of its machine's. Collective: call it on every
     rank; all get the same answer, that of the slowest.
     """
-    n, device = mesh.size(), mesh.device_type
-    node = n if n % node else min(node, n)
-    link, network = Link("one rank", 0.0, math.inf), None
-    if node == n > 1:
-        link = measure(mesh)
-    elif n > 1:
-        nodes = init_device_mesh(device, (n // node, node), mesh_dim_names=("between", "within"))
-        network = _slowest_link(mesh, measure(nodes["between"]))
-        link = _slowest_link(mesh, measure(nodes["within"])) if node > 1 else network
+    links, device = measured_links(mesh, node=node), mesh.device_type
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
     x = torch.ones(side, side, dtype=dtype, device=device)
     y = torch.ones(length, dtype=torch.uint8, device=device)
@@ -271,15 +322,8 @@ def measured(
     if memory is None and device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if memory is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
-    return Hardware(link, memory, 2 * side**3 / product, network, node, 2 * length / copy)
-
-
-def _slowest_link(mesh: DeviceMesh, link: Link) -> Link:
-    """The slowest of the links that the ranks of a mesh found, each in its own group."""
-    found = torch.tensor([link.alpha, 1 / link.bandwidth], dtype=torch.float64, device=mesh.device_type)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
-    return Link(link.name, float(found[0]), 1 / float(found[1]))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / links.node
+    return replace(links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy)
 
 
 def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
@@ -308,5 +352,5 @@ def clock(seconds: float) -> str:
 
 __all__ = [
     "ACCELERATORS", "LINKS", "Estimate", "Exchange", "Hardware", "Link", "accelerator", "all_reduced", "clock",
-    "fully_sharded", "measure", "measured",
+    "fully_sharded", "measure", "measured", "measured_links",
 ]  # fmt: skip

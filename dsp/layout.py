@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from dsp.gradients import GuardedWrap, HandedOver, Wrap, global_stride
 from dsp.planner import Extent, chunk_sizes
 from dsp.private import DTensorSpec, TensorMeta, _StridedShard
+from dsp.routes import STRAIGHT, Ways
 from dsp.wire import AS_IT_IS, Wire
 
 
@@ -102,13 +103,14 @@ def unwritable(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Axis:
-    """The sequence-parallel mesh axis as one rank sees it; `wire`: how switches travel along it."""
+    """The sequence-parallel mesh axis as one rank sees it. wire, ways: how switches travel along it."""
 
     mesh: DeviceMesh
     size: int
     rank: int
     group: str
     wire: Wire = AS_IT_IS
+    ways: Ways = STRAIGHT
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
     ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
@@ -117,11 +119,16 @@ class Axis:
         """The formats in which a switch and its adjoint travel."""
         return self.wire.names
 
+    @cached_property
+    def switching(self) -> str:
+        """The group by name, for a switch: with the ways that it may go."""
+        return self.ways.on(self.group)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a copy of a model has the same ranks
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, wire: Wire = AS_IT_IS) -> Axis:
+    def of(cls, mesh: DeviceMesh, wire: Wire = AS_IT_IS, ways: Ways = STRAIGHT) -> Axis:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"mesh must be a 1-D torch DeviceMesh, not {type(mesh).__name__}; "
@@ -132,7 +139,7 @@ class Axis:
                 f"mesh must be 1-D, but has axes {mesh.mesh_dim_names or mesh.ndim}; pass the sequence-parallel slice, "
                 'mesh["sp"]'
             )
-        return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire)
+        return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
 
     def at(self, shape: Sequence[int], cut: Cut) -> At:
         """Where a part of such a tensor lies: the same object for the same answer."""

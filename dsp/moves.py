@@ -36,11 +36,11 @@ def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
     """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
-        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.group, (), (), *sp.formats)
+        return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.switching, (), (), *sp.formats)
     part = Part(x, src, dst, shape)
     if part.pieces is None:
         return switch_together([part], sp)[0]
-    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.group, *part.pieces, *sp.formats), sp)
+    return part.closed(torch.ops.dsp.switch(*part.opened(sp), sp.switching, *part.pieces, *sp.formats), sp)
 
 
 class Part(NamedTuple):
@@ -113,7 +113,9 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     pieces = [part.apart(sp) for part in parts]
     every = [piece for own in pieces for piece in own]
     of = [k for k, own in enumerate(pieces) for _ in own]
-    came = torch.ops.dsp.switch_many(*map(list, zip(*[piece.opened(sp) for piece in every])), sp.group, of, *sp.formats)
+    came = torch.ops.dsp.switch_many(
+        *map(list, zip(*[piece.opened(sp) for piece in every])), sp.switching, of, *sp.formats
+    )
     made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
     return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
 
@@ -135,7 +137,7 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
             made = switch_together(of, sp)
         else:
             opened = map(list, zip(*[p.opened(sp) for p in of]))
-            came = torch.ops.dsp.switch_each(*opened, sp.group, *kind, *sp.formats)
+            came = torch.ops.dsp.switch_each(*opened, sp.switching, *kind, *sp.formats)
             made = [p.closed(t, sp) for p, t in zip(of, came)]
         found.update(zip(own, made))
     return [found[i] for i in range(len(parts))]

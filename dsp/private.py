@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_work  # what waits for a tensor waits for that
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # within torch.func
 from torch._ops import OpOverload  # an op below autograd
 from torch._subclasses.fake_tensor import (  # tensors with a shape and without data, to trace with; what they cannot
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (  # tensors with a shape and without 
     FakeTensorMode,
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what they return; registers their ops
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # the group that an op was given the name of
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # placements, global shape and strides
@@ -94,6 +96,17 @@ def all_to_all(out: Tensor, flat: Tensor, out_splits: list[int], in_splits: list
     """Likewise `torch.distributed.all_to_all_single`."""
     exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # renamed in torch 2.13
     return exchange(out, flat, out_splits, in_splits)
+
+
+def arrives_by(out: Tensor, works: Sequence[Any]) -> None:
+    """Let whoever waits for a tensor, as for what torch's functional collectives return, wait for these works."""
+    for work in works:
+        _register_work(out, work)
+
+
+def joined_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of several named axes as one axis, over the same ranks in the same order: made once for each mesh."""
+    return mesh._flatten()
 
 
 def uncompiled(func: Any) -> Any:
@@ -276,6 +289,7 @@ __all__ = [
     "all_to_all",
     "any_device",
     "applied",
+    "arrives_by",
     "backward_node",
     "backward_pass",
     "base_of",
@@ -293,6 +307,7 @@ __all__ = [
     "hooks_of",
     "is_functorch_wrapped_tensor",
     "is_view",
+    "joined_axes",
     "maybe_current_level",
     "opened",
     "parameters_of",

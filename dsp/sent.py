@@ -9,27 +9,45 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import by_value, ranks
+from dsp.exchange import Dealing, InUnits, Listed, by_value, joint_plan, ranks, switch_plan
 from dsp.planner import chunk_sizes
+from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
 
 
 class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
-    calls: Callable[..., int]  # how many it makes, likewise
+    calls: Callable[..., int] | None = None  # how many it makes, likewise; None: one
+    dealt: Callable[..., Sequence[Dealing]] | None = None  # bytes in each of them, of one that may go in legs
+
+    def counted(self, *args: Any) -> Sequence[tuple[str, int, int]]:
+        """The kinds under which it is counted, each with calls and bytes."""
+        if self.dealt is None or (ways := ways_of(args[4])[1]) is None:  # where the group of a switch is
+            return ((self.kind, 1 if self.calls is None else self.calls(*args), self.sent(*args)),)
+        found, rank = list[tuple[str, int, int]](), ranks(args[4])[1]
+        for dealing in self.dealt(*args):
+            way = ways.way(dealing.total)
+            legs = ways.legs(way, dealing.to_each, rank)
+            if way == DIRECT:
+                legs = {self.kind: (sum(nbytes for nbytes, _ in legs.values()), 1)}
+            found += [(kind, calls, nbytes) for kind, (nbytes, calls) in legs.items()]
+        return found
 
 
 COLLECTIVES: dict[str, Collective] = {}
 
 
 def counts(
-    kind: str, *names: str, calls: Callable[..., int] = lambda *_: 1
+    kind: str,
+    *names: str,
+    calls: Callable[..., int] | None = None,
+    dealt: Callable[..., Sequence[Dealing]] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
 
     def register(sent: Callable[..., int]) -> Callable[..., int]:
-        COLLECTIVES.update({name: Collective(kind, sent, calls) for name in names})
+        COLLECTIVES.update({name: Collective(kind, sent, calls, dealt) for name in names})
         return sent
 
     return register
@@ -53,7 +71,36 @@ def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
     return sum(numbers) * dtype.itemsize if form is None else sum(map(form.nbytes, numbers))
 
 
-@counts("switch", "switch")
+def dealt(
+    x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
+    dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
+) -> list[Dealing]:  # fmt: skip
+    """The bytes that ranks send to each other in the exchange of a switch."""
+    form = format_of(wire, x.dtype)
+    nbytes = x.element_size().__mul__ if form is None else form.nbytes
+    return [InUnits([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
+
+
+def dealt_each(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any
+) -> list[Dealing]:
+    return [one for where in zip(xs, src, dst, src_size) for one in dealt(*where, group, *pieces)]
+
+
+def dealt_many(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
+    wire: str = SAME, back: str = SAME,
+) -> list[Dealing]:  # fmt: skip
+    parts = []
+    for own in by_value(len(xs), of):
+        form = format_of(wire, xs[own[0]].dtype)
+        where = [[v[i] for i in own] for v in (src, dst, src_size)]
+        plan = joint_plan([xs[i] for i in own], where[0], where[1], where[2], group)
+        parts.append((plan, xs[own[0]].element_size().__mul__ if form is None else form.nbytes))
+    return [InUnits(parts)]
+
+
+@counts("switch", "switch", dealt=dealt)
 def switch(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Any = (), dst_pieces: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
@@ -65,12 +112,12 @@ def switch(
     return nbytes(x) * (size - chunk_sizes(tuple(dst_pieces) or size, n)[rank]) // max(size, 1)
 
 
-@counts("switch", "switch_each", calls=lambda xs, *_: len(xs))
+@counts("switch", "switch_each", calls=lambda xs, *_: len(xs), dealt=dealt_each)
 def switch_each(xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any) -> int:
     return sum(switch(*one, group, *pieces) for one in zip(xs, src, dst, src_size))
 
 
-@counts("switch", "switch_many")
+@counts("switch", "switch_many", dealt=dealt_many)
 def switch_many(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
@@ -84,6 +131,15 @@ def switch_many(
 def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[int], among: Any, group: str) -> int:
     size = sum(dst_parts)
     return nbytes(x) * (size - dst_parts[among.index(ranks(group)[1])]) // max(size, 1)
+
+
+def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group: str) -> list[Dealing]:
+    return [InUnits([(Listed.of(total, rows, group), x.element_size().__mul__)])]
+
+
+@counts("switch", "in_legs", dealt=dealt_in_legs)
+def in_legs(x: Tensor, *where: Any) -> int:
+    raise AssertionError("an exchange in legs has ways")
 
 
 @counts("switch", "all_to_all_single")

@@ -34,6 +34,27 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a plan forgets what a rank passes on for its neighbours",
+        "dsp/routes.py",
+        "within = sum(own) - sum(own[place::node])",
+        "within = sum(own[mates.start : mates.stop]) - own[rank]",
+        "dsp/test_routes::test_bytes_by_hand",
+    ),
+    Fault(
+        "messages between nodes cost nothing",
+        "dsp/hardware.py",
+        "alpha += self.network.message * messages_more(size, node)",
+        "pass",
+        "dsp/test_routes::test_small_switches_are_hierarchical_and_large_ones_direct",
+    ),
+    Fault(
+        "nodes that have unequal shares of an axis are taken for equal ones",
+        "dsp/routes.py",
+        "if len({*shares}) > 1 or (size > node and size % node):",
+        "if size > node and size % node:",
+        "dsp/test_routes::test_unequal_nodes_switch_directly_and_say_so",
+    ),
+    Fault(
         "a block with an infinity does not say so",
         "dsp/wire.py",
         "torch.where(odd, -scale, scale)",

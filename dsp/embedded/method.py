@@ -23,6 +23,7 @@ from dsp.notation import NotationError, StagePattern
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
+from dsp.routes import Route
 from dsp.run.agreement import agree
 from dsp.run.parallel import Runtime
 from dsp.signature import Signature
@@ -162,19 +163,21 @@ def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepar
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True,
-    wire: str | Mapping[str, str] = SAME, **options: Any,
+    wire: str | Mapping[str, str] = SAME, route: str | Route | Hardware | None = None, **options: Any,
 ) -> nn.Module:  # fmt: skip
     """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
-    `wire` is that of DSP's own switches: what is exchanged inside stages is exact. Raises ValueError for a method that
-    does not fit the model.
+    `wire` and `route` are those of DSP's own switches: what is exchanged inside stages is exact, and direct. Raises
+    ValueError for a method that does not fit the model.
     """
-    axis = Axis.of(mesh, Wire.of(wire))
+    mesh, route = Route.along(mesh, route)
+    axis = Axis.of(mesh, Wire.of(wire), route.over(mesh.size()))
     if axis.size > 1:
+        travels = {"wire": axis.wire, "route": axis.ways}
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        agree(axis, model, {**named, "gather_output": gather_output, "method": method, "wire": axis.wire, **options})
+        agree(axis, model, {**named, "gather_output": gather_output, "method": method, **travels, **options})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
@@ -201,6 +204,7 @@ def plan(
     recompute: bool = False,
     save_exchanges: bool = False,
     wire: str | Mapping[str, str] = SAME,
+    route: str | Route | Hardware | None = None,
     **options: Any,
 ) -> Plan:
     """`dsp.plan` with another method; its bytes count what is sent inside the stages.
@@ -211,7 +215,8 @@ def plan(
     """
     stages, root = prepare(model, method, options)
     goal = Goal(
-        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges, wire=Wire.of(wire)
+        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges,
+        wire=Wire.of(wire), ways=Route.of(route).over(size, hardware),
     )  # fmt: skip
     return plan_stages(model, stages, root, args, kwargs, goal)
 

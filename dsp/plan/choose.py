@@ -16,6 +16,7 @@ from dsp.plan.reads import traced
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.planner import Infeasible
+from dsp.routes import Route
 from dsp.text import aligned, human
 from dsp.wire import SAME, Wire
 
@@ -91,6 +92,7 @@ def choose(
     resident: Callable[[int], float] | None = None,
     recompute: bool = False,
     wire: str | Mapping[str, str] = SAME,
+    route: str | Route | None = None,
 ) -> Sizing:
     """Plan `model` for every number of ranks in `sizes`: which is the smallest that fits, and which the fastest.
 
@@ -98,12 +100,13 @@ def choose(
     its memory is what has to suffice. resident: what weights, gradients and optimizer states take of a rank in bytes,
     given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
     of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire: what
-    switches send, as for `dsp.parallelize`. Where no plan fits, the row shows the cheapest one's peak.
+    switches send, and route: how they go, as for `dsp.parallelize`, by `hardware`. Where no plan fits, the row shows
+    the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
     found, root = stages_of(model, stages)
-    formats = Wire.of(wire)
+    formats, way = Wire.of(wire), Route.of(route)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     named = {s.name: s for s in found}
     plans: dict[int, Plan] = {}
@@ -114,10 +117,11 @@ def choose(
         )  # fmt: skip
         if resident is not None:
             t = replace(t, resident=int(resident(size)))
-        plan = make_plan(t, named, Goal(size, hardware=hardware, wire=formats))
+        goal = Goal(size, hardware=hardware, wire=formats, ways=way.over(size, hardware))
+        plan = make_plan(t, named, goal)
         if plan.peak > hardware.memory:
             with suppress(Infeasible):  # one that sends more may take less
-                plan = make_plan(t, named, Goal(size, int(hardware.memory), hardware=hardware, wire=formats))
+                plan = make_plan(t, named, replace(goal, memory=int(hardware.memory)))
         plans[size] = plan
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)

@@ -90,8 +90,8 @@ class Loads:
         return sorted(found.values(), key=lambda w: (w.part, w.bytes), reverse=True)
 
 
-def switches(found: Solved, own_call: Mapping[Move, int]) -> list[Switch]:
-    """Every switch and gather of a forward; `own_call` tells which share the call of another."""
+def switches(found: Solved, sent: Mapping[Move, tuple[int, int]]) -> list[Switch]:
+    """Every switch and gather of a forward; `sent` has its bytes, and its calls that are not another's."""
     values, ops = found.trace.values, found.trace.ops
     return [
         Switch(
@@ -100,15 +100,15 @@ def switches(found: Solved, own_call: Mapping[Move, int]) -> list[Switch]:
             found.trace.name(m.value, m.src),
             found.trace.name(m.value, m.dst),
             ops[m.before].name,
-            m.bytes,
-            shared=not own_call[m],
+            sent[m][0],
+            shared=not sent[m][1],
         )
         for m in found.solution.moves
         if m.kind != "split"
     ]
 
 
-def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
+def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]]) -> list[StageRow]:
     """A row for every stage call, and for glue that something is sent for."""
     found, made = loads.found, list[StageRow]()
     before: dict[int, list[Move]] = {}
@@ -120,8 +120,8 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
         stage, option, choice, own = found.stage(step), step.execution.option, step.choice, before.get(step.at, [])
         saved += choice.saved
         peak = saved + choice.work + sum(loads.local(v, key) for v, key in step.op.layouts(choice))
-        sent = sum(m.bytes for m in own) + choice.bytes
-        calls = sum(own_call[m] for m in own) + choice.calls
+        sent = sum(of_move[m][0] for m in own) + choice.bytes
+        calls = sum(of_move[m][1] for m in own) + choice.calls
         share = loads.held[step.at][0] / loads.longest
         along = option.name if option is not None else layout_of(loads.trace, step, own)
         inside = [x.label for x in stage.inside] if stage is not None else []

@@ -21,7 +21,8 @@ from dsp.plan.program import Program
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved, travelling
 from dsp.plan.table import Plan
-from dsp.plan.traffic import PlannedTraffic
+from dsp.plan.traffic import PlannedTraffic, of_links
+from dsp.routes import Route
 from dsp.stages import Stage, find_stages
 from dsp.wire import SAME, Wire
 
@@ -35,8 +36,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     shares = loads.shares
     return Plan(
         goal.size,
-        rows(loads, traffic.own_call),
-        switches(found, traffic.own_call),
+        rows(loads, traffic.own),
+        switches(found, traffic.own),
         total,
         max(found.solution.peak, loads.peak),
         t.resident,
@@ -63,6 +64,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         compiled=t.compiled,
         chosen=not any(stage.whole for stage in stages.values()),
         wire=goal.wire,
+        ways=goal.ways,
+        links=of_links(traffic.links),
     )
 
 
@@ -79,6 +82,7 @@ def plan(
     given: Mapping[str, Placement] | None = None,
     hardware: Hardware | None = None,
     wire: str | Mapping[str, str] = SAME,
+    route: str | Route | Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
@@ -88,11 +92,12 @@ def plan(
     by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
     parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
     how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire: what
-    switches send, as for `parallelize`. Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if
-    nothing fits in the memory.
+    switches send, and route: how they go, as for `parallelize`, where "auto" chooses by `hardware`. Raises ValueError
+    on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
-    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire))
+    ways = Route.of(route).over(size, hardware)
+    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire), ways=ways)
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)
 
 

@@ -17,6 +17,7 @@ from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
 from dsp.plan.script import Script, Sending
 from dsp.planner import Problem
+from dsp.routes import BETWEEN, STRAIGHT, WITHIN, Ways
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
 
@@ -88,8 +89,9 @@ class Plan:
     largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
     hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
-    which switches travel. record: what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)``
-    shows it, a line an operation.
+    which switches travel. ways: how they go over several nodes; then `links` has what they send within and between
+    nodes, in bytes and calls, by phase, the busiest rank of each; a direct switch is one call, between. record: what
+    the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
     """
 
     size: int
@@ -122,6 +124,8 @@ class Plan:
     record: Record | None = field(default=None, repr=False, compare=False)
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
     wire: Wire = AS_IT_IS
+    ways: Ways = STRAIGHT
+    links: dict[str, Sent] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -153,8 +157,13 @@ class Plan:
     @property
     def exchanges(self) -> list[Exchange]:
         """The traffic of this plan's axis in a step, by kind."""
-        total = add_sent(*self.sends.values())
-        return [Exchange(kind, nbytes, calls, self.size) for kind, (nbytes, calls) in total.items()]
+        total, node = add_sent(*self.sends.values()), self.ways.node
+        over = {WITHIN: ("switch", node, 1), BETWEEN: ("switch", self.ways.nodes, node)}
+        return [
+            Exchange(axis[0], nbytes, calls, *axis[1:])
+            for kind, (nbytes, calls) in total.items()
+            for axis in (over.get(kind, (kind, self.size, 1)),)
+        ]
 
     @property
     def _mostly(self) -> str:
@@ -249,6 +258,7 @@ class Plan:
         ]
         if self.wire != AS_IT_IS:
             foot.append(str(self.wire))
+        foot += self._by_link()
         if self.size > 1 and self.share * self.size > 1.5:
             foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
@@ -263,6 +273,17 @@ class Plan:
         if not self.exact:
             foot.append("the search was cut: this plan is good, not proven cheapest")
         return foot
+
+    def _by_link(self) -> list[str]:
+        """How switches go over several nodes, and what they send within and between them."""
+        if not self.links:
+            return [self.ways.reason] if self.ways.reason else []
+        total = add_sent(*self.links.values())
+        within, between = (
+            f"{human(nbytes)} in {number_of(calls, 'call')}"
+            for nbytes, calls in (total[kind] for kind in (WITHIN, BETWEEN))
+        )
+        return [f"{self.ways}; a rank sends in a step: within nodes {within}, between {between}"]
 
     def svg(self) -> str:
         """The plan as a picture: its stages as a ribbon, in the colours of the dims that are sharded."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from dsp.methods import Sent
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Decision, Goal, Solved
-from dsp.planner import MOVES, Layout, Move, fuses
+from dsp.planner import MOVES, Layout, Move, dealt, fuses
+from dsp.routes import BETWEEN, DIRECT, WITHIN
+
+Each = dict[str, tuple[list[int], int]]  # by kind: bytes of every rank, and calls
+
+
+def add(to: Each, kind: str, each: Sequence[int], calls: int) -> None:
+    before, times = to.get(kind, ([0] * len(each), 0))
+    to[kind] = [a + b for a, b in zip(before, each)], times + calls
 
 
 class PlannedTraffic:
-    """The collectives of a step. `sendings` are those outside of stages, `own_call` the moves that make a call of their
-    own in forward, and no other move's."""
+    """The collectives of a step. `sendings` are those outside of stages, `own` the bytes that the busiest rank sends in
+    each move forward, and its calls that are no other move's; `links` those of switches by link, on an axis of several
+    nodes."""
 
     def __init__(self, found: Solved, program: Program, goal: Goal) -> None:
         self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
         self.recomputing = {event.region for event in self.trace.events if event.grad}
-        self.each: dict[str, dict[str, tuple[list[int], int]]]  # by phase and kind: bytes of every rank, and calls
+        self.each: dict[str, Each]  # by phase
         self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
         self.sendings: list[Sending] = []
-        self.own_call: dict[Move, int] = {}
+        self.own: dict[Move, tuple[int, int]] = {}
+        self.links: dict[str, Each] = {phase: {} for phase in self.each}
         self.rounds = self.in_turn()
         self.count_moves()
         for step in found.steps:
@@ -32,8 +43,7 @@ class PlannedTraffic:
             self.sends, self.sendings = {phase: {} for phase in self.sends}, []
 
     def add(self, phase: str, kind: str, each: Sequence[int], calls: int) -> None:
-        before, times = self.each[phase].get(kind, ([0] * self.found.size, 0))
-        self.each[phase][kind] = [a + b for a, b in zip(before, each)], times + calls
+        add(self.each[phase], kind, each, calls)
 
     def send(self, sending: Sending) -> None:
         self.add(sending.phase, sending.kind, sending.sent(self.found.size), sending.calls)
@@ -50,18 +60,45 @@ class PlannedTraffic:
     # --- moves between layouts ---
 
     def count_moves(self) -> None:
+        made = list(self.every_move())
+        sizes: Counter[Hashable] = Counter()
+        for m, s in made:
+            sizes[s.phase, self.collective(m)] += s.value.travels if s.value is not None else 0
+        seen: set[Hashable] = set()
+        for m, s in made:
+            one = s.phase, self.collective(m)
+            whole = s._replace(calls=int(one not in seen))
+            seen.add(one)
+            legs = self.by_link(whole, sizes[one]) if s.kind == "switch" and self.goal.ways.node else []
+            for sending in legs or [whole]:
+                self.send(sending)
+            if s.phase == "forward":
+                most = max(map(sum, zip(*(leg.each for leg in legs)))) if legs else m.bytes
+                self.own[m] = most, sum(sending.calls for sending in legs or [whole])
+
+    def every_move(self) -> Iterator[tuple[Move, Sending]]:
+        """The sendings of each move, as if it were the only one."""
         by_grad = {(v, k) for s in self.found.steps if s.event.grad for v, k in zip(s.op.inputs, s.choice.needs)}
         by_grad |= {(m.value, m.src) for m in self.found.solution.moves}
-        seen: set[Hashable] = set()
         for m in (m for m in self.found.solution.moves if m.kind != "split"):
             value = self.trace.values[m.value]
             at = self.where(m.after if self.program.pushed(m) else m.before)
             for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
-                new = int((phase, self.collective(m)) not in seen)
-                seen.add((phase, self.collective(m)))
-                self.send(Sending(phase, at, kind, new, value.gradient if phase == "backward" else value, src, dst))
-                if phase == "forward":
-                    self.own_call[m] = new
+                yield m, Sending(phase, at, kind, 1, value.gradient if phase == "backward" else value, src, dst)
+
+    def by_link(self, switch: Sending, total: int) -> list[Sending]:
+        """The sendings of a switch, in a collective of `total` bytes, that goes in legs; none if it is direct."""
+        assert switch.value is not None
+        ways, n, new = self.goal.ways, self.found.size, switch.calls
+        way, rows = ways.way(total), dealt(switch.value, switch.src, switch.dst, n)
+        legs = [ways.legs(way, rows.__getitem__, rank) for rank in range(n)]
+        parts = [(kind, [leg[kind][0] for leg in legs], new * legs[0][kind][1]) for kind in (WITHIN, BETWEEN)]
+        if ways.nodes > 1:
+            for kind, each, calls in parts:
+                add(self.links[switch.phase], kind, each, calls)
+        if way == DIRECT:
+            return []
+        return [Sending(switch.phase, switch.where, kind, calls, each=tuple(each)) for kind, each, calls in parts]
 
     def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, Layout, Layout]]:
         """When a move is made, as which collective, and between which layouts."""
@@ -163,3 +200,10 @@ def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
     total = [sum(each) for each in zip(*(each for each, _ in kinds.values()))]
     rank = total.index(max(total)) if total else 0
     return {kind: (each[rank], calls) for kind, (each, calls) in kinds.items()}
+
+
+def of_links(links: Mapping[str, Each]) -> dict[str, Sent]:
+    """The traffic of the rank that sends most over each link, by phase."""
+    return {
+        phase: {kind: (max(each), calls) for kind, (each, calls) in by.items()} for phase, by in links.items() if by
+    }

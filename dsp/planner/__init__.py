@@ -40,6 +40,7 @@ from dsp.planner.problem import (
     Solution,
     Value,
     chunk_sizes,
+    dealt,
     fuses,
     length,
     price,
@@ -48,7 +49,7 @@ from dsp.planner.sweep import Sweep
 
 __all__ = [
     "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Packed", "Problem",
-    "Solution", "Value", "chunk_sizes", "fuses", "length", "price", "solve",
+    "Solution", "Value", "chunk_sizes", "dealt", "fuses", "length", "price", "solve",
 ]  # fmt: skip
 
 

@@ -49,6 +49,11 @@ class Value:
         return replace(self, packed=self.packed[::-1])
 
     @property
+    def travels(self) -> int:
+        """Bytes that it has in a switch, all of it."""
+        return self.nbytes if self.packed[0] is None else self.packed[0](self.nbytes // self.itemsize)
+
+    @property
     def nbytes(self) -> int:
         numel = prod(length(size) for _, size in self.sizes) if self.numel is None else self.numel
         return numel * self.itemsize
@@ -178,13 +183,19 @@ class MoveKind(NamedTuple):
     adjoint: str
 
 
+def dealt(value: Value, src: Layout, dst: Layout, n: int) -> list[list[int]]:
+    """Bytes that each of n ranks sends to each in a switch of a value; what it keeps among them."""
+    extent, packed = value.extent(dst), value.packed[0] or value.itemsize.__mul__
+    size, parts = length(extent), chunk_sizes(extent, n)
+    return [[packed(own // value.itemsize * part // max(size, 1)) for part in parts] for own in value.parts(src, n)]
+
+
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    extent, packed = value.extent(dst), value.packed[0]
-    size, parts, held = length(extent), chunk_sizes(extent, n), value.parts(src, n)
-    if packed is None:
-        return [own * (size - kept) // max(size, 1) for own, kept in zip(held, parts)]
-    to_each = [[own // value.itemsize * part // max(size, 1) for part in parts] for own in held]
-    return [sum(packed(count) for q, count in enumerate(sent) if q != r) for r, sent in enumerate(to_each)]
+    if value.packed[0] is not None:
+        return [sum(sent) - sent[rank] for rank, sent in enumerate(dealt(value, src, dst, n))]
+    extent, held = value.extent(dst), value.parts(src, n)
+    size, parts = length(extent), chunk_sizes(extent, n)
+    return [own * (size - kept) // max(size, 1) for own, kept in zip(held, parts)]
 
 
 def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:

@@ -149,7 +149,7 @@ class Run(Lookup):
 
     def send_ahead(self, part: Part) -> Tensor:
         """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
-        made, arrived = ahead(*part.opened(self.axis), self.axis.group, *(part.pieces or ()), wire=self.axis.wire)
+        made, arrived = ahead(*part.opened(self.axis), self.axis.switching, *(part.pieces or ()), wire=self.axis.wire)
         self.coming[memory(made)] = arrived
         return made
 

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.gradients import waited
+from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
@@ -38,6 +39,7 @@ from dsp.private import (
     uncompiled,
 )
 from dsp.randomness import join, share
+from dsp.routes import Route
 from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit
@@ -90,6 +92,7 @@ def parallelize(
     gather_output: bool = True,
     compile: bool | str = False,
     wire: str | Mapping[str, str] = SAME,
+    route: str | Route | Hardware | None = None,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -111,15 +114,22 @@ def parallelize(
     bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
     that is sent is exact.
 
+    route: how a switch goes over ranks of several nodes: ``"direct"``, the default, in one all-to-all;
+    ``"hierarchical"``, within nodes first and then between them, in fewer and larger messages; ``"rounds"``, to one
+    rank after the other; or ``"auto"``, the quickest of these for each switch's size, by links measured now, or
+    those of a `dsp.Hardware`. A node has LOCAL_WORLD_SIZE ranks, or as `dsp.Route` says. With a route `mesh` may have
+    two axes, nodes and the ranks in one, that are used as one; DTensors are then over that one, ``output.device_mesh``.
+
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
     batches, mesh = axes_of(model, mesh)
-    axis = Axis.of(mesh, Wire.of(wire))
+    mesh, route = Route.along(mesh, route)
+    axis = Axis.of(mesh, Wire.of(wire), route.over(mesh.size()))
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, compile, wire)
+                parallelize(part.module, mesh, part.stages, gather_output, compile, wire, route)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -128,7 +138,8 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile, "wire": axis.wire})
+        travels = {"wire": axis.wire, "route": axis.ways}
+        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile, **travels})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
@@ -420,7 +431,9 @@ class Runtime:
         return plan
 
     def solve(self, t: Trace) -> Plan:
-        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire))
+        return make_plan(
+            t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire, ways=self.axis.ways)
+        )
 
 
 @uncompiled

@@ -44,8 +44,8 @@ class Counts:
         self.entries.append((where, kind, calls, nbytes))
 
     def on_collective(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
-        kind, sent, calls = COLLECTIVES[name]
-        self.add(where, kind, calls(*args), sent(*args))
+        for kind, calls, nbytes in COLLECTIVES[name].counted(*args):
+            self.add(where, kind, calls, nbytes)
 
     def by_place(self) -> dict[Where, Counter[str]]:
         places: dict[Where, Counter[str]] = {}

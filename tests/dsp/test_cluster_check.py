@@ -70,6 +70,7 @@ def test_two_hosts(whole_world, tmp_path):
     assert [finding["what"] for finding in bad["warning"]] == ["hosts"]
     assert "sp=4 crosses hosts in 1 of 1 groups (ranks 0 to 3 first)" in bad["warning"][0]["found"]
     assert "sp=2 would stay within a host" in bad["warning"][0]["found"]
+    assert [f["found"] for f in report["findings"] if "route='auto' switches over 2 nodes of 2: " in f["found"]]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -417,6 +417,9 @@ def groups(mesh: DeviceMesh) -> None:
     own = [group.rank() + 1] * group.size()
     private.all_to_all(came := torch.empty(sum(own), dtype=torch.int64), mine, own, given, group).wait()
     assert torch.equal(came, everyone.repeat_interleave(own[0]))
+    later = torch.empty_like(came)
+    private.arrives_by(later, [private.all_to_all(later, mine, own, given, group)])
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(later), came)
 
 
 def functional_collectives(mesh: DeviceMesh) -> None:
@@ -471,6 +474,18 @@ ON_RANKS = [dtensors, strided_shards, groups, functional_collectives, names_of_n
 @pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)
 def test_on_ranks(mesh: DeviceMesh, case: Callable[[DeviceMesh], None]) -> None:
     case(mesh)
+
+
+def joined_axes(mesh: DeviceMesh) -> None:
+    both = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "inter", "intra"))["inter", "intra"]
+    one = private.joined_axes(both)
+    assert (one.ndim, one.size(), one.get_local_rank()) == (1, 4, mesh.get_local_rank())
+    assert one.get_local_rank() == 2 * both.get_local_rank("inter") + both.get_local_rank("intra")
+    assert private.joined_axes(both).get_group() is one.get_group()  # made once
+
+
+def test_axes_of_a_whole_world(whole_world: Any) -> None:
+    whole_world(joined_axes, 4)
 
 
 # ------------------------------------------------------------------------------------------------------- nowhere else

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 HOME = ROOT / "dsp"
 LAYERS = """
-text private launch lines world notation planner hardware
+text private launch lines world notation planner messages hardware routes
 tensors compile_off observers wire exchange collectives pending sent rows count gradients layout sharded moves ops
 randomness methods signature stages known slices
 rules plan run check discovery embedded cluster_check

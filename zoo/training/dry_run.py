@@ -30,7 +30,8 @@ def dry_run(config: Config) -> None:
     replicate, shard, sp = mesh_shape(parallel, world)
     task, hardware = create_task(config), known_hardware(config)
     model, objective, _ = without_weights(config, task)
-    plan, memory = make_plan(config, task, objective, sp), Memory(config, task, model)
+    plan = make_plan(config, task, objective, sp, route=foreseen_route(config, hardware))
+    memory = Memory(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan.text()}")
@@ -180,7 +181,8 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
     """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
 
     def plan(method: str, sp: int) -> dsp.Plan:
-        return make_plan(replace(config, parallel=replace(config.parallel, method=method)), task, objective, sp)
+        own = replace(config, parallel=replace(config.parallel, method=method))
+        return make_plan(own, task, objective, sp, route=foreseen_route(config, hardware))
 
     def held(plan: dsp.Plan, shard: int, sp: int) -> int:
         cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
@@ -202,6 +204,14 @@ def known_hardware(config: Config) -> dsp.Hardware | None:
         stream=options.stream, link=options.link, network=options.network, node=options.node,
         memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
     )  # fmt: skip
+
+
+def foreseen_route(config: Config, hardware: dsp.Hardware | None) -> dsp.Route | None:
+    """The route of switches on such hardware, where nothing is measured."""
+    way = config.parallel.route
+    if way == "auto" and hardware is None:
+        raise UserError("parallel.route=auto measures nothing here: say what the ranks are, as hardware.device=h100")
+    return None if way == "direct" else dsp.Route(way, (hardware or config.hardware).node, hardware)
 
 
 def step_bytes(config: Config, plan: dsp.Plan) -> int:

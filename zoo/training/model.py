@@ -71,13 +71,15 @@ def sizes_that_exist() -> Iterator[None]:
         raise UserError(f"model and data make a tensor that no machine holds: {one_line(error)}") from error
 
 
-def make_plan(config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0) -> dsp.Plan:
+def make_plan(
+    config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0, route: dsp.Route | None = None
+) -> dsp.Plan:  # fmt: skip
     with torch.device("meta"), sizes_that_exist():
         inputs = task.example(objective, bucket)
         return user_error(
             dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
-            wire=config.parallel.wire,
+            wire=config.parallel.wire, route=route,
         )  # fmt: skip
 
 
