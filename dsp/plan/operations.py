@@ -267,6 +267,8 @@ class Operations(Values):
         if math.prod(map(len, keys)) > COMBOS:
             combos = self.alike(op, keys)
         for combo in combos:
+            if any(combo) and op.into is not None and combo[op.values.index(op.into.value)] is None:
+                continue  # into a tensor that is whole: so must be what it writes
             if any(combo):
                 self.try_way(op, combo, found)
                 if op.name in JOINS:
