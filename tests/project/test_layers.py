@@ -25,7 +25,7 @@ ROOMS = {
         stage_calls hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
-    "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
+    "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))
 
