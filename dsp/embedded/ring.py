@@ -10,7 +10,7 @@ Letters: b batch, n places of this rank, h heads, g heads of keys and values, e 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from dsp.embedded.pairs import Hop
 from dsp.exchange import ranks
 from dsp.methods import CommBytes, Peers, RankPart
 from dsp.notation import NotationError
+from dsp.planner import chunk_sizes
 from dsp.sent import counts
 from dsp.stages import Stage
 
@@ -193,6 +194,14 @@ class Ring(AttentionCore):
     def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         peers = place.peers
         return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, self.causal, place.axis.group)[0]
+
+    def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
+        if along != self.along or not self.causal:
+            return 1.0
+        q, _, _ = self.bind(args, kwargs)
+        parts = chunk_sizes(q.shape[1], n) if self.grid is None else self.grid.parts(sizes, n)
+        work = pairs.work(parts)
+        return max(work) / sum(work) * sum(parts) / parts[0]
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> CommBytes:
         each = [_cost(q, k, sizes, rank, self.causal) for rank in range(len(sizes))]

@@ -52,6 +52,7 @@ class Execution:
 
     option: Option | None = None  # of a stage
     sends: CommBytes = field(default_factory=CommBytes)  # inside of a stage
+    surplus: float = 0.0  # FLOPs of the busiest rank beyond those of its chunk, at full size
     passing: Passing | None = None  # of a stage, where it sums
     source: Cut | None = None  # where a source is made in parts
     copied: bool = False  # whether what would be a view is a copy
