@@ -1,4 +1,4 @@
-"""Causal attention between ranks that all do as much: each pair of blocks is one rank's work, of the two that hold them.
+"""Causal attention between ranks that all do as much: a pair of blocks is the work of one of the two that hold them.
 
 Rank i holds block i of queries and of keys. If keys went round, as in a ring, the last rank would have N blocks to
 compute where the first has one. So N/2 turns take the place of N - 1 hops (after Li et al., arXiv 2310.03294): in turn
@@ -77,7 +77,9 @@ def turns(parts: Sequence[int], rank: int) -> list[Turn]:
         to, origin = (rank + d) % n, (rank - d) % n
         first = parts[rank] // 2 if share == 2 else 0
         found.append(
-            Turn(to, origin, to > rank, origin < rank, parts[rank] // share, parts[origin] // share, first, parts[origin])
+            Turn(
+                to, origin, to > rank, origin < rank, parts[rank] // share, parts[origin] // share, first, parts[origin]
+            )
         )
     return found
 
@@ -161,7 +163,7 @@ def backward(
     among: Sequence[int], group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v of this rank; sums in fp32 at least."""
-    (b, n, h, e), wide = q.shape, wide_of(q)
+    b, n, h, e = q.shape
     if not n:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kv, plan = torch.stack([k, v]), turns(parts, among.index(ranks(group)[1]))
@@ -191,13 +193,13 @@ def backward(
         reply = dq.new_zeros(2, b, t.keys, *k.shape[2:]) if t.keys_come else dq.new_zeros(b, t.come, h, e)
         if t.keys_come:
             rest = slice(t.kept, None)
-            own = [x[:, rest] for x in (grad, q)]
-            more, *both = block_backward(*own, *came, out[:, rest], lse[..., rest].contiguous(), False)
+            made, made_lse = out[:, rest], lse[..., rest].contiguous()
+            more, *both = block_backward(grad[:, rest], q[:, rest], came[0], came[1], made, made_lse, False)
             dq[:, rest] += more
             reply = torch.stack(both)
         elif t.come:
             there, of_out, made = came
-            reply, *both = block_backward(of_out, there, k, v, made, *came_lse, False)
+            reply, *both = block_backward(of_out, there, k, v, made, came_lse[0], False)
             dkv += torch.stack(both)
         room = dkv.new_empty(dkv.shape) if t.keys_go else dq.new_empty(b, t.gone, h, e)
         replies.append((t, Hop([reply], among[t.origin], [room], among[t.to], group)))

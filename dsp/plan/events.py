@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import add
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,7 +33,8 @@ class Sym:
 class Passing(NamedTuple):
     """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either.
 
-    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own.
+    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own. home:
+    what each rank sends after the op, as such a collective again; returns: how many there are in backward.
     """
 
     kind: str
@@ -39,6 +42,17 @@ class Passing(NamedTuple):
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...] = ()
+    home: tuple[int, ...] = ()
+    returns: int = 1
+
+    @property
+    def most(self) -> int:
+        """Bytes of the busiest rank forward."""
+        return max(map(add, self.forward, self.home or repeat(0)))
+
+    @property
+    def calls(self) -> int:
+        return 1 + bool(self.home)
 
     def where(self, asked: Sequence[bool]) -> Passing:
         """The same where a gradient comes to these of the results."""

@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
     """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
 
     `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while
-    `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel computes, which leaves out the rest.
+    `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
     """
 
     def __init__(self) -> None:

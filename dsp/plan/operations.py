@@ -290,7 +290,7 @@ class Operations(Values):
         if apart and (outcome.cut is None or not outcome.cut.joined):
             return
         passing = self.passing(op, outcome, cuts)
-        sent = 0 if passing is None else max(passing.forward)
+        sent = 0 if passing is None else passing.most
         found.view &= outcome.cut is not None and outcome.view
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
@@ -301,8 +301,10 @@ class Operations(Values):
         copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or batch)
-        gives, calls = (outcome.cut,) * len(op.outputs), int(passing is not None)
-        execution = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
+        gives, calls = (outcome.cut,) * len(op.outputs), passing.calls if passing is not None else 0
+        surplus = (outcome.load - 1) * (op.node.cost.flops if op.node.cost is not None else 0)
+        special = passing or copied or apart or surplus
+        execution = Execution(passing=passing, copied=copied, apart=apart, surplus=surplus) if special else None
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=execution))
 
     def learn(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> bool:
@@ -352,8 +354,22 @@ class Operations(Values):
                 there = list(map(add, there, forward))
                 own = backward if t.requires_grad else [0] * self.n
                 back, pieces = list(map(add, back, own)), [*pieces, tuple(own)]
+        if outcome.home and any(there):
+            return self.there_and_home(op, outcome, there, back)
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
+
+    def there_and_home(self, op: Operation, outcome: Outcome, there: list[int], back: list[int]) -> Passing:
+        """The traffic of operands whose rows go `there`, and `back` their gradients, and of results that come home."""
+        home, every = [0] * self.n, list[tuple[int, ...]]()
+        for t in op.outputs:
+            sent = [rows.sent(t.shape, t.element_size()) for rows in outcome.home]
+            home = [sum(each) for each in zip(home, *(come for _, come in sent))]
+            again = [sum(each) for each in zip(*(go for go, _ in sent))]
+            every.append(tuple(again) if t.requires_grad else (0,) * self.n)
+        every[0] = tuple(map(add, every[0], back))
+        returns = any(back) + any(t.requires_grad for t in op.outputs)
+        return Passing("rows", "rows", tuple(there), tuple(map(sum, zip(*every))), tuple(every), tuple(home), returns)
 
     def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""

@@ -66,8 +66,7 @@ class Measured:
     """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
     touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
-    surplus: FLOPs, likewise, by which the work of the busiest rank is more than its chunk of a sharded dim says, at full
-    size.
+    surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says.
     """
 
     work: int = 0

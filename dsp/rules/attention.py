@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
 from dsp.rules.call import Frame, Operand, Outcome, align, rule
+from dsp.rules.deal import Dealt
 
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 
@@ -31,6 +32,8 @@ def attention(f: Frame) -> Outcome:
     along_rows = place.get(id(q)) == -2
     if along_rows:
         refuse_rows(f, id(k) in place or id(v) in place)
+        if f.get(5, "is_causal", False):
+            return causal_rows(f, q, k)
     elif -2 in place.values():
         raise f.refuse("the mask is sharded along the queries, which are whole")
     position, outcome = align(f, rows if along_rows else operands)
@@ -42,10 +45,54 @@ def attention(f: Frame) -> Outcome:
 
 def refuse_rows(f: Frame, keys_sharded: bool) -> None:
     """Raise GlueError for attention that is not apart along the positions of its queries."""
-    if f.get(5, "is_causal", False):
-        raise f.refuse("a causal mask counts local positions")
     if keys_sharded:
         raise f.refuse("its tensors are sharded along different dims")
+
+
+def causal_rows(f: Frame, q: Operand, k: Operand) -> Outcome:
+    """Along queries with a causal mask: they are dealt to the ranks, head and tail, and what they make comes home."""
+    assert q.cut is not None
+    size, others = q.shape[-2], [o.ndim for o in f.operands()]
+    if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in others):
+        raise f.refuse("a causal mask counts positions: of queries and keys that are as many, in no fold")
+    dealt = Dealt.halves(size, f.n)
+    spans = dealt.spans(f.rank)
+
+    def local(query: Tensor | list[Tensor], key: Tensor, value: Tensor, *rest: Any, **options: Any) -> list[Tensor]:
+        named = options | dict(zip(("attn_mask", "dropout_p", "is_causal"), rest))
+        named = {name: option for name, option in named.items() if name not in ("attn_mask", "is_causal")}
+        seen = [(key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)) for _, stop in spans]
+        pieces = [query] if isinstance(query, Tensor) else query
+        return [_last_rows(own, *of, **named) for own, of in zip(pieces, seen)]
+
+    place = next(i for i, o in enumerate(f.operands()) if o is q)
+    cut = Cut(q.ndim - 2)
+    return Outcome(
+        cut, size, rows={place: dealt.rows(cut.dim)}, func=local, home=dealt.rows(cut.dim), load=dealt.causal_load
+    )
+
+
+def _last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Causal attention of the last queries to all keys."""
+    rows, places = query.shape[-2], key.shape[-2]
+    if rows == places or 0 in query.shape[:-1]:
+        return _attend(query, key, value, is_causal=True, **options)
+    if _flash_takes(query, value):
+        if options.pop("enable_gqa", False):
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        dropout = options.pop("dropout_p", 0.0)
+        # in this kernel the last query sees all
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, **options)[0]
+    seen = torch.ones(rows, places, dtype=torch.bool, device=query.device).tril(places - rows)
+    return F.scaled_dot_product_attention(query, key, value, seen, **options)
+
+
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
+    """Tell whether a kernel without a mask in memory takes them."""
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.ndim != 4:
+        return False
+    width, modern = query.shape[-1], torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return modern and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:

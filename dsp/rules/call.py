@@ -56,7 +56,9 @@ class Outcome:
     func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
     over ranks, and divided by this; rows: operands of which each rank reads other rows than those of its chunk, one
     span or several, which are given in the operand's place then; sizes: that of each result, where they differ;
-    numbers: what all ranks gather first, for `func` to take before its arguments.
+    numbers: what all ranks gather first, for `func` to take before its arguments; home: each result is in pieces, of
+    these rows, which go to the ranks that hold them; load: what the busiest rank computes, over that of a chunk as long
+    among equals.
     """
 
     cut: Cut | None
@@ -70,6 +72,8 @@ class Outcome:
     rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
     numbers: Numbers | None = None
+    home: tuple[Rows, ...] = ()
+    load: float = 1.0
 
 
 @dataclass

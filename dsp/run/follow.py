@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
+from dsp.rows import bring_home
 from dsp.rules import Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
@@ -85,6 +87,8 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
                 mine = outcome.numbers.of(*args)[None]
                 args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *args)
             out = plainly(call(*args, **kwargs))
+            if outcome.home:
+                out = at_home(op, outcome, out)
         if outcome.reduce is None:
             return views(out)
         total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
@@ -92,6 +96,14 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
         if name in ("select", "getitem"):  # would be a view
             as_copy(op, out, parts[0])
         return out
+
+
+def at_home(op: GlueCall, outcome: Outcome, out: Any) -> Any:
+    """Results in pieces, at the ranks that hold their rows; `out` is the pieces of one, or those of each in a tuple."""
+    every, count = out if type(out) is tuple else (out,), len(outcome.home)
+    came = bring_home([piece for pieces in every for piece in pieces], outcome.home * len(every), op.run.axis.group)
+    made = [functools.reduce(torch.add, came[i : i + count]) for i in range(0, len(came), count)]
+    return tuple(made) if type(out) is tuple else made[0]
 
 
 class Landed(NamedTuple):

@@ -16,7 +16,7 @@ rules plan run check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
-    "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
+    "rules": """call deal elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions between""",
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
         choices stage_cache without_data tracer tracing reads picture table solve program traffic cost advice make

@@ -12,6 +12,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -220,6 +221,13 @@ class _Whole:
             every = [torch.stack(said)]
         for outcome, (rank, _, locals_, (args, kwargs), operands, spans) in zip(outcomes, ranks):
             out = self.run(self.summed(outcome), (*every, *args), kwargs, locals_, operands, spans)
+            if outcome.home:  # in pieces, which are put together here as they lie in the whole
+                pieces = [out[i : i + len(outcome.home)] for i in range(0, len(out), len(outcome.home))]
+                if [[p.shape[r.dim] for p, r in zip(own, outcome.home)] for own in pieces] != [
+                    [b - a for a, b in (r.spans[rank] for r in outcome.home)]
+                ] * len(pieces):
+                    return f"rank {rank} has other pieces than it says"
+                out = [torch.cat(own, outcome.home[0].dim) for own in pieces]
             if len(out) != len(self.out):
                 return f"rank {rank} has {len(out)} results, not {len(self.out)}"
             upstream = []
@@ -240,13 +248,14 @@ class _Whole:
                 size = outcome.sizes[i] if outcome.sizes else outcome.size
                 if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != size:
                     return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
-                expected = part(one, outcome.cut, n, rank)
+                held = partial(self.held, outcome, n, rank)
+                expected = held(one)
                 if mine.dtype != one.dtype or mine.shape != expected.shape:
                     return f"rank {rank} has {mine.dtype} {list(mine.shape)}, not {one.dtype} {list(expected.shape)}"
                 if self.call.values and not _close(mine, expected):
                     return f"WRONG result on rank {rank}"
                 g = self.upstream[i]
-                upstream.append(None if g is None else part(g, outcome.cut, n, rank))
+                upstream.append(None if g is None else held(g))
             asked = ranks if every else [r for r in ranks if r.rank == rank]
             found = iter(_gradients(out, upstream, [t for r in asked for t in r.leaves], retain=bool(every)))
             for r in asked:
@@ -258,7 +267,12 @@ class _Whole:
                         _scatter(total, cut, n, r.rank, g)
                     else:
                         into.add_(g)
-        said = {(o.cut, o.size, o.sizes, o.view, o.reduce, *o.narrow.items(), *o.rows.items()) for o in outcomes}
+        said = {
+            (o.cut, o.size, o.sizes, o.view, o.reduce, o.home, *o.narrow.items(), *o.rows.items()) for o in outcomes
+        }
+        home = outcomes[0].home
+        if home and sorted(i for r in home for s in r.spans for i in range(*s)) != list(range(home[0].size)):
+            return "pieces that come home are not every row once"
         if len(said) > 1:
             return "ranks disagree on the layout of the result"
         if outcomes[0].reduce is not None and not all(map(_close, sums, self.out)):
@@ -266,6 +280,15 @@ class _Whole:
         if self.call.values and not all(g is None or _close(t, g) for t, g in zip(totals, self.grads)):
             return "WRONG gradient"
         return "ok"
+
+    def held(self, outcome: Outcome, n: int, rank: int, whole: Tensor) -> Tensor:
+        """What a rank has of a result."""
+        if outcome.home:
+            return torch.cat(
+                [whole.narrow(r.dim, r.spans[rank][0], r.spans[rank][1] - r.spans[rank][0]) for r in outcome.home],
+                outcome.home[0].dim,
+            )
+        return part(whole, outcome.cut, n, rank)
 
     def summed(self, outcome: Outcome) -> Any:
         """The function that a rank calls: a mean over all ranks is a sum first."""

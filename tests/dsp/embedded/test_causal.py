@@ -178,7 +178,7 @@ class Alone(nn.Module):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_the_plan_counts_what_the_busiest_rank_computes(n: int) -> None:
-    """The pairs that are seen, of which each rank has 1/N; where keys went round the last one had (2N - 1)/N of that."""
+    """The pairs that are seen, 1/N of them on each rank; where keys go round the last rank has (2N - 1)/N of that."""
     size = 48 * n
     x: Any = torch.randn(1, size, 4, 8, device="meta", requires_grad=True)
     causal, full = (flops(Alone(c), x, n, "ring") for c in (True, False))
