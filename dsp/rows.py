@@ -209,14 +209,6 @@ counts("rows", "rows")(_sent("given"))
 counts("rows", "rows_home")(_sent("taken"))
 
 
-def bring_home(pieces: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:
-    """The chunk of each rank, of pieces that hold the rows which it read: those nobody read are 0."""
-    where = [r.dim for r in rows], [r.size for r in rows], [k for r in rows for span in r.spans for k in span]
-    if any(r.travel() for r in rows):
-        return list(torch.ops.dsp.rows_home(list(pieces), *where, group))
-    return [_stays("rows_home", piece, way) for piece, way in zip(pieces, ways_of(*where, group))]
-
-
 def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:
     """This rank's span of each tensor, of which it holds its chunk; nothing is sent where all have theirs."""
     if any(r.travel() for r in rows):

@@ -16,7 +16,7 @@ from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
 from dsp.plan.values import Values, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.rules import SOURCES, GlueError, Outcome, source_cuts
+from dsp.rules import SOURCES, Dealing, GlueError, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
 
@@ -302,10 +302,10 @@ class Operations(Values):
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or batch)
         gives, calls = (outcome.cut,) * len(op.outputs), passing.calls if passing is not None else 0
-        surplus = (outcome.load - 1) * (op.node.cost.flops if op.node.cost is not None else 0)
-        special = passing or copied or apart or surplus
-        execution = Execution(passing=passing, copied=copied, apart=apart, surplus=surplus) if special else None
-        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=execution))
+        surplus = (outcome.load - 1) * op.flops
+        execution = Execution(passing=passing, copied=copied, apart=apart, surplus=surplus)
+        special = None if execution == Execution() else execution
+        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=special))
 
     def learn(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> bool:
         """Note the layout of the results that are cut so in `found`, and tell whether it is along batch."""
@@ -346,6 +346,8 @@ class Operations(Values):
             size = sum(t.numel() * summed_in(t.dtype).itemsize for t in op.outputs)
             each = (-(-2 * size * (self.n - 1) // self.n),) * self.n
             return Passing("all_reduce", "all_reduce", each, each)
+        if outcome.deal is not None:
+            return self.dealt(op, outcome.deal, outcome.cut)
         there, back, pieces = [0] * self.n, [0] * self.n, list[tuple[int, ...]]()
         for i in cuts.keys() & outcome.rows.keys():
             t = op.tracked[i]
@@ -354,22 +356,20 @@ class Operations(Values):
                 there = list(map(add, there, forward))
                 own = backward if t.requires_grad else [0] * self.n
                 back, pieces = list(map(add, back, own)), [*pieces, tuple(own)]
-        if outcome.home and any(there):
-            return self.there_and_home(op, outcome, there, back)
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
-    def there_and_home(self, op: Operation, outcome: Outcome, there: list[int], back: list[int]) -> Passing:
-        """The traffic of operands whose rows go `there`, and `back` their gradients, and of results that come home."""
-        home, every = [0] * self.n, list[tuple[int, ...]]()
-        for t in op.outputs:
-            sent = [rows.sent(t.shape, t.element_size()) for rows in outcome.home]
-            home = [sum(each) for each in zip(home, *(come for _, come in sent))]
-            again = [sum(each) for each in zip(*(go for go, _ in sent))]
-            every.append(tuple(again) if t.requires_grad else (0,) * self.n)
-        every[0] = tuple(map(add, every[0], back))
-        returns = any(back) + any(t.requires_grad for t in op.outputs)
-        return Passing("rows", "rows", tuple(there), tuple(map(sum, zip(*every))), tuple(every), tuple(home), returns)
+    def dealt(self, op: Operation, dealing: Dealing, cut: Cut) -> Passing | None:
+        """The traffic of an operand whose rows are dealt to the ranks, and of results that are brought back."""
+        deal, x = dealing.deal, op.tracked[dealing.operand]
+        none, after, pieces = (0,) * self.n, list[tuple[int, ...]](), list[tuple[int, ...]]()
+        there, back = map(tuple, deal.sent(x.nbytes // deal.size))
+        for i, t in enumerate(op.outputs):
+            again, home = map(tuple, deal.sent(t.nbytes // t.shape[cut.dim])) if i in dealing.results else (none, none)
+            after += [home] if any(home) else []
+            pieces.append(again if t.requires_grad else none)
+        back = back if x.requires_grad else none
+        return Passing("rows", "rows", there, back, tuple(pieces), tuple(after)) if any(there) else None
 
     def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import Frame, Operand, Outcome, align, rule
-from dsp.rules.deal import Dealt
+from dsp.rules.call import Dealing, Frame, Operand, Outcome, align, rule
 
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 
@@ -29,47 +29,47 @@ def attention(f: Frame) -> Outcome:
         return grouped(f, q, k, v, mask)
     if -1 in place.values() or -2 in (place.get(id(k)), place.get(id(v))):
         raise f.refuse("it computes over the sharded dim")
-    along_rows = place.get(id(q)) == -2
-    if along_rows:
-        refuse_rows(f, id(k) in place or id(v) in place)
-        if f.get(5, "is_causal", False):
-            return causal_rows(f, q, k)
-    elif -2 in place.values():
+    ndim = max(o.ndim for o in operands)
+    if place.get(id(q)) == -2:
+        return along_queries(f, q, k, v) or aligned(f, rows, ndim)
+    if -2 in place.values():
         raise f.refuse("the mask is sharded along the queries, which are whole")
-    position, outcome = align(f, rows if along_rows else operands)
+    return aligned(f, operands, ndim)
+
+
+def aligned(f: Frame, operands: Sequence[Operand], ndim: int) -> Outcome:
+    """Along a dim that these operands share, with results of `ndim` dims."""
+    position, outcome = align(f, operands)
     assert outcome.cut is not None
-    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
     outcome.func = _attend
     return outcome
 
 
-def refuse_rows(f: Frame, keys_sharded: bool) -> None:
-    """Raise GlueError for attention that is not apart along the positions of its queries."""
-    if keys_sharded:
-        raise f.refuse("its tensors are sharded along different dims")
-
-
-def causal_rows(f: Frame, q: Operand, k: Operand) -> Outcome:
-    """Along queries with a causal mask: they are dealt to the ranks, head and tail, and what they make comes home."""
+def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | None:
+    """With a causal mask: queries are dealt to the ranks, head and tail, and their results come home. Else None."""
     assert q.cut is not None
+    if k.cut or v.cut:
+        raise f.refuse("its tensors are sharded along different dims")
+    if not f.get(5, "is_causal", False):
+        return None
     size, others = q.shape[-2], [o.ndim for o in f.operands()]
     if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in others):
         raise f.refuse("a causal mask counts positions: of queries and keys that are as many, in no fold")
-    dealt = Dealt.halves(size, f.n)
-    spans = dealt.spans(f.rank)
+    deal = RowDeal.halves(size, f.n)
+    spans = deal.spans(f.rank)
 
-    def local(query: Tensor | list[Tensor], key: Tensor, value: Tensor, *rest: Any, **options: Any) -> list[Tensor]:
+    def local(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
         named = options | dict(zip(("attn_mask", "dropout_p", "is_causal"), rest))
         named = {name: option for name, option in named.items() if name not in ("attn_mask", "is_causal")}
-        seen = [(key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)) for _, stop in spans]
-        pieces = [query] if isinstance(query, Tensor) else query
-        return [_last_rows(own, *of, **named) for own, of in zip(pieces, seen)]
+        if not spans:
+            return _attend(query, key, value, **named)
+        pieces = zip(query.split([stop - start for start, stop in spans], -2), spans)
+        made = [_last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
+        return torch.cat(made, -2)
 
     place = next(i for i, o in enumerate(f.operands()) if o is q)
-    cut = Cut(q.ndim - 2)
-    return Outcome(
-        cut, size, rows={place: dealt.rows(cut.dim)}, func=local, home=dealt.rows(cut.dim), load=dealt.causal_load
-    )
+    return Outcome(Cut(q.ndim - 2), size, func=local, deal=Dealing(place, deal), load=deal.causal_load)
 
 
 def _last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -10,13 +10,13 @@ from tests.support.paths import ROOT
 HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner hardware
-tensors compile_off observers wire exchange collectives pending sent rows count gradients layout sharded moves ops
+tensors compile_off observers wire exchange collectives pending sent rows deal count gradients layout sharded moves ops
 randomness methods signature stages known slices
 rules plan run check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
-    "rules": """call deal elementwise statistics along joins attention flex products sequences shape windows sources
+    "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions between""",
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
         choices stage_cache without_data tracer tracing reads picture table solve program traffic cost advice make

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp.deal import RowDeal, pairs
 from dsp.planner import chunk_sizes
-from dsp.rules.deal import Dealt, pairs
 from tests.support.beside import beside
 from tests.support.runs import Heard
 from tests.support.slow import slow
@@ -67,12 +67,12 @@ def places(n: int) -> Tensor:
 @pytest.mark.parametrize("n", range(2, 9))
 def test_head_and_tail_are_as_much_for_every_rank(n: int) -> None:
     for size in (1, 2, n, 2 * n - 1, 2 * n, 5 * n + 1, 32 * n):
-        dealt = Dealt.halves(size, n)
-        every = [row for rank in range(n) for span in dealt.spans(rank) for row in range(*span)]
+        deal = RowDeal.halves(size, n)
+        every = [row for rank in range(n) for span in deal.spans(rank) for row in range(*span)]
         assert sorted(every) == list(range(size))
-        work = [sum(row + 1 for span in dealt.spans(rank) for row in range(*span)) for rank in range(n)]
+        work = [sum(row + 1 for span in deal.spans(rank) for row in range(*span)) for rank in range(n)]
         chunks = chunk_sizes(size, n)
-        assert dealt.causal_load == pytest.approx(max(work) / pairs(size) * size / chunks[0])
+        assert deal.causal_load == pytest.approx(max(work) / pairs(size) * size / chunks[0])
         if size % (2 * n) == 0:
             assert set(work) == {pairs(size) // n}
 
