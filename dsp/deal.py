@@ -31,11 +31,12 @@ class RowDeal:
 
     def __init__(self, size: int, n: int, step: int) -> None:
         self.size, self.n, self.step = size, n, step
+        self.orders = dict[tuple[int, torch.device], tuple[Tensor, Tensor]]()
 
     @classmethod
     def halves(cls, size: int, n: int) -> RowDeal:
         """Head and tail: two pieces a rank."""
-        return deal_of(size, n, -(-size // (2 * n)))
+        return deal_of(size, n, max(1, -(-size // (2 * n))))
 
     def spans(self, rank: int) -> list[tuple[int, int]]:
         """The start and stop of a rank's pieces, in order."""
@@ -64,11 +65,17 @@ class RowDeal:
         """How many rows are dealt to a rank."""
         return sum(own[rank] for own in self.met)
 
+    def order(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows of a rank's chunk by those to whom they are dealt; and where each of them is then."""
+        if (rank, device) not in self.orders:
+            to = self.sorted(rank)
+            self.orders[rank, device] = to.to(device), to.argsort().to(device)
+        return self.orders[rank, device]
+
     def sorted(self, rank: int) -> Tensor:
-        """The rows of a rank's chunk by those to whom they are dealt."""
         parts = chunk_sizes(self.size, self.n)
         start = sum(parts[:rank])
-        rows = torch.arange(start, start + parts[rank])
+        rows = torch.arange(start, start + parts[rank], device="cpu")
         turn, place = rows // self.step // self.n, rows // self.step % self.n
         return torch.where(turn % 2 == 0, place, self.n - 1 - place).argsort(stable=True)
 
@@ -81,7 +88,7 @@ class RowDeal:
     def causal_load(self) -> float:
         """The pairs that the busiest rank computes under a causal mask, over those of a chunk among equals."""
         each = [sum(pairs(b) - pairs(a) for a, b in self.spans(rank)) for rank in range(self.n)]
-        return max(each) / pairs(self.size) * self.size / chunk_sizes(self.size, self.n)[0]
+        return max(each) * self.size / (pairs(self.size) * chunk_sizes(self.size, self.n)[0]) if self.size else 1.0
 
 
 def pairs(size: int) -> int:
@@ -98,8 +105,7 @@ def _deal(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
     n, rank = ranks(group)
     deal = deal_of(size, n, step)
     lead = x.movedim(dim, 0)
-    send = lead.index_select(0, deal.sorted(rank).to(x.device))
-    rest = send[:1].numel() if len(send) else lead.shape[1:].numel()
+    send, rest = lead.index_select(0, deal.order(rank, x.device)[0]), lead.shape[1:].numel()
     come, go = ([k * rest for k in own] for own in ([met[rank] for met in deal.met], deal.met[rank]))
     made = exchanged(send.reshape(-1), come, go, group).view(deal.own(rank), *lead.shape[1:])
     return dense(made.movedim(0, dim), order_of(x))
@@ -112,7 +118,7 @@ def _collect(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
     rest = lead.shape[1:].numel()
     come, go = ([k * rest for k in own] for own in (deal.met[rank], [met[rank] for met in deal.met]))
     came = exchanged(lead.view(-1), come, go, group).view(-1, *lead.shape[1:]) if rest else lead
-    made = came.index_select(0, deal.sorted(rank).argsort().to(x.device))
+    made = came.index_select(0, deal.order(rank, x.device)[1])
     return dense(made.movedim(0, dim), order_of(x))
 
 

@@ -42,7 +42,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causa
     """Softmax attention over places that are sharded: keys and values travel from rank to rank.
 
     q (b n h e), k and v (b n g e), of one dtype: this rank's `torch.chunk` of `size` places -> (b n h e). `causal`: no
-    place sees a later one. `group` is the name of a process group. A rank holds two blocks of keys and values at once.
+    place sees a later one; queries travel, too, so that all ranks compute as much (`dsp.embedded.pairs`). `group` is
+    the name of a process group. A rank holds two blocks of keys and values at once.
     """
     n, _ = ranks(group)
     peers = Peers.all(size, n)

@@ -116,7 +116,7 @@ def window(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
 
 
 def of_documents(*lengths: int) -> Any:
-    """Of packed documents, one sees what is before in its own."""
+    """A mask of packed documents, of which each place sees what is before it in its own."""
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
 
