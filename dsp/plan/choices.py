@@ -202,7 +202,7 @@ class Choices(Operations):
             rank=int(option.last_resort),
             bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + (max(passing.forward) if passing else 0),
             calls=sum(calls for _, calls in sends.forward.values()) + (passing is not None),
-            execution=Execution(option, sends, passing),
+            execution=Execution(option, sends, measured.surplus.get(option.name, 0.0), passing),
         )
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
