@@ -178,9 +178,16 @@ class SwitchPlan:
         """Views of what goes to each rank, in the order in which it is sent; equal ones in one tensor, ranks first."""
         if self.even:
             return x.view(self.counted).permute(self.order)
-        if self.dst_leads:
-            return x.split(self.dst_parts, self.dst)
-        return x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
+        return self.leading(x).split(self.dst_parts, self.block_dim)
+
+    def leading(self, x: Tensor) -> Tensor:
+        """A tensor with its dims in the order in which a block has them."""
+        return x if self.dst_leads else x.movedim(self.src, 0)
+
+    @property
+    def block_dim(self) -> int:
+        """The place of `dst` in that order."""
+        return self.dst if self.dst_leads else self.dst + (self.dst < self.src)
 
     def pack(self, x: Tensor) -> Tensor:
         if self.gone:
@@ -193,7 +200,7 @@ class SwitchPlan:
         return send
 
     def pack_pieces(self, x: Tensor) -> Tensor:
-        lead, dim = (x, self.dst) if self.dst_leads else (x.movedim(self.src, 0), self.dst + (self.dst < self.src))
+        lead, dim = self.leading(x), self.block_dim
         parts, send = lead.split([own for piece in self.gone for own in piece], dim), x.new_empty(x.numel())
         for rank, room in enumerate(send.split(self.in_splits)):
             shape = [*lead.shape[:dim], self.dst_parts[rank], *lead.shape[dim + 1 :]]
@@ -238,19 +245,29 @@ class SwitchPlan:
 
     def join(self, received: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
         """The same of a flat tensor from each rank, in one copy; into `room`, if there is one."""
-        if self.dst_leads:
-            parts = [part.view(shape) for part, shape in zip(received, self.received)]
-        else:
-            lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
-            parts = [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
+        parts = self.shaped(received)
         if self.came:  # from each rank its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
-        if self.kept is None:
-            return torch.cat(parts, self.src, out=room).contiguous()
-        parts = [part.permute(self.kept) for part in parts]
-        room = None if room is None else room.permute(self.kept)
-        return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
+        return joined(parts, self.src, self.kept, room)
+
+    def shaped(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """A flat tensor from each rank as its part of the result."""
+        if self.dst_leads:
+            return [part.view(shape) for part, shape in zip(received, self.received)]
+        lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
+        return [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
+
+
+def joined(
+    parts: Sequence[Tensor], dim: int, order: tuple[int, ...] | None, room: Tensor | None = None
+) -> Tensor:
+    """Parts joined along a dim, with the dims in memory in this order; into `room`, if there is one."""
+    if order is None:
+        return torch.cat([*parts], dim, out=room).contiguous()
+    parts = [part.permute(order) for part in parts]
+    room = None if room is None else room.permute(order)
+    return torch.cat(parts, order.index(dim), out=room).contiguous().permute(inverse(order))
 
 
 def by_value(count: int, of: Sequence[int]) -> list[list[int]]:

@@ -86,7 +86,7 @@ def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[
     return nbytes(x) * (size - dst_parts[among.index(ranks(group)[1])]) // max(size, 1)
 
 
-@counts("switch", "all_to_all_single")
+@counts("switch", "all_to_all_single", "start")
 def all_to_all_single(x: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> int:
     return (sum(in_splits) - in_splits[ranks(group)[1]]) * x.element_size()
 

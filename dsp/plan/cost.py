@@ -125,7 +125,7 @@ def rows(loads: Loads, own_call: Mapping[Move, int]) -> list[StageRow]:
         share = loads.held[step.at][0] / loads.longest
         along = option.name if option is not None else layout_of(loads.trace, step, own)
         inside = [x.label for x in stage.inside] if stage is not None else []
-        rest = moved(loads.trace, own, step, along, inside), sent, peak, calls
+        rest = moved(loads.trace, own, step, along, inside, own_call), sent, peak, calls
         if stage is not None and option is not None:
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
             row = StageRow(step.op.name, stage.pattern.text, (), along, *rest, idle, share, step.event.line)
@@ -155,13 +155,16 @@ def layout_of(t: Trace, step: Decision, moves: list[Move]) -> str | None:
     return next((t.name(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
 
 
-def moved(t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str]) -> str:
+def moved(
+    t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str], calls: Mapping[Move, int]
+) -> str:
     """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
     needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
     for m in moves:
         src, dst = t.name(m.value, m.src), t.name(m.value, m.dst)
         end = along if m.dst == needs.get(m.value, m.src) and along != src else dst
-        texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}")
+        pieces = f" in {calls[m]}" if calls[m] > 1 else ""
+        texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}{pieces}")
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
         if passing and step.execution.option is not None:

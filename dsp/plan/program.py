@@ -106,7 +106,8 @@ class Program:
             for param, v in self.trace.inputs.items()
         }
 
-    def script(self) -> Script:
+    def script(self, pieces: Mapping[int, int]) -> Script:
+        """pieces: of the stage calls that run in several, by op."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
@@ -118,7 +119,7 @@ class Program:
         for step in self.found.steps:
             event = step.event
             if event.kind == "stage":
-                steps["stage", event.index] = made = self.stage_step(step)
+                steps["stage", event.index] = made = self.stage_step(step, pieces.get(step.at, 1))
                 # run whole on every rank, it has to draw the same numbers there, as glue does
                 script.random_glue |= event.random and made.option is None
                 script.random_stages |= event.random
@@ -168,12 +169,12 @@ class Program:
                 results = tuple(t.number for t in node.results)
                 add(key, PlannedNode(node.name, node.index, step, results, *facts))
 
-    def stage_step(self, step: Decision) -> StageStep:
+    def stage_step(self, step: Decision, pieces: int) -> StageStep:
         """The decision on a stage call."""
         event, option = step.event, step.execution.option
         assert option is not None
         pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
-        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto)
+        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto, pieces)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
         """The decision on an operation; None if it runs on its operands as they lie."""

@@ -65,7 +65,8 @@ class Cost(NamedTuple):
 class Measured:
     """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
-    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option.
+    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option; writes:
+    whether it wrote to what its modules hold.
     """
 
     work: int = 0
@@ -76,6 +77,7 @@ class Measured:
     largest: int = 0
     keeps: bool = False
     sends: Mapping[Layout, CommBytes] = field(default_factory=dict)
+    writes: bool = False
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 from dsp.hardware import Hardware
 from dsp.layout import Cut
+from dsp.overlap import Overlap
 from dsp.plan.events import Event, Execution, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Packed, Problem, Solution, Value, chunk_sizes, length, solve
 from dsp.stages import Stage
@@ -21,7 +22,7 @@ from dsp.wire import AS_IT_IS, Wire, format_for
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a plan: `dsp.plan` has the first six, and the last.
+    """The goal of a plan: `dsp.plan` has the first six, and the last two.
 
     again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
     what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
@@ -37,6 +38,7 @@ class Goal:
     kept_inside: bool = False
     batch: bool = True
     wire: Wire = AS_IT_IS
+    overlap: Overlap = None
 
     def __post_init__(self) -> None:
         if self.size < 1:

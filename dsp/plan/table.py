@@ -13,6 +13,7 @@ from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
+from dsp.plan.hidden import Overlapped
 from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
 from dsp.plan.script import Script, Sending
@@ -88,7 +89,8 @@ class Plan:
     largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
     hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
-    which switches travel. record: what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)``
+    which switches travel. overlaps: the stage calls whose results are switched, if some may travel meanwhile; others:
+    how many switches no stage makes. record: what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)``
     shows it, a line an operation.
     """
 
@@ -122,6 +124,8 @@ class Plan:
     record: Record | None = field(default=None, repr=False, compare=False)
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
     wire: Wire = AS_IT_IS
+    overlaps: list[Overlapped] = field(default_factory=list, repr=False)
+    others: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -148,7 +152,8 @@ class Plan:
         )
         comm = batches * hardware.seconds(*self.exchanges)
         waits = hardware.seconds(*weights)
-        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits)
+        hidden = batches * sum(o.hides(hardware, self.size) for o in self.overlaps)
+        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits, hidden)
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -249,6 +254,7 @@ class Plan:
         ]
         if self.wire != AS_IT_IS:
             foot.append(str(self.wire))
+        foot += self._overlapped()
         if self.size > 1 and self.share * self.size > 1.5:
             foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
@@ -274,6 +280,24 @@ class Plan:
         """The picture and the table, for a notebook."""
         return f"<div>{self.svg()}<pre>{escape(str(self))}</pre></div>"
 
+    def _overlapped(self) -> list[str]:
+        """The switches that travel while stages compute, and those that do not."""
+        cut = [o for o in self.overlaps if o.pieces > 1]
+        lines, left = list[str](), dict[tuple[str, str], int]()
+        for o in self.overlaps:
+            if o.pieces == 1:
+                left[generic(o.name), o.reason] = left.get((generic(o.name), o.reason), 0) + o.switches
+        if cut:
+            switches = sum(o.switches for o in cut)
+            total = sum(o.switches for o in self.overlaps) + self.others
+            pieces = " or ".join(map(str, sorted({o.pieces for o in cut})))
+            lines.append(f"{switches} of {total} switches travel in {pieces} pieces, while the stages before them compute")
+        for (name, reason), switches in left.items():
+            lines.append(f"{number_of(switches, 'switch')} of {name} in one piece: {reason}")
+        if self.overlaps and self.others:
+            lines.append(f"{number_of(self.others, 'switch')} in one piece: no stage makes what is switched")
+        return lines
+
     def _idle(self) -> list[str]:
         found: dict[tuple[int, str], dict[str, None]] = {}
         for r in self.stages:
@@ -286,8 +310,10 @@ class Plan:
 
     def _timing(self, hardware: Hardware) -> list[str]:
         link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())
+        hidden = f" - {clock(e.hidden)} while computing" if e.hidden else ""
         lines = [
-            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
+            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)}{hidden} = "
+            f"{clock(e.step)}; "
             f"on one rank {clock(e.alone)}"
         ]
         if self.size > 1 and e.speedup <= 1:

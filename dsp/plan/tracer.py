@@ -18,13 +18,14 @@ from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.record import Cost, Measured
 from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import checkpointed
+from dsp.plan.stage_cache import fingerprint
 from dsp.private import storage_id
 from dsp.rules.between import Between, suspects, unrunnable
 from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable
 from dsp.rules.functions import BY_NUMBER, Traits, traits
 from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
-from dsp.tensors import map_tensors, tensors_in
+from dsp.tensors import map_tensors, tensors_in, version
 from dsp.text import Moving
 
 LEFT = (Sharded, DTensor)  # by earlier calls
@@ -137,7 +138,7 @@ class Tracer(Between):
         args, kwargs = self.standing(args, kwargs)
         self.recorder.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
-        self.now, self.attended = [], []
+        self.now, self.attended, self.before = [], [], state_of(self.clones[stage.name])
         self.sends: dict[str | None, CommBytes] = {}
         self.watch.restart()
         self.saved: list[Tensor] = []
@@ -195,7 +196,8 @@ class Tracer(Between):
             saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
-            self.now.append(Measured(*found, bool(self.saved), self.sends))
+            writes = self.before != state_of(self.clones[stage.name])
+            self.now.append(Measured(*found, bool(self.saved), self.sends, writes))
         [measured] = self.now
         graded = torch.is_grad_enabled()
         saves = measured.keeps or (own and graded)
@@ -206,6 +208,11 @@ class Tracer(Between):
         del self.given
         self.recorder.leave_stage(output, measured, own, again and graded, saves)
         return output
+
+
+def state_of(module: nn.Module) -> Any:
+    """The state that shows whether a stage wrote to what its modules hold."""
+    return fingerprint(module), [(id(b), version(b)) for b in module.buffers()]
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -42,13 +42,14 @@ from dsp.planner.problem import (
     chunk_sizes,
     fuses,
     length,
+    piece_sizes,
     price,
 )  # fmt: skip
 from dsp.planner.sweep import Sweep
 
 __all__ = [
     "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Packed", "Problem",
-    "Solution", "Value", "chunk_sizes", "fuses", "length", "price", "solve",
+    "Solution", "Value", "chunk_sizes", "fuses", "length", "piece_sizes", "price", "solve",
 ]  # fmt: skip
 
 

@@ -162,6 +162,11 @@ def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
     return tuple(min(chunk, max(0, size - chunk * rank)) for rank in range(n))
 
 
+def piece_sizes(size: int, count: int) -> tuple[int, ...]:
+    """How a rank cuts its own part into so many pieces: 5 into 3 gives 2, 2, 1, and none is empty if there are enough."""
+    return tuple(size // count + (i < size % count) for i in range(count))
+
+
 def fuses(nbytes: int, n: int) -> bool:
     """Tell whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import connected_local
-from dsp.layout import Axis, Cut, cut_of
+from dsp.layout import At, Axis, Cut, cut_of
 from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
@@ -50,6 +50,9 @@ class Run(Lookup):
         self.sizes_key = tuple(root_sizes.items())
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
+        self.again = False  # whether it computes again what an activation checkpoint did not keep
+        self.pieces: Sequence[Any] = ()  # in which the stage is to run that was entered: a `StageDecision` each
+        self.landed: list[At] | None = None  # where the results lie of one that did, and that were switched
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
@@ -61,6 +64,15 @@ class Run(Lookup):
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
+
+    @contextmanager
+    def outside_stage(self) -> Iterator[None]:
+        """Within a stage: what is sent is sent for its results, as it would be after it."""
+        inside, self.in_stage = self.in_stage, None
+        try:
+            yield
+        finally:
+            self.in_stage = inside
 
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""

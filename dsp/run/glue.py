@@ -37,6 +37,7 @@ from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
 from dsp.run.lookup import InTurn
+from dsp.run.piecewise import forwards_in_pieces
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
@@ -47,7 +48,7 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
     """Make `run` the one that hooks and glue of `runtime` serve."""
     token, run.mode = ACTIVE.set((runtime, run)), Glue(run)
     try:
-        with run.mode:
+        with run.mode, forwards_in_pieces(runtime, run):
             yield
     finally:
         ACTIVE.reset(token)
@@ -367,6 +368,7 @@ def note_checkpoint(run: Run) -> None:
     @contextmanager
     def around() -> Iterator[None]:
         again = Run(*arguments)
+        again.again = True
         again.traffic_check = traffic_check
         assert runtime is not None
         with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):

@@ -18,9 +18,11 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.gradients import waited
+from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
+from dsp.overlap import Overlap, overlap_of
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
@@ -90,6 +92,7 @@ def parallelize(
     gather_output: bool = True,
     compile: bool | str = False,
     wire: str | Mapping[str, str] = SAME,
+    overlap: int | str | Hardware | None = None,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -111,6 +114,11 @@ def parallelize(
     bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
     that is sent is exact.
 
+    overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched, so that each piece travels while
+    the next one is computed, in backward as well (docs/planning.md); "auto" measures the links and cuts where that saves
+    time; a `dsp.Hardware` is what it is to decide by. What a switch brings is the same, but gradients of weights are sums
+    over pieces, in another order.
+
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
@@ -119,7 +127,7 @@ def parallelize(
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, compile, wire)
+                parallelize(part.module, mesh, part.stages, gather_output, compile, wire, overlap)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -128,12 +136,13 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile, "wire": axis.wire})
+        options = {"gather_output": gather_output, "compile": compile, "wire": axis.wire, "overlap": overlap}
+        agree(axis, model, {"stages": stated, **options})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, found, root, gather_output, compile).install()
+        Runtime(model, axis, found, root, gather_output, compile, overlap_of(overlap, mesh=mesh)).install()
     return model
 
 
@@ -164,9 +173,9 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
-        compile: bool | str = False,
+        compile: bool | str = False, overlap: Overlap = None,
     ) -> None:  # fmt: skip
-        self.model, self.axis, self.stages, self.root = model, axis, stages, root
+        self.model, self.axis, self.stages, self.root, self.overlap = model, axis, stages, root, overlap
         self.gather_output = gather_output
         self.graphs = Graphs(model, axis, compile) if compile else None
         self.entries: OrderedDict[Any, CallEntry] = OrderedDict()  # by the signature of inputs
@@ -420,7 +429,7 @@ class Runtime:
         return plan
 
     def solve(self, t: Trace) -> Plan:
-        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire))
+        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire, overlap=self.overlap))
 
 
 @uncompiled

@@ -10,7 +10,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -26,12 +26,14 @@ from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
+from dsp.planner import piece_sizes
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
 from dsp.run.lookup import NUMBERS, InTurn
+from dsp.run.piecewise import dummy
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -47,7 +49,7 @@ class StageDecision:
 
     node: what the plan has of it; slots: the places of its tensors in args or kwargs; cuts: what each has to be (None:
     whole); still: all of them are; via: the copies to be made of each first; landings: where its results lie, by the
-    shapes of what it made.
+    shapes of what it made; pieces: in which it runs instead, each of this rank's part.
     """
 
     node: PlannedNode | None
@@ -61,6 +63,15 @@ class StageDecision:
     via: Sequence[Sequence[Via]]
     still: bool
     landings: dict[Any, list[At]] = field(default_factory=dict)
+    pieces: list[StageDecision] = field(default_factory=list)
+
+    def in_pieces(self) -> list[StageDecision]:
+        """The same for each piece of this rank's part, if the plan cuts it."""
+        if self.step is None or self.step.pieces == 1:
+            return []
+        ranks, parts = self.place.peers
+        cut = zip(*[piece_sizes(part, self.step.pieces) for part in parts])
+        return [replace(self, place=self.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut]
 
     @property
     def draws(self) -> bool:
@@ -138,6 +149,7 @@ class StageCalls:
             stage, decision, place, fork(self.axis) if decision.draws else None,
             [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
+        run.pieces, run.landed = decision.pieces, None
         return tuple(args), kwargs
 
     def received(
@@ -195,10 +207,12 @@ class StageCalls:
             peers = Peers.all(option.size, self.axis.size)
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
-        return StageDecision(
+        found = StageDecision(
             node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
+        found.pieces = found.in_pieces()
+        return found
 
     # --- out ---
 
@@ -210,7 +224,7 @@ class StageCalls:
         inside = run.in_stage
         if inside is None or inside.stage is not stage:
             return None
-        run.in_stage = None
+        run.in_stage, run.pieces = None, ()
         try:
             if inside.random is not None:
                 join(inside.random)
@@ -259,6 +273,8 @@ class StageCalls:
         stage, decision, given = inside.stage, inside.decision, inside.given
         push = decision.step.push if decision.step is not None else [None] * len(tensors)
         numbers = chain(() if decision.node is None else decision.node.results, repeat(-1))
+        if run.landed is not None:
+            return [carry(t, at, run.first + number) for t, at, number in zip(tensors, run.landed, numbers)]
         if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)
@@ -379,15 +395,3 @@ def misread(
                 f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
             )
     return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"
-
-
-def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
-    shape = [*local.shape]
-    shape[cut.dim] = cut.folds
-    if local.dtype == torch.bool:
-        return local.new_ones(shape)
-    if not inexact(local):
-        return local.new_zeros(shape)
-    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
-    return line.to(local.dtype).view(shape)

@@ -1,0 +1,31 @@
+"""The option by which switches travel while stages compute: how many pieces, or hardware by which a plan decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from dsp.hardware import Hardware, measured
+
+AUTO = "auto"
+MOST = 4  # pieces; with more the links' latency counts, and what is hidden hardly grows
+Overlap = int | Hardware | None
+
+
+def overlap_of(given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None) -> Overlap:
+    """The option as a user gives it; "auto" decides by `hardware`, or by that of a mesh, which is measured then."""
+    pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
+    if not (given in (None, AUTO) or pieces or isinstance(given, Hardware)):
+        raise ValueError(
+            f"overlap: expected None, 'auto', a number of pieces from 2 to {MOST}, or a dsp.Hardware to decide by, "
+            f"got {given!r}"
+        )
+    if given != AUTO:
+        return given  # type: ignore[no-any-return]
+    if hardware is None and mesh is None:
+        raise ValueError(
+            "overlap='auto' weighs what is hidden against what more calls cost, which depends on the hardware: "
+            "dsp.plan(..., hardware=dsp.Hardware(...)), or a number of pieces"
+        )
+    return hardware if mesh is None else measured(mesh, node=mesh.size())
