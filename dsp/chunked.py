@@ -1,24 +1,24 @@
 """A switch in several all-to-alls, so that each may travel while what the next one sends is computed.
 
-Every rank's part of the dim that is sharded before, `src`, is cut into as many pieces, and all-to-all i carries piece i
-of every rank. Forward, a piece is sent as soon as it is there, and the pieces that came are joined once all did. In
-backward the gradients of all pieces start at once, the last piece's first: that is what backward begins with, while the
-others travel. The bytes are those of one switch.
+Every rank's part of one of the two dims, `cut`, is taken in as many pieces, and all-to-all i carries piece i of every
+rank. From `cut` a piece is sent as soon as it is there, and those that came are joined once all did. To `cut` all
+pieces are sent at once, and each is waited for when it is needed. Either is the other's backward, which begins with the
+last piece. The bytes are those of one switch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsp.exchange import SwitchPlan, joined, order_of, packed, place, ranks, switch_plan_of_parts, wait
+from dsp.exchange import SwitchPlan, order_of, packed, place, ranks, switch_plan_of_parts, wait
 from dsp.observers import run_observed, save_observer
 from dsp.planner import chunk_sizes, piece_sizes
-from dsp.wire import AS_IT_IS, Format, Wire, format_of
+from dsp.wire import Format, format_of
 
 
 class UnderWay(NamedTuple):
@@ -44,13 +44,17 @@ class UnderWay(NamedTuple):
 
 
 class ChunkedSwitch:
-    """One switch of a local part, from `src` to `dst`, in `count` pieces: `send` each in order, then `join`."""
+    """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `other`.
+
+    Behind what makes the pieces it leads from `cut` to `other`: `send` each in order, then `join`. Before what takes
+    them it leads from `other` to `cut`: `start` gives a token for each, which `take` makes the piece of once it came.
+    """
 
     def __init__(
-        self, src: int, dst: int, sizes: tuple[int, int], group: str, count: int, wire: Wire = AS_IT_IS
+        self, cut: int, other: int, sizes: tuple[int, int], group: str, count: int, formats: tuple[str, str]
     ) -> None:
-        """sizes: of the whole tensor along `src` and `dst`."""
-        self.src, self.dst, self.group, self.count, self.wire = src, dst, group, count, wire.names
+        """sizes: of the whole tensor along `cut` and `other`; formats: from `cut` to `other`, and back."""
+        self.cut, self.other, self.group, self.count, self.formats = cut, other, group, count, formats
         n, self.rank = ranks(group)
         self.pieces = [piece_sizes(part, count) for part in chunk_sizes(sizes[0], n)]  # of each rank
         self.there = chunk_sizes(sizes[1], n)
@@ -65,6 +69,14 @@ class ChunkedSwitch:
         """The switched tensor, once all pieces came."""
         return _Join.apply(self, *self.tokens)
 
+    def start(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Send all pieces of the others' parts; a token for each of this rank's own, which are under way."""
+        return _Start.apply(x, self)
+
+    def take(self, token: Tensor, i: int) -> Tensor:
+        """The piece of a token, in the token's type."""
+        return _Take.apply(token, self, i).to(token.dtype)
+
     def let_go(self) -> None:
         """Wait for what nobody will read any more: torch keeps it for good otherwise."""
         for piece in self.under_way.values():
@@ -74,34 +86,38 @@ class ChunkedSwitch:
     # --- without autograd ---
 
     def launch(self, i: int, piece: Tensor) -> None:
+        """Send a piece of this rank's part to where it is sharded along `other`."""
         parts = tuple(own[i] for own in self.pieces)
-        where = tuple(piece.shape), self.src, self.dst, parts, self.there, self.rank, order_of(piece)
+        where = tuple(piece.shape), self.cut, self.other, parts, self.there, self.rank, order_of(piece)
         plan = switch_plan_of_parts(*where)
-        self.under_way[i] = UnderWay.start(plan, plan.pack(piece), self.group, self.wire[0])
+        self.under_way[i] = UnderWay.start(plan, plan.pack(piece), self.group, self.formats[0])
 
     def collect(self) -> Tensor:
+        """All pieces, once they came, as a part that is sharded along `other`."""
         came = [self.under_way.pop(i) for i in range(self.count)]
-        parts = [piece.plan.shaped(piece.arrived().split(piece.plan.out_splits)) for piece in came]
-        in_order = [parts[i][r] for r in range(len(self.pieces)) for i in range(self.count)]
-        return joined(in_order, self.src, came[0].plan.kept)
+        parts = [piece.arrived().split(piece.plan.out_splits) for piece in came]
+        order = [(i, r) for r in range(len(self.pieces)) for i in range(self.count)]  # rank by rank
+        return came[0].plan.join([parts[i][r] for i, r in order], shapes=[came[i].plan.shapes[r] for i, r in order])
 
-    def launch_back(self, grad: Tensor) -> None:
-        """Send all pieces of the gradient of the result, the last first."""
-        cut, order, shape = [own[i] for own in self.pieces for i in range(self.count)], order_of(grad), [*grad.shape]
-        blocks: Sequence[Tensor] = ()
-        for i in reversed(range(self.count)):
+    def deal(self, x: Tensor, order: Iterable[int]) -> None:
+        """Send a part that is sharded along `other` as pieces of `cut`, in this order."""
+        sizes, shape = [own[i] for own in self.pieces for i in range(self.count)], [*x.shape]
+        blocks: list[Tensor] = []
+        for i in order:
             parts = tuple(own[i] for own in self.pieces)
-            shape[self.src] = sum(parts)
-            plan = switch_plan_of_parts(tuple(shape), self.dst, self.src, self.there, parts, self.rank, order)
-            blocks = blocks or plan.leading(grad).split(cut, plan.block_dim)
-            send = grad.new_empty(sum(plan.in_splits))
+            shape[self.cut] = sum(parts)
+            plan = switch_plan_of_parts(
+                tuple(shape), self.other, self.cut, self.there, parts, self.rank, order_of(x)
+            )  # fmt: skip
+            blocks = blocks or [*plan.leading(x).split(sizes, plan.block_dim)]
+            send = x.new_empty(sum(plan.in_splits))
             place(send.split(plan.in_splits), blocks[i :: self.count])
-            self.under_way[i] = UnderWay.start(plan, send, self.group, self.wire[1])
+            self.under_way[i] = UnderWay.start(plan, send, self.group, self.formats[1])
 
-    def take_back(self, i: int) -> Tensor:
-        """The gradient of a piece, once it came."""
-        piece = self.under_way.pop(i)
-        return piece.plan.unpack(piece.arrived())
+    def piece(self, i: int) -> Tensor:
+        """A piece of this rank's part, once it came."""
+        came = self.under_way.pop(i)
+        return came.plan.unpack(came.arrived())
 
 
 class _Send(torch.autograd.Function):
@@ -116,10 +132,12 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> Any:
-        return ctx.switch.take_back(ctx.i), None, None
+        return ctx.switch.piece(ctx.i), None, None
 
 
 class _Join(torch.autograd.Function):
+    """Of all tokens the tensor; its gradient goes back in pieces, the last of which backward comes to first."""
+
     @staticmethod
     def forward(ctx: Any, switch: ChunkedSwitch, *tokens: Tensor) -> Tensor:
         save_observer(ctx)
@@ -129,5 +147,36 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        run_observed(ctx, ctx.switch.launch_back, grad)
+        run_observed(ctx, ctx.switch.deal, grad, reversed(range(ctx.switch.count)))
         return None, *[grad.new_empty(0)] * ctx.switch.count
+
+
+class _Start(torch.autograd.Function):
+    """Of a tensor that is sent in pieces a token for each that comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, switch: ChunkedSwitch) -> tuple[Tensor, ...]:
+        ctx.switch = switch
+        switch.deal(x, range(switch.count))
+        return tuple(x.new_empty(0) for _ in range(switch.count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tokens: Tensor) -> Any:
+        return ctx.switch.collect(), None
+
+
+class _Take(torch.autograd.Function):
+    """Of a token the piece; its gradient is sent as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:
+        save_observer(ctx)
+        ctx.switch, ctx.i = switch, i
+        return switch.piece(i)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run_observed(ctx, ctx.switch.launch, ctx.i, grad)
+        return grad.new_empty(0), None, None

@@ -168,6 +168,7 @@ class SwitchPlan:
         self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
+        self.shapes = self.received if self.dst_leads else [[s, *self.joined[1:]] for s in src_parts]  # as they come
         # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
         self.even = len(set(self.dst_parts)) == 1
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
@@ -243,31 +244,21 @@ class SwitchPlan:
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
 
-    def join(self, received: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
-        """The same of a flat tensor from each rank, in one copy; into `room`, if there is one."""
-        parts = self.shaped(received)
+    def join(
+        self, received: Sequence[Tensor], room: Tensor | None = None, shapes: Sequence[Sequence[int]] = ()
+    ) -> Tensor:
+        """The same of a flat tensor from each rank, or of some of these `shapes`, in one copy; into `room`, if any."""
+        parts = [part.view(shape) for part, shape in zip(received, shapes or self.shapes)]
+        if not self.dst_leads:
+            parts = [part.movedim(0, self.src) for part in parts]
         if self.came:  # from each rank its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
-        return joined(parts, self.src, self.kept, room)
-
-    def shaped(self, received: Sequence[Tensor]) -> list[Tensor]:
-        """A flat tensor from each rank as its part of the result."""
-        if self.dst_leads:
-            return [part.view(shape) for part, shape in zip(received, self.received)]
-        lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
-        return [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
-
-
-def joined(
-    parts: Sequence[Tensor], dim: int, order: tuple[int, ...] | None, room: Tensor | None = None
-) -> Tensor:
-    """Parts joined along a dim, with the dims in memory in this order; into `room`, if there is one."""
-    if order is None:
-        return torch.cat([*parts], dim, out=room).contiguous()
-    parts = [part.permute(order) for part in parts]
-    room = None if room is None else room.permute(order)
-    return torch.cat(parts, order.index(dim), out=room).contiguous().permute(inverse(order))
+        if self.kept is None:
+            return torch.cat(parts, self.src, out=room).contiguous()
+        parts = [part.permute(self.kept) for part in parts]
+        room = None if room is None else room.permute(self.kept)
+        return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
 
 
 def by_value(count: int, of: Sequence[int]) -> list[list[int]]:

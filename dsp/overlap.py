@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.hardware import Hardware, measured
@@ -13,19 +14,27 @@ MOST = 4  # pieces; with more the links' latency counts, and what is hidden hard
 Overlap = int | Hardware | None
 
 
-def overlap_of(given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None) -> Overlap:
-    """The option as a user gives it; "auto" decides by `hardware`, or by that of a mesh, which is measured then."""
-    pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
-    if not (given in (None, AUTO) or pieces or isinstance(given, Hardware)):
-        raise ValueError(
-            f"overlap: expected None, 'auto', a number of pieces from 2 to {MOST}, or a dsp.Hardware to decide by, "
-            f"got {given!r}"
-        )
+def overlap_of(
+    given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
+) -> Overlap:
+    """The option as a user gives it; "auto" decides by `hardware`, or by that of a mesh, which is measured then: its
+    links, and its products in `dtype`."""
+    refuse_overlap(given)
     if given != AUTO:
-        return given  # type: ignore[no-any-return]
+        return given
     if hardware is None and mesh is None:
         raise ValueError(
             "overlap='auto' weighs what is hidden against what more calls cost, which depends on the hardware: "
             "dsp.plan(..., hardware=dsp.Hardware(...)), or a number of pieces"
         )
-    return hardware if mesh is None else measured(mesh, node=mesh.size())
+    return hardware if mesh is None else measured(mesh, node=mesh.size(), dtype=dtype)
+
+
+def refuse_overlap(given: Any) -> None:
+    """Raise ValueError for what is no such option."""
+    pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
+    if not (given is None or given == AUTO or pieces or isinstance(given, Hardware)):
+        raise ValueError(
+            f"overlap: expected None, 'auto', a number of pieces from 2 to {MOST}, or a dsp.Hardware to decide by, "
+            f"got {given!r}"
+        )

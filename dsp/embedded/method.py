@@ -20,6 +20,7 @@ from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
+from dsp.overlap import overlap_of
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
@@ -162,24 +163,25 @@ def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepar
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True,
-    wire: str | Mapping[str, str] = SAME, **options: Any,
+    wire: str | Mapping[str, str] = SAME, overlap: int | str | Hardware | None = None, **options: Any,
 ) -> nn.Module:  # fmt: skip
     """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
-    `wire` is that of DSP's own switches: what is exchanged inside stages is exact. Raises ValueError for a method that
-    does not fit the model.
+    `wire` and `overlap` are of DSP's own switches: what is exchanged inside stages is exact, and waited for. Raises
+    ValueError for a method that does not fit the model.
     """
     axis = Axis.of(mesh, Wire.of(wire))
     if axis.size > 1:
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        agree(axis, model, {**named, "gather_output": gather_output, "method": method, "wire": axis.wire, **options})
+        given = {"gather_output": gather_output, "method": method, "wire": axis.wire, "overlap": overlap, **options}
+        agree(axis, model, named | given)
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, stages, root, gather_output).install()
+        Runtime(model, axis, stages, root, gather_output, overlap=overlap_of(overlap, mesh=mesh)).install()
         for stage in stages:
             for inside in stage.inside:
                 if isinstance(inside, Distributed):
@@ -201,6 +203,7 @@ def plan(
     recompute: bool = False,
     save_exchanges: bool = False,
     wire: str | Mapping[str, str] = SAME,
+    overlap: int | str | Hardware | None = None,
     **options: Any,
 ) -> Plan:
     """`dsp.plan` with another method; its bytes count what is sent inside the stages.
@@ -211,7 +214,8 @@ def plan(
     """
     stages, root = prepare(model, method, options)
     goal = Goal(
-        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges, wire=Wire.of(wire)
+        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges, wire=Wire.of(wire),
+        overlap=overlap_of(overlap, hardware),
     )  # fmt: skip
     return plan_stages(model, stages, root, args, kwargs, goal)
 

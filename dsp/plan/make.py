@@ -33,7 +33,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     found = solved(travelling(t, goal.wire), stages, goal)
     program = Program(found)
     overlaps = Overlaps(found, program, goal.overlap)
-    traffic, loads = PlannedTraffic(found, program, goal, overlaps.moves), Loads(found)
+    traffic, loads = PlannedTraffic(found, program, goal, overlaps), Loads(found)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
     shares = loads.shares
     return Plan(
@@ -44,7 +44,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         max(found.solution.peak, loads.peak),
         t.resident,
         found.solution.exact,
-        program.script(overlaps.pieces),
+        program.script(overlaps.pieces, overlaps.ahead),
         sendings=traffic.sendings,
         share=max((own for own, _ in loads.held), default=1) / loads.longest,
         whole=loads.whole(),
@@ -67,7 +67,6 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         chosen=not any(stage.whole for stage in stages.values()),
         wire=goal.wire,
         overlaps=overlaps.found,
-        others=overlaps.others,
     )
 
 

@@ -1,14 +1,16 @@
-"""Which switches travel while the stages that make them compute, in how many pieces, and what that hides.
+"""The switches that travel while stages compute, in how many pieces, and what that hides.
 
-A stage that is independent along the dim that it is sharded on may run piece by piece along it, and the switch of its
-result sends each piece as soon as it is there. In backward the pieces' gradients start together, and the stage's
-backward runs on each as it comes. What cannot be cut, or would not pay, is left alone: `reason` says why.
+A stage that is independent along the dim that it is sharded on may run piece by piece along it. The switch of its
+result then sends each piece as soon as it is there; of a switch that comes right before it, each piece is waited for
+when it is needed. In backward it is the other way round. What cannot be cut, or would not pay, is left alone, for a
+reason that the plan shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from dsp.hardware import Hardware
 from dsp.overlap import MOST, Overlap
@@ -19,47 +21,98 @@ from dsp.plan.record import StageNode
 from dsp.plan.solve import Decision, Solved
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
 from dsp.private import compiled_call
-from dsp.stages import Stage
+from dsp.stages import Option, Stage
 
 LEAST = 0.05  # of the time of a stage and its switches, that cutting them has to save
+NOBODY = "no stage makes what is switched, nor reads it alone"
 
 
 class Overlaps:
-    """The switches of a plan that stages make: `found` by stage call, and `pieces` by op."""
+    """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and by move."""
 
     def __init__(self, found: Solved, program: Program, overlap: Overlap) -> None:
-        self.solved, self.trace, self.size, self.overlap = found, found.trace, found.size, overlap
+        self.solved, self.program, self.trace = found, program, found.trace
+        self.size, self.overlap = found.size, overlap
         self.found: list[Overlapped] = []
         self.pieces: dict[int, int] = {}
         self.moves: dict[Move, int] = {}
-        self.others = 0  # switches that no stage makes
+        self.ahead: dict[int, set[int]] = {}  # by op, the values that come to it in pieces
         if overlap is None or found.size == 1:
             return
-        self.loads = Loads(found)
-        nodes = {f.node.index: f.node for f in self.trace.facts if isinstance(f.node, StageNode)}
-        behind: dict[int, list[Move]] = {}
-        for m in (m for m in found.solution.moves if m.kind == "switch"):
-            makes = program.pushed(m) and self.trace.events[m.after].kind == "stage"
-            behind.setdefault(m.after if makes else -1, []).append(m)
-        self.others = len(behind.pop(-1, []))
-        for at, moves in sorted(behind.items()):
-            step = found.steps[at]
-            self.decide(step, nodes[step.event.index], moves)
+        behind, before, rest = self.places([m for m in found.solution.moves if m.kind == "switch"])
+        for at in sorted({*behind, *before}):
+            self.decide(found.steps[at], behind.get(at, []), before.get(at, []))
+        if rest:
+            self.found.append(Overlapped("", len(rest), (), reason=NOBODY))
 
-    def decide(self, step: Decision, node: StageNode, moves: list[Move]) -> None:
-        stage, option = self.solved.stage(step), step.execution.option
-        assert stage is not None and option is not None
-        reason = next(reasons(self.solved, step, stage, node, moves), "")
-        whole = Overlapped(step.op.name, len(moves), tuple(self.phases(step, moves)), reason=reason)
-        most, best = chunk_sizes(option.size, self.size)[0], whole
+    @cached_property
+    def loads(self) -> Loads:
+        return Loads(self.solved)
+
+    @cached_property
+    def nodes(self) -> dict[int, StageNode]:
+        return {f.node.index: f.node for f in self.trace.facts if isinstance(f.node, StageNode)}
+
+    def places(self, moves: list[Move]) -> tuple[dict[int, list[Move]], dict[int, list[Move]], list[Move]]:
+        """The switches that travel behind the stage that makes them, those that come before one, and all others."""
+        behind: dict[int, list[Move]] = {}
+        before: dict[int, list[Move]] = {}
+        rest = []
+        for m in moves:
+            makes = m.after >= 0 and self.program.pushed(m) and self.trace.events[m.after].kind == "stage"
+            reads = self.comes_before(m)
+            if makes and not (reads and self.refused(m.after) and not self.refused(m.before)):
+                behind.setdefault(m.after, []).append(m)
+            elif reads:
+                before.setdefault(m.before, []).append(m)
+            else:
+                rest.append(m)
+        return behind, before, rest
+
+    def comes_before(self, m: Move) -> bool:
+        """Tell whether a switch brings a stage what nobody else reads so, outside of activation checkpoints."""
+        step, value = self.solved.steps[m.before], self.trace.values[m.value]
+        if step.event.kind != "stage" or step.event.region is not None:
+            return False
+        reads = [v for s in self.solved.steps for v in zip(s.op.inputs, s.choice.needs) if v == (m.value, m.dst)]
+        other = [o for o in self.program.moves[m.value] if o.src == m.dst or (o.before == m.before and o != m)]
+        syms = [(k, s) for k, s in enumerate(step.event.operands) if s is not None and s.value == m.value]
+        if len(reads) != 1 or other or len(syms) != 1:
+            return False
+        [(k, sym)] = syms
+        same = sym.cuts.get(m.src) == m.src and sym.cuts.get(m.dst) == m.dst
+        option, operand = step.execution.option, self.nodes[step.event.index].operands[k]
+        assert option is not None
+        return same and option.cuts[k] == m.dst and operand.nbytes == value.nbytes
+
+    def refused(self, at: int) -> str:
+        """The reason against running a stage piece by piece, if there is one."""
+        step = self.solved.steps[at]
+        stage, option, node = self.solved.stage(step), step.execution.option, self.nodes[step.event.index]
+        assert stage is not None
+        assert option is not None
+        own = next(reasons(stage, node, option), "")
+        if not own and chunk_sizes(option.size, self.size)[0] < 2:
+            own = f"a rank has no more than 1 of {option.name!r}"
+        return own
+
+    def decide(self, step: Decision, behind: list[Move], before: list[Move]) -> None:
+        moves, reason = [*behind, *before], self.refused(step.at)
+        if not reason and not all(plain(m) for m in moves):
+            reason = "a dim lies in a fold, or is joined of pieces"
+        best = Overlapped(step.op.name, len(moves), tuple(self.phases(step, moves)), reason=reason)
         if not reason:
+            assert step.execution.option is not None
+            most = chunk_sizes(step.execution.option.size, self.size)[0]
             counts = [self.overlap] if isinstance(self.overlap, int) else range(2, MOST + 1)
-            cut = [replace(whole, pieces=min(k, most)) for k in counts]
-            best = self.best(whole, cut)
+            best = self.best(best, [replace(best, pieces=min(k, most)) for k in counts])
         self.found.append(best)
         if best.pieces > 1:
             self.pieces[step.at] = best.pieces
             self.moves.update(dict.fromkeys(moves, best.pieces))
+            self.ahead[step.at] = {m.value for m in before}
+            for m in before:  # what made it leaves it to its use
+                self.program.push.pop(m.value, None)
 
     def best(self, whole: Overlapped, cut: list[Overlapped]) -> Overlapped:
         """The number of pieces that was asked for, or that takes the least time."""
@@ -81,53 +134,50 @@ class Overlaps:
             sent = sum(max(MOVES["switch"].sent(g, m.dst, m.src, self.size)) for g, m in zip(grads, moves))
             yield Phase(times * forward.flops, times * forward.touched, sent)
 
+    def sent(self, m: Move) -> Mapping[str, tuple[int, ...]]:
+        """What each rank sends in a switch that travels in pieces, forward and in backward."""
+        value, count = self.trace.values[m.value], self.moves[m]
+        return sent_in(value, m.src, m.dst, self.size, count, m.value in self.ahead.get(m.before, ()))
 
-def reasons(
-    found: Solved, step: Decision, stage: Stage, node: StageNode, moves: Iterable[Move]
-) -> Iterator[str]:
-    """The reasons against running a stage piece by piece."""
-    event, option, record = step.event, step.execution.option, found.trace.record
-    assert option is not None and record is not None
-    if stage.inside or stage.around is not None:
-        yield "it communicates inside"
-    if option.onto is not None:
-        yield "its results are sums, added up over ranks first"
-    if not record.measured:
-        yield "its forward goes by what its tensors hold"
-    if event.random:
-        yield "it draws random numbers"
-    if node.measured.writes or any(written for written, _ in node.writes):
-        yield "it writes to what it keeps or was given"
-    if {r.tensor.memory for r in node.results} & {t.memory for t in node.given if t.memory >= 0}:
-        yield "it returns what it was given"
-    if event.constants:
-        yield "it returns more than tensors"
-    if compiled_call(stage.module) is not None:
-        yield "its compile() compiled it: compile its forward"
-    if not all(plainly_cut(m.src) and plainly_cut(m.dst) and m.src.dim != m.dst.dim for m in moves):
-        yield "a dim lies in a fold, or is joined of pieces"
+
+def reasons(stage: Stage, node: StageNode, option: Option) -> Iterator[str]:
+    """The reasons against running a stage piece by piece along the dim of an option."""
+    memories = {t.memory for t in node.given if t.memory >= 0}
     patterns = [p for p in (*stage.pattern.inputs, *stage.pattern.outputs) if option.name in p.names]
-    if any(p.axes[p.axis_of(option.name)] != (option.name,) for p in patterns):
-        yield f"{option.name!r} lies in a fold"
-    if chunk_sizes(option.size, found.size)[0] < 2:
-        yield f"a rank has no more than 1 of {option.name!r}"
+    against = {
+        "it communicates inside": bool(stage.inside) or stage.around is not None,
+        "its results are sums, added up over ranks first": option.onto is not None,
+        "it was not measured: its model's forward goes by what tensors hold": not node.measured.flops
+        and not node.measured.largest,
+        "it draws random numbers": node.measured.random,
+        "it writes to what it keeps or was given": node.measured.writes or any(written for written, _ in node.writes),
+        "it returns what it was given": any(r.tensor.memory in memories for r in node.results),
+        "it returns more than tensors": bool(node.constants),
+        "its compile() compiled it: compile its forward instead": compiled_call(stage.module) is not None,
+        f"{option.name!r} lies in a fold": any((option.name,) not in p.axes for p in patterns),
+    }
+    return (reason for reason, holds in against.items() if holds)
 
 
-def plainly_cut(cut: Layout) -> bool:
-    return cut is not None and cut.outer == 1
+def plain(m: Move) -> bool:
+    """Tell whether a switch leads from one dim to another, neither of which is part of one or joined."""
+    return m.src.outer == m.dst.outer == 1 and m.src.dim != m.dst.dim
 
 
-def sent_in(value: Value, src: Layout, dst: Layout, n: int, count: int) -> Mapping[str, tuple[int, ...]]:
-    """What each rank sends in a switch in so many pieces of `src`, and in its backward."""
-    sizes = [chunk_sizes(value.extent(cut), n) for cut in (src, dst)]
-    rest = value.nbytes // value.itemsize // max(sum(sizes[0]) * sum(sizes[1]), 1)
+def sent_in(value: Value, src: Layout, dst: Layout, n: int, count: int, ahead: bool) -> Mapping[str, tuple[int, ...]]:
+    """What each rank sends in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage."""
+    held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
+    rest = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1)
     found = {}
-    for phase, packed, back in zip(("forward", "backward"), value.packed, (False, True)):
+    for phase, packed in zip(("forward", "backward"), value.packed):
         sent = [0] * n
-        for r, own in enumerate(sizes[0]):
-            for q, part in enumerate(sizes[1]):
-                for piece in piece_sizes(own, count) if q != r else ():
-                    numbers = piece * part * rest
-                    sent[q if back else r] += numbers * value.itemsize if packed is None else packed(numbers)
+        for r, own in enumerate(held):
+            for q, part in enumerate(there):
+                cut, other = (part, own) if ahead else (own, part)
+                for piece in piece_sizes(cut, count) if q != r else ():
+                    numbers = piece * other * rest
+                    sent[r if phase == "forward" else q] += (
+                        numbers * value.itemsize if packed is None else packed(numbers)
+                    )
         found[phase] = tuple(sent)
     return found

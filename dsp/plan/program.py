@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 
 from dsp.layout import Cut
@@ -106,8 +106,8 @@ class Program:
             for param, v in self.trace.inputs.items()
         }
 
-    def script(self, pieces: Mapping[int, int]) -> Script:
-        """pieces: of the stage calls that run in several, by op."""
+    def script(self, pieces: Mapping[int, int], ahead: Mapping[int, Container[int]]) -> Script:
+        """By op, in how many pieces a stage call runs, and the values that come to it in pieces."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
@@ -119,7 +119,11 @@ class Program:
         for step in self.found.steps:
             event = step.event
             if event.kind == "stage":
-                steps["stage", event.index] = made = self.stage_step(step, pieces.get(step.at, 1))
+                steps["stage", event.index] = made = self.stage_step(step)
+                if step.at in pieces:
+                    made.pieces = pieces[step.at]
+                    made.ahead = [s is not None and s.value in ahead[step.at] for s in event.operands]
+                    made.via = [[] if comes else way for comes, way in zip(made.ahead, made.via)]
                 # run whole on every rank, it has to draw the same numbers there, as glue does
                 script.random_glue |= event.random and made.option is None
                 script.random_stages |= event.random
@@ -169,12 +173,12 @@ class Program:
                 results = tuple(t.number for t in node.results)
                 add(key, PlannedNode(node.name, node.index, step, results, *facts))
 
-    def stage_step(self, step: Decision, pieces: int) -> StageStep:
+    def stage_step(self, step: Decision) -> StageStep:
         """The decision on a stage call."""
         event, option = step.event, step.execution.option
         assert option is not None
         pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
-        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto, pieces)
+        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
         """The decision on an operation; None if it runs on its operands as they lie."""

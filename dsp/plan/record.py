@@ -65,8 +65,8 @@ class Cost(NamedTuple):
 class Measured:
     """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
-    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option; writes:
-    whether it wrote to what its modules hold.
+    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
+    writes: whether it wrote to what its modules hold.
     """
 
     work: int = 0

@@ -22,8 +22,8 @@ class StageStep:
 
     option: the dim that it is sharded along (None: whole); push: where each result is switched to at once; random:
     it may draw numbers; via: the copies to be made of each tensor first, in this order; constants: what it returned
-    beside tensors at full size; onto: the dim along which the ranks' sums are added up; pieces: in how many it runs, each
-    of which is switched while the next one is computed.
+    beside tensors at full size; onto: the dim along which the ranks' sums are added up; pieces: in how many it
+    runs, each of which is switched while the next one is computed; ahead: which of its tensors come in pieces.
     """
 
     option: str | None
@@ -33,6 +33,7 @@ class StageStep:
     constants: list[Any]
     onto: str | None = None
     pieces: int = 1
+    ahead: list[bool] = field(default_factory=list)
 
 
 @dataclass

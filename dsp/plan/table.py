@@ -89,9 +89,8 @@ class Plan:
     largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
     hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
-    which switches travel. overlaps: the stage calls whose results are switched, if some may travel meanwhile; others:
-    how many switches no stage makes. record: what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)``
-    shows it, a line an operation.
+    which switches travel. overlaps: those that travel while stages compute, or why not, if that was asked for. record:
+    what the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
     """
 
     size: int
@@ -125,7 +124,6 @@ class Plan:
     chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
     wire: Wire = AS_IT_IS
     overlaps: list[Overlapped] = field(default_factory=list, repr=False)
-    others: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -282,21 +280,21 @@ class Plan:
 
     def _overlapped(self) -> list[str]:
         """The switches that travel while stages compute, and those that do not."""
-        cut = [o for o in self.overlaps if o.pieces > 1]
-        lines, left = list[str](), dict[tuple[str, str], int]()
+        cut, left = [o for o in self.overlaps if o.pieces > 1], dict[tuple[str, str], int]()
         for o in self.overlaps:
             if o.pieces == 1:
-                left[generic(o.name), o.reason] = left.get((generic(o.name), o.reason), 0) + o.switches
-        if cut:
-            switches = sum(o.switches for o in cut)
-            total = sum(o.switches for o in self.overlaps) + self.others
-            pieces = " or ".join(map(str, sorted({o.pieces for o in cut})))
-            lines.append(f"{switches} of {total} switches travel in {pieces} pieces, while the stages before them compute")
-        for (name, reason), switches in left.items():
-            lines.append(f"{number_of(switches, 'switch')} of {name} in one piece: {reason}")
-        if self.overlaps and self.others:
-            lines.append(f"{number_of(self.others, 'switch')} in one piece: no stage makes what is switched")
-        return lines
+                key = generic(o.name), o.reason
+                left[key] = left.get(key, 0) + o.switches
+        total = sum(o.switches for o in self.overlaps)
+        pieces = " or ".join(map(str, sorted({o.pieces for o in cut})))
+        lines = [f"{sum(o.switches for o in cut)} of {total} switches travel while stages compute, in {pieces} pieces"]
+        return [
+            *(lines if cut else []),
+            *(
+                f"{number_of(n, 'switch')} in one piece{name and f' at {name}'}: {why}"
+                for (name, why), n in left.items()
+            ),
+        ]
 
     def _idle(self) -> list[str]:
         found: dict[tuple[int, str], dict[str, None]] = {}

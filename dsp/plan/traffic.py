@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from dsp.methods import Sent
-from dsp.plan.overlap import sent_in
+from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Decision, Goal, Solved
@@ -16,10 +16,8 @@ class PlannedTraffic:
     """The collectives of a step. `sendings` are those outside of stages, `own_call` the moves that make a call of their
     own in forward, and no other move's."""
 
-    def __init__(self, found: Solved, program: Program, goal: Goal, pieces: Mapping[Move, int] | None = None) -> None:
-        """pieces: of the moves that are made in several all-to-alls."""
-        self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
-        self.pieces = pieces or {}
+    def __init__(self, found: Solved, program: Program, goal: Goal, overlaps: Overlaps) -> None:
+        self.found, self.program, self.goal, self.trace, self.overlaps = found, program, goal, found.trace, overlaps
         self.recomputing = {event.region for event in self.trace.events if event.grad}
         self.each: dict[str, dict[str, tuple[list[int], int]]]  # by phase and kind: bytes of every rank, and calls
         self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
@@ -62,10 +60,9 @@ class PlannedTraffic:
             for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
                 new = int((phase, self.collective(m)) not in seen)
                 seen.add((phase, self.collective(m)))
-                if count := self.pieces.get(m):
-                    new, back = count, phase == "backward"
-                    each = sent_in(value, m.src, m.dst, self.found.size, count)["backward" if back else "forward"]
-                    self.send(Sending(phase, at, kind, new, each=each))
+                if m in self.overlaps.moves:
+                    new, there = self.overlaps.moves[m], "backward" if phase == "backward" else "forward"
+                    self.send(Sending(phase, at, kind, new, each=self.overlaps.sent(m)[there]))
                 else:
                     self.send(Sending(phase, at, kind, new, value.gradient if phase == "backward" else value, src, dst))
                 if phase == "forward":
@@ -81,7 +78,11 @@ class PlannedTraffic:
 
     def collective(self, m: Move) -> Hashable:
         """The same for moves that share one: switches of small tensors at one place, but for a copy made of another."""
-        if m.kind != "switch" or m in self.pieces or not fuses(self.trace.values[m.value].nbytes, self.found.size):
+        if (
+            m.kind != "switch"
+            or m in self.overlaps.moves
+            or not fuses(self.trace.values[m.value].nbytes, self.found.size)
+        ):
             return m
         return ("push", m.after) if self.program.pushed(m) else ("use", m.before, self.rounds[m])
 

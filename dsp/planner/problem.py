@@ -163,7 +163,7 @@ def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
 
 
 def piece_sizes(size: int, count: int) -> tuple[int, ...]:
-    """How a rank cuts its own part into so many pieces: 5 into 3 gives 2, 2, 1, and none is empty if there are enough."""
+    """The sizes of so many pieces of a rank's own part: 5 in 3 pieces are 2, 2, 1."""
     return tuple(size // count + (i < size % count) for i in range(count))
 
 

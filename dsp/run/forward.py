@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.gradients import connected_local
-from dsp.layout import At, Axis, Cut, cut_of
+from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
@@ -51,8 +51,7 @@ class Run(Lookup):
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
         self.again = False  # whether it computes again what an activation checkpoint did not keep
-        self.pieces: Sequence[Any] = ()  # in which the stage is to run that was entered: a `StageDecision` each
-        self.landed: list[At] | None = None  # where the results lie of one that did, and that were switched
+        self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the stage call that runs now, if it is cut
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once

@@ -22,7 +22,7 @@ from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
-from dsp.overlap import Overlap, overlap_of
+from dsp.overlap import Overlap, overlap_of, refuse_overlap
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
@@ -114,14 +114,21 @@ def parallelize(
     bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
     that is sent is exact.
 
-    overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched, so that each piece travels while
-    the next one is computed, in backward as well (docs/planning.md); "auto" measures the links and cuts where that saves
-    time; a `dsp.Hardware` is what it is to decide by. What a switch brings is the same, but gradients of weights are sums
-    over pieces, in another order.
+    overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched: each piece travels while the
+    next one is computed, in backward as well (docs/planning.md). "auto" measures the links and cuts where that saves
+    time; a `dsp.Hardware` is one to decide by without measuring. A switch brings the same numbers; gradients of weights
+    are added up piece by piece, which rounds otherwise.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
+    refuse_overlap(overlap)
+    if compile and overlap is not None:
+        raise ValueError(
+            f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler orders what is sent and "
+            "computed. Give one of the two; or compile the forwards of stages, which may be cut: block.forward = "
+            "torch.compile(block.forward)"
+        )
     batches, mesh = axes_of(model, mesh)
     axis = Axis.of(mesh, Wire.of(wire))
     if (parts := parts_of(model, stages, axis.rank)) is not None:
@@ -142,7 +149,9 @@ def parallelize(
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, found, root, gather_output, compile, overlap_of(overlap, mesh=mesh)).install()
+        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        cut = overlap_of(overlap, mesh=mesh, dtype=kind)
+        Runtime(model, axis, found, root, gather_output, compile, cut).install()
     return model
 
 
@@ -429,7 +438,9 @@ class Runtime:
         return plan
 
     def solve(self, t: Trace) -> Plan:
-        return make_plan(t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire, overlap=self.overlap))
+        return make_plan(
+            t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire, overlap=self.overlap)
+        )
 
 
 @uncompiled

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,96 +14,142 @@ from dsp.collectives import inexact
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
 from dsp.layout import At, Cut
+from dsp.plan.script import Script
 from dsp.private import compiled_call
 from dsp.run.forward import Run
-from dsp.sharded import ACTIVE
+from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from dsp.run.stage_calls import StageCalls, StageDecision
 
 
-@contextmanager
-def forwards_in_pieces(runtime: Any, run: Run) -> Iterator[None]:
-    """While a run goes on, the stages that its script cuts run `InPieces`: within the hooks of others on them, such as
-    fully_shard's, and around what their own forward was made since, such as an activation checkpoint."""
-    names = frozenset[str]() if run.script is None else run.script.in_pieces
-    modules = [s.module for s in runtime.stages if s.name in names and compiled_call(s.module) is None] if names else []
-    before = [(m, m.__dict__.get("forward")) for m in dict.fromkeys(modules)]
-    for m, _ in before:
-        m.__dict__["forward"] = InPieces(m, m.forward)
-    try:
-        yield
-    finally:
-        for m, own in before:
-            if own is None:
-                del m.__dict__["forward"]
-            else:
-                m.__dict__["forward"] = own
+def in_pieces(stages: Sequence[Stage], script: Script) -> list[InPieces]:
+    """Have the stages that a script cuts run piece by piece, until they are let go of."""
+    modules = dict.fromkeys(stage.module for stage in stages if stage.name in script.in_pieces)
+    return [InPieces(m) for m in modules if compiled_call(m) is None]
 
 
 class InPieces:
-    """The forward of a stage, for a call that its plan cuts once for each piece."""
+    """The forward of a stage while a run goes on: for a call that the plan cuts, once for each piece.
 
-    def __init__(self, module: nn.Module, forward: Any) -> None:
-        self.module, self.forward = module, forward
+    It runs within the hooks of others on the stage, such as fully_shard's, and around what became of the stage's own
+    forward, such as an activation checkpoint.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward, self.before = module, module.forward, module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    def let_go(self) -> None:
+        """Give the stage its own forward back."""
+        if self.before is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = ACTIVE.get()
-        inside = None if current is None else current[1].in_stage
-        if inside is None or inside.stage.module is not self.module or not current[1].pieces:  # type: ignore[index]
+        pieces = None if current is None else current[1].pieces
+        if pieces is None or pieces.begun or pieces.stage.module is not self.module:
             return self.forward(*args, **kwargs)
-        runtime, run = current  # type: ignore[misc]
-        return Pieces(runtime.stage_calls, run).run(self.forward, args, kwargs)
+        return pieces.run(self.forward, args, kwargs)
+
+
+def cut_up(
+    calls: StageCalls, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
+) -> Sequence[Cut | None]:
+    """Begin a call that the plan cuts; the cuts in which its tensors are to be brought."""
+    if type(stage.module.__dict__.get("forward")) is not InPieces:  # it was compiled since it was planned
+        return decision.cuts
+    run.pieces = Pieces(calls, run, stage, decision)
+    return run.pieces.wanted(shells)
 
 
 class Pieces:
-    """One call of a stage, piece by piece."""
+    """One call of a stage, piece by piece. `landed`: where its results lie once it ran."""
 
-    def __init__(self, calls: StageCalls, run: Run) -> None:
-        self.calls, self.run_, self.inside = calls, run, run.in_stage
-        assert self.inside is not None
-        self.decision, self.pieces, run.pieces = self.inside.decision, run.pieces, ()
-        self.switches: dict[int, ChunkedSwitch] = {}
+    def __init__(self, calls: StageCalls, run: Run, stage: Stage, decision: StageDecision) -> None:
+        self.calls, self.run_, self.stage, self.decision = calls, run, stage, decision
+        self.begun, self.landed = False, list[At]()
+        self.coming: dict[int, ChunkedSwitch] = {}  # of the tensors that come in pieces, by their number
+        self.leaving: dict[int, ChunkedSwitch] = {}  # likewise of results
         self.made: list[list[Tensor]] = []  # of each result its pieces, or those that are still to be sent
-        self.landings: list[At] = []
+
+    def let_go(self) -> None:
+        """Wait for what nobody will read any more."""
+        for switch in (*self.coming.values(), *self.leaving.values()):
+            switch.let_go()
+
+    # --- in ---
+
+    def wanted(self, shells: Sequence[Sharded | None]) -> list[Cut | None]:
+        """The cuts in which the tensors are to be brought: of those that come in pieces the ones that they have."""
+        cuts = enumerate(zip(shells, self.decision.cuts))
+        return [s.at.cut if s is not None and k in self.decision.ahead else c for k, (s, c) in cuts]
+
+    def start(self, shells: Sequence[Sharded | None], args: Any, kwargs: Any) -> None:
+        """Send the tensors that come in pieces; in the stage's arguments, a token for each piece is in their place."""
+        for k in sorted(self.decision.ahead):
+            x, cut, slot = shells[k], self.decision.cuts[k], self.decision.slots[k]
+            assert x is not None
+            assert cut is not None
+            self.coming[k] = self.switch(cut, x.at.cut, x.at.shape, back=True)
+            with self.run_.outside_stage():
+                (args if type(slot) is int else kwargs)[slot] = self.coming[k].start(plain(x))
+
+    def switch(self, cut: Cut, other: Cut, shape: Sequence[int], back: bool) -> ChunkedSwitch:
+        sizes, axis = (shape[cut.dim], shape[other.dim]), self.run_.axis
+        formats = axis.formats[::-1] if back else axis.formats
+        return ChunkedSwitch(cut.dim, other.dim, sizes, axis.group, len(self.decision.pieces), formats)
 
     def run(self, forward: Any, args: Any, kwargs: Any) -> Any:
         """The stage's output on this rank's part, with what the plan switches switched."""
-        decision, out = self.decision, None
-        try:
-            given = [self.cut(args[s] if type(s) is int else kwargs[s], c) for s, c in zip(decision.slots, decision.cuts)]
-            for i, piece in enumerate(self.pieces):
-                args, kwargs = list(args), dict(kwargs)
-                for slot, own in zip(decision.slots, given):
-                    (args if type(slot) is int else kwargs)[slot] = own[i]
-                out = forward(*args, **kwargs)
-                self.take(piece, out)
-            return map_tensors(out, self.results())
-        except BaseException:
-            for switch in self.switches.values():
-                switch.let_go()
-            raise
+        self.begun, decision = True, self.decision
+        given = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
+        cut = [x if k in self.coming else self.taken_apart(x, c) for k, (x, c) in enumerate(zip(given, decision.cuts))]
+        for i, piece in enumerate(decision.pieces):
+            args, kwargs = list(args), dict(kwargs)
+            for k, slot in enumerate(decision.slots):
+                (args if type(slot) is int else kwargs)[slot] = self.piece_of(k, cut[k][i], i)
+            out = forward(*args, **kwargs)
+            self.keep(piece, out)
+        return map_tensors(out, self.results())
 
-    def cut(self, x: Any, cut: Cut | None) -> Sequence[Any]:
-        """What each piece is given of a tensor: of an empty one a dummy row."""
-        count = len(self.pieces)
-        if cut is None or not self.decision.place.own:  # a dummy row already
-            return [x] * count
-        sizes = [piece.place.own for piece in self.pieces]
-        parts, order = x.split(sizes, cut.dim), order_of(x)
-        return [
-            dense(part, order) if own else torch.cat([part, dummy(part, cut)], cut.dim)
-            for part, own in zip(parts, sizes)
-        ]
+    def taken_apart(self, x: Any, cut: Cut | None) -> Sequence[Any]:
+        """What each piece is given of a tensor that is here."""
+        sizes = [piece.place.own for piece in self.decision.pieces]
+        if cut is None or not any(sizes):  # a dummy row already
+            return [x] * len(sizes)
+        order = order_of(x)
+        return [dense(part, order) for part in x.split(sizes, cut.dim)]
 
-    def take(self, piece: StageDecision, out: Any) -> None:
+    def piece_of(self, k: int, x: Any, i: int) -> Any:
+        """What piece i is given of the k-th tensor: of what comes the part that came, of an empty part a dummy row."""
+        cut, own = self.decision.cuts[k], self.decision.pieces[i].place.own
+        if k in self.coming:
+            with self.run_.outside_stage():
+                x = self.coming[k].take(x, i)
+        if cut is None or x.shape[cut.dim]:
+            return x
+        assert not own
+        return with_dummy(x, cut)
+
+    # --- out ---
+
+    def carried(self, tensors: Sequence[Tensor]) -> list[Sharded]:
+        """The stage's results, which `run` made, as the model sees them."""
+        numbers = self.decision.node.results  # type: ignore[union-attr]
+        return [carry(t, at, self.run_.first + number) for t, at, number in zip(tensors, self.landed, numbers)]
+
+    def keep(self, piece: StageDecision, out: Any) -> None:
         """Send what a piece returned, or keep it."""
-        calls, run, stage = self.calls, self.run_, self.inside.stage
-        calls.refuse_sizes(run, self.inside, out)
+        calls, run = self.calls, self.run_
+        calls.refuse_sizes(run, self.stage, self.decision, out)
         tensors = [*map(waited, tensors_in(out))]
-        self.landings = calls.landings(stage, piece, tensors)
-        tensors = calls.of_part(piece, (), tensors, self.landings)
+        self.landed = calls.landings(self.stage, piece, tensors)
+        tensors = calls.of_part(piece, [], tensors, self.landed)
         self.made = self.made or [[] for _ in tensors]
         for k, (t, own) in enumerate(zip(tensors, self.made)):
             if run.again or self.target(k) is None:  # computed again: what nobody asks for is not sent
@@ -114,39 +159,39 @@ class Pieces:
 
     def target(self, k: int) -> Cut | None:
         """The cut that a result is switched to, if it is."""
-        push = self.decision.step.push
-        return push[k] if k < len(push) and push[k] != self.landings[k].cut else None
+        push = self.decision.step.push  # type: ignore[union-attr]
+        return push[k] if k < len(push) and push[k] != self.landed[k].cut else None
 
     def send(self, k: int, piece: Tensor) -> None:
-        run, at, target = self.run_, self.landings[k], self.target(k)
+        run, at, target = self.run_, self.landed[k], self.target(k)
         assert target is not None
         with run.outside_stage():
             if not run.began:
-                run.began = True
-                self.calls.agreement.before_switching()
-            if k not in self.switches:
-                sizes = at.shape[at.cut.dim], at.shape[target.dim]
-                axis = run.axis
-                self.switches[k] = ChunkedSwitch(
-                    at.cut.dim, target.dim, sizes, axis.group, len(self.pieces), axis.wire
-                )
-            self.switches[k].send(piece)
+                self.calls.before_switching(run)
+            if k not in self.leaving:
+                self.leaving[k] = self.switch(at.cut, target, at.shape, back=False)
+            self.leaving[k].send(piece)
 
     def results(self) -> list[Tensor]:
-        """The results in one piece each, where the plan wants them; the run is told where they lie."""
-        found, lie = [], []
-        for k, (own, at) in enumerate(zip(self.made, self.landings)):
-            target = self.target(k)
-            for piece in own if target is not None else ():
-                self.send(k, piece)
-            if target is None:
+        """The results in one piece each, where the plan wants them."""
+        found, lie = list[Tensor](), list[At]()
+        for k, (own, at) in enumerate(zip(self.made, self.landed)):
+            if (target := self.target(k)) is None:
                 found.append(torch.cat(own, at.cut.dim))
-            else:
-                with self.run_.outside_stage():
-                    found.append(self.switches[k].join())
-            lie.append(at if target is None else self.run_.axis.at(at.shape, target))
-        self.run_.landed = lie
+                lie.append(at)
+                continue
+            for piece in own:
+                self.send(k, piece)
+            with self.run_.outside_stage():
+                found.append(self.leaving[k].join())
+            lie.append(self.run_.axis.at(at.shape, target))
+        self.landed = lie
         return found
+
+
+def with_dummy(local: Tensor, cut: Cut | None) -> Tensor:
+    """An empty part with a dummy row; a whole tensor as it is."""
+    return local if cut is None else torch.cat([local, dummy(local, cut)], cut.dim)
 
 
 def dummy(local: Tensor, cut: Cut) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.collectives import inexact
 from dsp.gradients import waited
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers, RankPart, Received
@@ -33,7 +32,7 @@ from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
 from dsp.run.lookup import NUMBERS, InTurn
-from dsp.run.piecewise import dummy
+from dsp.run.piecewise import cut_up, with_dummy
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -49,7 +48,7 @@ class StageDecision:
 
     node: what the plan has of it; slots: the places of its tensors in args or kwargs; cuts: what each has to be (None:
     whole); still: all of them are; via: the copies to be made of each first; landings: where its results lie, by the
-    shapes of what it made; pieces: in which it runs instead, each of this rank's part.
+    shapes of what it made; pieces: in which it runs instead, each of this rank's part; ahead: its tensors that come so.
     """
 
     node: PlannedNode | None
@@ -64,14 +63,15 @@ class StageDecision:
     still: bool
     landings: dict[Any, list[At]] = field(default_factory=dict)
     pieces: list[StageDecision] = field(default_factory=list)
+    ahead: frozenset[int] = frozenset()
 
-    def in_pieces(self) -> list[StageDecision]:
-        """The same for each piece of this rank's part, if the plan cuts it."""
-        if self.step is None or self.step.pieces == 1:
-            return []
+    def cut(self, step: StageStep, shells: Sequence[Sharded | None]) -> None:
+        """Make it a decision that runs in pieces, on tensors that lie so."""
         ranks, parts = self.place.peers
-        cut = zip(*[piece_sizes(part, self.step.pieces) for part in parts])
-        return [replace(self, place=self.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut]
+        cut = zip(*[piece_sizes(part, step.pieces) for part in parts])
+        self.pieces = [replace(self, place=self.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut]
+        comes = enumerate(zip(shells, step.ahead, self.cuts))
+        self.ahead = frozenset(k for k, (s, ahead, c) in comes if ahead and s is not None and s.at.cut != c)
 
     @property
     def draws(self) -> bool:
@@ -136,12 +136,13 @@ class StageCalls:
         place = decision.place
         tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         shells, cuts = [run.open(t) for t in tensors], decision.cuts
-        parts = list(map(plain, run.views.bring(tensors, shells, cuts, decision.via)))
+        wanted = cut_up(self, run, stage, decision, shells) if decision.pieces else cuts
+        parts = list(map(plain, run.views.bring(tensors, shells, wanted, decision.via)))
         if stage.around is not None and decision.option.name is not None:
             place, parts, cuts = self.received(stage.around, decision, tensors, parts)
         locals_ = parts
         if place.own == 0:
-            locals_ = [x if c is None else torch.cat([x, dummy(x, c)], c.dim) for x, c in zip(parts, cuts)]
+            locals_ = list(map(with_dummy, parts, cuts))
         args, kwargs = list(args), dict(kwargs)
         for slot, local in zip(decision.slots, locals_):
             (args if type(slot) is int else kwargs)[slot] = local
@@ -149,7 +150,8 @@ class StageCalls:
             stage, decision, place, fork(self.axis) if decision.draws else None,
             [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
-        run.pieces, run.landed = decision.pieces, None
+        if run.pieces is not None:
+            run.pieces.start(shells, args, kwargs)
         return tuple(args), kwargs
 
     def received(
@@ -211,7 +213,8 @@ class StageCalls:
             node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
-        found.pieces = found.in_pieces()
+        if step is not None and step.pieces > 1:
+            found.cut(step, shells)
         return found
 
     # --- out ---
@@ -224,31 +227,36 @@ class StageCalls:
         inside = run.in_stage
         if inside is None or inside.stage is not stage:
             return None
-        run.in_stage, run.pieces = None, ()
+        run.in_stage, pieces, run.pieces = None, run.pieces, None
         try:
             if inside.random is not None:
                 join(inside.random)
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
+                if pieces is not None:
+                    pieces.let_go()
                 self.failed(run, inside, error)
                 return None
-            self.refuse_sizes(run, inside, output)
+            self.refuse_sizes(run, inside.stage, inside.decision, output)
             for x in inside.given:
                 if version(x.local) != x.written:
                     run.writes.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if not run.began:
-                run.began = True
-                self.agreement.before_switching()
-            if type(output) is Tensor:
-                [made] = self.results(run, inside, [output])
-            else:
-                made = map_tensors(output, self.results(run, inside, [*map(waited, tensors_in(output))]))
+                self.before_switching(run)
+            tensors = [output] if type(output) is Tensor else [*map(waited, tensors_in(output))]
+            results = self.results(run, inside, tensors) if pieces is None else pieces.carried(tensors)
+            made = results[0] if type(output) is Tensor else map_tensors(output, results)
             if run.recorder is not None:
                 made = run.recorder.apart([x.tensor for x in inside.given], made)
                 run.observe("leave_stage", made)
             return made
         finally:
             run.mode.resume()
+
+    def before_switching(self, run: Run) -> None:
+        """Of a forward once, before what its first stage made is switched."""
+        run.began = True
+        self.agreement.before_switching()
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
         """Keep what may be amiss with the pattern of a stage that raised."""
@@ -257,9 +265,9 @@ class StageCalls:
             tensors = [x.tensor for x in inside.given]
             run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
 
-    def refuse_sizes(self, run: Run, inside: InStage, output: Any) -> None:
+    def refuse_sizes(self, run: Run, stage: Stage, decision: StageDecision, output: Any) -> None:
         """Raise NotationError if what a stage returned beside tensors is other than on the whole."""
-        stage, node, step, name = inside.stage, inside.decision.node, inside.decision.step, inside.decision.option.name
+        node, step, name = decision.node, decision.step, decision.option.name
         if step is None or not node.exact or run.script.recorded:  # type: ignore[union-attr]
             return
         if (found := constants_in(output)) != step.constants:
@@ -273,8 +281,6 @@ class StageCalls:
         stage, decision, given = inside.stage, inside.decision, inside.given
         push = decision.step.push if decision.step is not None else [None] * len(tensors)
         numbers = chain(() if decision.node is None else decision.node.results, repeat(-1))
-        if run.landed is not None:
-            return [carry(t, at, run.first + number) for t, at, number in zip(tensors, run.landed, numbers)]
         if decision.option.name is None:
             stage.outputs(tensors)
             self.mark_copies(run, inside, tensors)

@@ -53,6 +53,10 @@ class Parallel:
         "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
         "itself (docs/numerics.md)",
     )  # fmt: skip
+    overlap: Any = option(
+        None, "switches travel while the stages before them compute, in 2 to 4 pieces; auto: where that saves time by "
+        "the links, measured; null: not (docs/cluster.md)",
+    )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip
