@@ -28,7 +28,7 @@ NOBODY = "no stage makes what is switched, nor reads it alone"
 
 
 class Overlaps:
-    """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and by move."""
+    """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and move."""
 
     def __init__(self, found: Solved, program: Program, overlap: Overlap) -> None:
         self.solved, self.program, self.trace = found, program, found.trace
