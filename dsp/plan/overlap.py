@@ -92,6 +92,8 @@ class Overlaps:
         assert stage is not None
         assert option is not None
         own = next(reasons(stage, node, option), "")
+        if self.trace.record is None or not self.trace.record.measured:
+            own = "the forward goes by what its tensors hold"
         if not own and chunk_sizes(option.size, self.size)[0] < 2:
             own = f"a rank has no more than 1 of {option.name!r}"
         return own
@@ -147,8 +149,6 @@ def reasons(stage: Stage, node: StageNode, option: Option) -> Iterator[str]:
     against = {
         "it communicates inside": bool(stage.inside) or stage.around is not None,
         "its results are sums, added up over ranks first": option.onto is not None,
-        "it was not measured: its model's forward goes by what tensors hold": not node.measured.flops
-        and not node.measured.largest,
         "it draws random numbers": node.measured.random,
         "it writes to what it keeps or was given": node.measured.writes or any(written for written, _ in node.writes),
         "it returns what it was given": any(r.tensor.memory in memories for r in node.results),

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         "embed": "b n [c]",
         "project": "b n [c] -> b n h [e], b n h [e], b n h [e]",
         "core": "b [n] h [e], b [n] h [e], b [n] h [e] -> b [n] h [e]",
-        "out": "b n c, b n h e -> b n c",
+        "out": "b n [c], b n [h e]",
     }
 
     class Project(nn.Linear):
@@ -149,9 +149,10 @@ def as_planned(mesh: DeviceMesh, plan: Plan, comm: Any) -> None:
     """What the busiest rank sent is what the plan says, in as many calls."""
     for phase in ("forward", "backward", "recompute"):
         traffic = getattr(comm, phase)
-        sent = torch.tensor([sum(traffic.bytes.values()), traffic.calls["switch"]])
+        kinds = plan.sends[phase]  # the loss has an all-reduce of its own
+        sent = torch.tensor([sum(traffic.bytes[kind] for kind in kinds), traffic.calls["switch"]])
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group())
-        assert sent.tolist() == [plan.bytes[phase], plan.sends[phase].get("switch", (0, 0))[1]], phase
+        assert sent.tolist() == [plan.bytes[phase], kinds.get("switch", (0, 0))[1]], phase
 
 
 def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int) -> None:
@@ -201,14 +202,14 @@ def pieces_of_a_switch(mesh: DeviceMesh) -> None:
                 ):
                     expect = torch.ops.dsp.switch(x, src, dst, shape[src], axis.group)
                     behind = ChunkedSwitch(src, dst, (shape[src], shape[dst]), axis.group, 3, AS_IT_IS.names)
-                    for piece in x.split([own for own in behind.pieces[axis.rank]], src):
+                    for piece in x.split(behind.pieces[axis.rank], src):
                         behind.send(piece)
                     before = ChunkedSwitch(dst, src, (shape[dst], shape[src]), axis.group, 3, AS_IT_IS.names)
                     came = torch.cat([before.take(token, i) for i, token in enumerate(before.start(x))], dst)
                     for got in (behind.join(), came):
                         assert got.dtype == expect.dtype
                         assert torch.equal(got, expect)
-                    assert not (behind.under_way or before.under_way)
+                    assert not behind.under_way | before.under_way
 
 
 @pytest.mark.parametrize("n", RANKS)
@@ -243,40 +244,41 @@ def test_a_run_repeats_itself_and_one_without_is_as_before(ranks) -> None:
 # --------------------------------------------------------------------------------------------------------------- order
 
 
+TOLD: list[str] = []  # what happened in this process
+
+
 class Told(torch.autograd.Function):
     """The identity, which tells of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, told: list[str]) -> Tensor:
-        ctx.told = told
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.told.append("compute")
-        return grad, None
+        TOLD.append("compute")
+        return grad
 
 
 class Tells(nn.Module):
-    def __init__(self, told: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.told, self.weight = told, nn.Parameter(torch.randn(C, C))
+        self.weight = nn.Parameter(torch.randn(C, C))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.told.append("compute")
-        return Told.apply(x, self.told) @ self.weight
+        TOLD.append("compute")
+        return Told.apply(x @ self.weight)
 
 
 class One(nn.Module):
-    """One stage that tells when it computes, before or behind a switch."""
+    """One stage that tells when it computes, behind or before a switch."""
 
     stages = {"": "x=b t s c -> b t s c", "first": "b t [s c]", "second": "b [t] s [c]"}
 
-    def __init__(self, told: list[str], behind: bool) -> None:
+    def __init__(self, behind: bool) -> None:
         super().__init__()
         self.behind = behind
-        self.first = Tells(told) if behind else nn.Dropout(0.0)
-        self.second = nn.Dropout(0.0) if behind else Tells(told)
+        self.first, self.second = (Tells(), nn.Dropout(0.0)) if behind else (nn.Dropout(0.0), Tells())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -284,19 +286,19 @@ class One(nn.Module):
 
 
 def ordered(mesh: DeviceMesh, behind: bool) -> list[list[str]]:
-    told, start, arrived = list[str](), UnderWay.start.__func__, UnderWay.arrived
+    start, arrived = UnderWay.start.__func__, UnderWay.arrived  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnderWay, "start", classmethod(lambda cls, *args: told.append("launch") or start(cls, *args)))
-        patch.setattr(UnderWay, "arrived", lambda self: told.append("wait") or arrived(self))
-        model = dsp.parallelize(One(told, behind), mesh, gather_output=False, overlap=3)
-        x = torch.randn(1, 6 * mesh.size(), 6 * mesh.size(), C)
+        patch.setattr(UnderWay, "start", classmethod(lambda cls, *args: TOLD.append("launch") or start(cls, *args)))
+        patch.setattr(UnderWay, "arrived", lambda self: TOLD.append("wait") or arrived(self))
+        model = dsp.parallelize(One(behind), mesh, gather_output=False, overlap=3)
+        x = torch.randn(1, 6 * mesh.size(), 6 * mesh.size(), C, requires_grad=True)
         for _ in range(2):
-            found = []
-            for run in (lambda: model(x), lambda: dsp.mean(y.square()).backward()):
-                told.clear()
-                y = run()
-                found.append(list(told))
-    return found
+            TOLD.clear()
+            y = model(x)
+            forward = list(TOLD)
+            TOLD.clear()
+            dsp.mean(y.square()).backward()
+    return [forward, list(TOLD)]
 
 
 def test_a_piece_travels_while_the_next_one_is_computed(ranks) -> None:
@@ -307,20 +309,20 @@ def test_a_piece_travels_while_the_next_one_is_computed(ranks) -> None:
 
 
 def recomputed_late(mesh: DeviceMesh) -> list[str]:
-    """Computed again, nothing is sent before all pieces are there: recomputation may end before."""
-    told = list[str]()
     torch.manual_seed(0)
     model = Alone(1).double()
-    model.space[0] = Tells(told).double()
+    model.space[0] = Tells().double()
     dsp.parallelize(model, mesh, overlap=2)
+    y = model(*of_grid(1, 4, 4))
+    TOLD.clear()
     with dsp.count_comm() as comm:
-        dsp.mean(model(*of_grid(1, 4, 4)).square()).backward()
+        dsp.mean(y.square()).backward()
     assert comm.recompute.calls["switch"] == 0
-    return told
+    return list(TOLD)
 
 
 def test_recomputation_sends_nothing_that_nobody_asks_for(ranks) -> None:
-    assert ranks(recomputed_late, 2)[0] == ["compute"] * 6  # forward, again, and backward, in two pieces each
+    assert ranks(recomputed_late, 2)[0] == ["compute"] * 4  # two pieces again, and their backward
 
 
 # ------------------------------------------------------------------------------------------------------ with others
@@ -365,23 +367,6 @@ def packed(mesh: DeviceMesh, name: str) -> None:
 @pytest.mark.parametrize("name", ["behind", "before", "recomputed"])
 def test_pieces_in_fewer_bits_are_as_planned(ranks, name: str) -> None:
     ranks(packed, 3, name)
-
-
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.weight = [0], nn.Parameter(torch.ones(C))
-        self.last = 100
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.distributed.is_initialized() and type(x) is Tensor:
-            self.count(x)
-        return x * self.weight
-
-    def count(self, x: Tensor) -> None:
-        if self.last == 0:
-            raise ArithmeticError("the last piece")
-        self.last -= 1
 
 
 def failing(mesh: DeviceMesh, behind: bool) -> None:
@@ -440,17 +425,19 @@ class Writes(Along):
 
 class Sized(Along):
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
-        return super().forward(x), x.shape[2]
+        return super().forward(x), x.shape[self.dim]
 
 
 class Replaced(Behind):
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__(1)
-        self.space[0] = make(2)
+        self.space[0], self.time[0] = make(2), make(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.space[0](x + 0)
-        return self.time[0](x[0] if isinstance(x, tuple) else x)
+        for stage in (self.space[0], self.time[0]):
+            x = stage(x + 0 if stage is self.space[0] else x)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
 
 
 KEEPS = "it writes to what it keeps or was given"
@@ -485,10 +472,26 @@ def test_a_stage_that_cannot_be_cut_is_left_alone(ranks, name: str) -> None:
     cut, plain = (dsp.plan(model, x, size=2, overlap=overlap) for overlap in (2, None))
     [one] = [o for o in cut.overlaps if o.name == "space.0"]
     assert (one.reason, one.pieces) == (reason, 1)
-    assert f"1 switch in one piece at space.0: {reason}" in cut.text()
+    assert f"1 switch in one piece at space.*: {reason}" in cut.text()
     assert (cut.bytes, cut.calls, cut.text().count("in 2")) == (plain.bytes, plain.calls, 0)
     assert "piece" not in plain.text()
     ranks(left_alone, 2, name)
+
+
+class Branches(Behind):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.mean() > 5 else x * 2)
+
+
+def branches(mesh: DeviceMesh) -> str:
+    single = Branches().double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
+    beside(single, model, mesh, of_grid(1, 6, 6), rounds=3)
+    return next(iter(model.forward.__self__.entries.values())).plan.text()
+
+
+def test_a_forward_that_reads_its_data_is_left_alone(ranks) -> None:
+    assert "in one piece at space.*: the forward goes by what its tensors hold" in ranks(branches, 2)[0]
 
 
 def test_folds_short_dims_and_other_methods_are_left_alone() -> None:
@@ -497,14 +500,22 @@ def test_folds_short_dims_and_other_methods_are_left_alone() -> None:
     assert {o.reason for o in folded.overlaps} <= {"'t' lies in a fold", "'s' lies in a fold"} | {
         "no stage makes what is switched, nor reads it alone"
     }
-    short = planned("behind", 4, (1, 4, 9), 4)
-    assert "a rank has no more than 1 of 't'" in short.text()
-    assert {o.pieces for o in short.overlaps} == {1, 3}
+    assert folded.bytes == dsp.plan(Folded(), kwargs=inputs, size=2).bytes
+    short = planned("behind", 4, (1, 4, 4), 4)
+    assert {o.reason for o in short.overlaps} == {
+        "a rank has no more than 1 of 't'",
+        "a rank has no more than 1 of 's'",
+    }
+    one = planned("behind", 4, (1, 4, 9), 4)  # the stages along s are cut, before and behind
+    assert {(o.name[:4], o.pieces) for o in one.overlaps} == {("time", 3)}
+    whole = dsp.embedded.plan(Grid(), kwargs=Grid.inputs(1, 8, 8), size=2, method="dsp", overlap=2)
+    assert {o.pieces for o in whole.overlaps} == {2}
 
 
 def test_a_stage_that_compile_compiled_is_left_alone() -> None:
     model = Behind(1)
     model.space[0].compile(backend="eager")
+    model.time[0].compile(backend="eager")
     [one] = dsp.plan(model, torch.randn(1, 6, 6, C), size=2, overlap=2).overlaps
     assert one.reason == "its compile() compiled it: compile its forward instead"
 
@@ -522,7 +533,7 @@ def test_what_does_not_work_is_an_error(ranks) -> None:
 
 
 def differ(mesh: DeviceMesh) -> None:
-    refused("overlap", dsp.parallelize, Behind(), mesh, overlap=2 + mesh.get_local_rank())
+    refused("overlap", dsp.parallelize, Behind(), mesh, overlap=2 + mesh.get_local_rank(), error=RuntimeError)
 
 
 def test_ranks_have_to_agree(ranks) -> None:
@@ -563,10 +574,8 @@ def test_four_pieces_hide_three_quarters_of_what_computing_outlasts() -> None:
     plan = planned("behind", 2, (1, 16, 16), 4, hardware=on)
     sent = sum(plan.sends[phase]["switch"][0] for phase in ("forward", "backward"))
     assert plan.estimate.hidden == pytest.approx(0.75 * sent / 1e8, rel=0.01)
-    assert (
-        dsp.choose(Behind().double(), of_grid(1, 16, 16), sizes=(1, 2), hardware=on, overlap=4).plans[2].estimate
-        == plan.estimate
-    )
+    chosen = dsp.choose(Behind().double(), of_grid(1, 16, 16), sizes=(1, 2), hardware=on, overlap=4).plans
+    assert (chosen[1].estimate.hidden, chosen[2].estimate.hidden) == (0, plan.estimate.hidden)
 
 
 def by_the_links(mesh: DeviceMesh) -> str:
@@ -591,13 +600,21 @@ def test_a_configuration_says_so() -> None:
         load(["configs/demo.yaml", "parallel.overlap=5"])
 
 
+class Wide(nn.Module):
+    stages = {"": "x=b t s c -> b t s c", "first": "b t [s c]", "second": "b [t] s [c]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 def on_the_wire(mesh: DeviceMesh) -> tuple[float, float, int]:
-    x = torch.randn(1, 64, 64, C * 32)
-    stages = {"": "x=b t s c -> b t s c", "0": "b t [s c]", "1": "b [t] s [c]"}
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
-    plan = dsp.plan(model, x, size=mesh.size(), stages=stages, gather_output=False, overlap=4)
-    dsp.parallelize(model, mesh, stages, gather_output=False, overlap=4)
+    x = torch.randn(1, 64, 64, 128)
+    plan = dsp.plan(Wide(), x, size=mesh.size(), gather_output=False, overlap=4)
+    model = dsp.parallelize(Wide(), mesh, gather_output=False, overlap=4)
     with torch.no_grad():
         model(x)
         return *measured(mesh, lambda: model(x)), plan.bytes["forward"] * mesh.size()
