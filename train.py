@@ -26,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 import dsp
-from dsp.overlap import Overlap
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, auto, checkpoint, flight, ranks, user_error
 from zoo.training import config as cfg
@@ -79,7 +78,7 @@ class Run:
     guard: Guard
     saver: Saver
     profiler: Profiler
-    overlap: Overlap
+    overlap: Any  # `parallel.overlap` as it was decided
     ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0

@@ -36,7 +36,7 @@ class UnderWay(NamedTuple):
         return cls(plan, form, torch.ops.dsp.start(flat, *splits, group), send.dtype)
 
     def arrived(self) -> Tensor:
-        """What came, flat, once it did."""
+        """The flat tensor that comes, once it did."""
         came = wait(self.received)
         if self.form is None:
             return came
@@ -121,7 +121,7 @@ class ChunkedSwitch:
 
 
 class _Send(torch.autograd.Function):
-    """Of a piece on its way the token, which is empty: it ties what was sent to what comes of it."""
+    """The token of a piece on its way, which is empty: it ties what was sent to what comes of it."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:
@@ -136,7 +136,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Of all tokens the tensor; its gradient goes back in pieces, the last of which backward comes to first."""
+    """The tensor of all tokens; its gradient goes back in pieces, the last of which backward comes to first."""
 
     @staticmethod
     def forward(ctx: Any, switch: ChunkedSwitch, *tokens: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Of a tensor that is sent in pieces a token for each that comes."""
+    """The tokens of the pieces that come for a tensor that is sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, switch: ChunkedSwitch) -> tuple[Tensor, ...]:
@@ -167,7 +167,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Of a token the piece; its gradient is sent as soon as it is there."""
+    """The piece of a token; its gradient is sent as soon as it is there."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:

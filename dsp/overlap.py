@@ -17,8 +17,11 @@ Overlap = int | Hardware | None
 def overlap_of(
     given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
 ) -> Overlap:
-    """The option as a user gives it; "auto" decides by `hardware`, or by that of a mesh, which is measured then: its
-    links, and its products in `dtype`."""
+    """The option `overlap` as a plan takes it: a number of pieces, hardware to decide by, or None.
+
+    given: as for `dsp.parallelize`. "auto" is `hardware`, or else that of a mesh, measured on all of its ranks: its
+    links, and its products in `dtype`. Raises ValueError for what is no such option, and for "auto" without either.
+    """
     refuse_overlap(given)
     if given != AUTO:
         return given

@@ -137,7 +137,7 @@ class Overlaps:
             yield Phase(times * forward.flops, times * forward.touched, sent)
 
     def sent(self, m: Move) -> Mapping[str, tuple[int, ...]]:
-        """What each rank sends in a switch that travels in pieces, forward and in backward."""
+        """Bytes that each rank sends in a switch that travels in pieces, forward and in backward."""
         value, count = self.trace.values[m.value], self.moves[m]
         return sent_in(value, m.src, m.dst, self.size, count, m.value in self.ahead.get(m.before, ()))
 
@@ -165,7 +165,7 @@ def plain(m: Move) -> bool:
 
 
 def sent_in(value: Value, src: Layout, dst: Layout, n: int, count: int, ahead: bool) -> Mapping[str, tuple[int, ...]]:
-    """What each rank sends in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage."""
+    """Bytes that each rank sends in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage, by phase."""
     held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
     rest = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1)
     found = {}

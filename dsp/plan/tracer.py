@@ -47,6 +47,7 @@ class Tracer(Between):
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
+        self.twins = False  # whether stages alike run once: then none may write to its attributes
         self.line = Moving("plan")
         self.attended: list[FlexCall] = []  # calls of flex_attention in the stage that runs
         self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
@@ -138,13 +139,18 @@ class Tracer(Between):
         args, kwargs = self.standing(args, kwargs)
         self.recorder.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
-        self.now, self.attended, self.before = [], [], state_of(self.clones[stage.name])
+        self.now, self.attended, self.before = [], [], self.state_of(stage)
         self.sends: dict[str | None, CommBytes] = {}
         self.watch.restart()
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
         self.saving.__enter__()
         return args, kwargs
+
+    def state_of(self, stage: Stage) -> Any:
+        """The state that shows whether a stage wrote to what its modules hold."""
+        clone = self.clones[stage.name]
+        return [(id(b), version(b)) for b in clone.buffers()], None if self.twins else fingerprint(clone)
 
     def look_at_places(self) -> None:
         """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
@@ -196,7 +202,7 @@ class Tracer(Between):
             saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
-            writes = self.before != state_of(self.clones[stage.name])
+            writes = self.before != self.state_of(stage)
             self.now.append(Measured(*found, bool(self.saved), self.sends, writes))
         [measured] = self.now
         graded = torch.is_grad_enabled()
@@ -208,11 +214,6 @@ class Tracer(Between):
         del self.given
         self.recorder.leave_stage(output, measured, own, again and graded, saves)
         return output
-
-
-def state_of(module: nn.Module) -> Any:
-    """The state that shows whether a stage wrote to what its modules hold."""
-    return fingerprint(module), [(id(b), version(b)) for b in module.buffers()]
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

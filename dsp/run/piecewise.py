@@ -118,7 +118,7 @@ class Pieces:
         return map_tensors(out, self.results())
 
     def taken_apart(self, x: Any, cut: Cut | None) -> Sequence[Any]:
-        """What each piece is given of a tensor that is here."""
+        """The parts of a tensor that the pieces are given."""
         sizes = [piece.place.own for piece in self.decision.pieces]
         if cut is None or not any(sizes):  # a dummy row already
             return [x] * len(sizes)
@@ -126,7 +126,7 @@ class Pieces:
         return [dense(part, order) for part in x.split(sizes, cut.dim)]
 
     def piece_of(self, k: int, x: Any, i: int) -> Any:
-        """What piece i is given of the k-th tensor: of what comes the part that came, of an empty part a dummy row."""
+        """The part of the k-th tensor that piece i is given, which may still come; of an empty one a dummy row."""
         cut, own = self.decision.cuts[k], self.decision.pieces[i].place.own
         if k in self.coming:
             with self.run_.outside_stage():

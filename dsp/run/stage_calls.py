@@ -254,7 +254,7 @@ class StageCalls:
             run.mode.resume()
 
     def before_switching(self, run: Run) -> None:
-        """Of a forward once, before what its first stage made is switched."""
+        """Called once in a forward, before what its first stage made is switched."""
         run.began = True
         self.agreement.before_switching()
 

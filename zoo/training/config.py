@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.overlap import refuse_overlap
+from dsp.overlap import overlap_of
 from dsp.wire import Wire
 from zoo.data.limits import read_bytes
 from zoo.training import UserError, complete, one_line
@@ -320,7 +320,8 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     try:
         Wire.of(config.parallel.wire)
-        refuse_overlap(config.parallel.overlap)
+        if config.parallel.overlap != "auto":
+            overlap_of(config.parallel.overlap)
     except ValueError as error:
         raise UserError(f"parallel.{error}") from None
     if not all(0 <= beta < 1 for beta in config.optim.betas):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
-from dsp.overlap import AUTO, Overlap, overlap_of
+from dsp.overlap import overlap_of
 from zoo.contract import check
 from zoo.training import UserError, initial, one_line, user_error
 from zoo.training.lora import base_of, freeze
@@ -85,16 +85,21 @@ def known_hardware(config: Config) -> dsp.Hardware | None:
     )  # fmt: skip
 
 
-def overlap_in(config: Config, mesh: DeviceMesh | None = None) -> Overlap:
+def overlap_in(config: Config, mesh: DeviceMesh | None = None) -> int | dsp.Hardware | None:
     """`parallel.overlap`; auto decides by the hardware that is configured, or else by measuring that of a mesh."""
     given, hardware = config.parallel.overlap, known_hardware(config)
-    if given == AUTO and hardware is None and mesh is None:
+    if given == "auto" and hardware is None and mesh is None:
         return None
     return overlap_of(given, hardware, mesh if hardware is None else None, compute_dtype(config))
 
 
 def make_plan(
-    config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0, overlap: Overlap = None
+    config: Config,
+    task: Task,
+    objective: nn.Module,
+    sp: int,
+    bucket: int = 0,
+    overlap: int | dsp.Hardware | None = None,
 ) -> dsp.Plan:
     """overlap: that of the run, if it was measured."""
     with torch.device("meta"), sizes_that_exist():
