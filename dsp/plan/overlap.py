@@ -165,7 +165,7 @@ def plain(m: Move) -> bool:
 
 
 def sent_in(value: Value, src: Layout, dst: Layout, n: int, count: int, ahead: bool) -> Mapping[str, tuple[int, ...]]:
-    """Bytes that each rank sends in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage, by phase."""
+    """Bytes of each rank, by phase, in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage."""
     held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
     rest = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1)
     found = {}

@@ -115,6 +115,35 @@ class Attention(nn.Module):
         return x
 
 
+class Two(nn.Module):
+    """A stage of which one result is switched, and the other one read later as it lies."""
+
+    stages = {
+        "": "x=b t s c -> b t s c",
+        "first": "b t [s c] -> b t [s c], b t [c]",
+        "second": "b [t] s [c]",
+        "third": "b t [s c], scale=b t [c]",
+    }
+
+    class First(Along):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.mean(2)
+
+    class Third(Along):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            assert scale is not None
+            return super().forward(x, scale[:, :, None])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = self.First(2), Along(1), self.Third(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.first(x)
+        return self.third(self.second(x), scale=scale)
+
+
 def of_grid(batch: int, t: int, s: int) -> tuple[Tensor, ...]:
     return (torch.randn(batch, t, s, C, dtype=torch.float64, requires_grad=True),)
 
@@ -132,6 +161,7 @@ MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "before": (Before, of_grid),
     "both": (Grid, conditioned),  # a stage with a tensor that every piece gets whole
     "several": (Attention, of_sequence),
+    "two": (Two, of_grid),
     "recomputed": (Recomputed, of_grid),
     "alone": (Alone, of_grid),
 }
@@ -146,7 +176,7 @@ def planned(name: str, size: int, sizes: tuple[int, ...], overlap: Any = 2, **ho
 
 
 def as_planned(mesh: DeviceMesh, plan: Plan, comm: Any) -> None:
-    """What the busiest rank sent is what the plan says, in as many calls."""
+    """Compare what the busiest rank sent with what the plan says, in bytes and calls."""
     for phase in ("forward", "backward", "recompute"):
         traffic = getattr(comm, phase)
         kinds = plan.sends[phase]  # the loss has an all-reduce of its own
