@@ -35,7 +35,7 @@ from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_byte
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
 from zoo.training.loader import Micro, batches, place
 from zoo.training.meter import Meter, log_line, named
-from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, without_weights
+from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
     MovingAverage,
     average_cut,
@@ -79,6 +79,7 @@ class Run:
     saver: Saver
     profiler: Profiler
     route: dsp.Route  # of switches
+    overlap: Any  # `parallel.overlap` as it was decided
     ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
@@ -111,7 +112,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # model: shapes alone, weights come last
     model, objective, stages = without_weights(config, task)
     route = dsp.Route(config.parallel.route, hardware=hardware).at(mesh["sp"])  # by links that are measured, for auto
-    plan = make_plan(config, task, objective, sp, route=route)
+    overlap = user_error(overlap_in, config, mesh["sp"] if sp > 1 else None)  # likewise
+    plan = make_plan(config, task, objective, sp, route=route, overlap=overlap)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
     stop.progress.of(model, ranks.on_first_rank(lambda: flight.folder(directory)))
@@ -122,10 +124,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
 
     # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
     predictor = task.predictor(model)
-    method, wire = config.parallel.method, config.parallel.wire
-    user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, wire=wire, route=route)
+    method, sent = config.parallel.method, {"wire": config.parallel.wire, "route": route, "overlap": overlap}
+    user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, **sent)
     cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # over sp, in sampling, too
-    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", wire=wire, route=route)
+    user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", **sent)
 
     # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
     # that a method has cut over sp are none of its business
@@ -148,7 +150,8 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     saver = Saver(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     return Run(
         config, device, stop, task, show, mesh, model, objective, predictor, updates, average, directory, {0: plan},
-        guard, saver, Profiler(config.profile, directory, device), route, runs_ahead(config.train.ahead, updates),
+        guard, saver, Profiler(config.profile, directory, device), route, overlap,
+        runs_ahead(config.train.ahead, updates),
     )  # fmt: skip
 
 
@@ -365,7 +368,8 @@ def plan_of(run: Run, bucket: int) -> dsp.Plan:
     """The plan for batches of a bucket, made when it is first asked for."""
     if bucket not in run.plans:
         _, objective, _ = without_weights(run.config, run.task)
-        run.plans[bucket] = make_plan(run.config, run.task, objective, run.mesh["sp"].size(), bucket, run.route)
+        sp = run.mesh["sp"].size()
+        run.plans[bucket] = make_plan(run.config, run.task, objective, sp, bucket, run.route, run.overlap)
     return run.plans[bucket]
 
 

@@ -57,6 +57,7 @@ for _op in (
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
+    "start(Tensor send, int[] out_splits, int[] in_splits, str group) -> Tensor",  # to be waited for
 ):
     _lib.define(_op, tags=EXACT)
 
@@ -190,6 +191,10 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return dense((torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype), order_of(x))
 
 
+def _start(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Tensor:
+    return exchanged(send, out_splits, in_splits, group, later=True)
+
+
 def _fresh(name: str, kernel: Any) -> Any:
     def run(*args: Any) -> Any:
         notify(name, *args)
@@ -208,7 +213,7 @@ def implement(lib: torch.library.Library, name: str, kernel: Any) -> None:
 for _name, _kernel in [
     ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many),
     ("switch_each", _switch_each), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
-    ("all_reduce", _all_reduce),
+    ("all_reduce", _all_reduce), ("start", _start),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
 for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself

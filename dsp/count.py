@@ -71,5 +71,6 @@ class count_comm(TorchDispatchMode):
 
 OURS = re.compile(
     "dsp_(switch|gather|reduce_scatter|all_reduce|rows|deal|collect|ring_attention)|SplitInput|WholeInput|_Launch|_Await|_Ahead"
+    "|_Send|_Join|_Start|_Take"
     "|CompiledFunction"
 )

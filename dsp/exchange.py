@@ -275,6 +275,7 @@ class SwitchPlan:
         self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
+        self.shapes = self.received if self.dst_leads else [[s, *self.joined[1:]] for s in src_parts]  # as they come
         # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
         self.even = len(set(self.dst_parts)) == 1
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
@@ -289,9 +290,16 @@ class SwitchPlan:
         """Views of what goes to each rank, in the order in which it is sent; equal ones in one tensor, ranks first."""
         if self.even:
             return x.view(self.counted).permute(self.order)
-        if self.dst_leads:
-            return x.split(self.dst_parts, self.dst)
-        return x.movedim(self.src, 0).split(self.dst_parts, self.dst + (self.dst < self.src))
+        return self.leading(x).split(self.dst_parts, self.block_dim)
+
+    def leading(self, x: Tensor) -> Tensor:
+        """A tensor with its dims in the order in which a block has them."""
+        return x if self.dst_leads else x.movedim(self.src, 0)
+
+    @property
+    def block_dim(self) -> int:
+        """The place of `dst` in that order."""
+        return self.dst if self.dst_leads else self.dst + (self.dst < self.src)
 
     def pack(self, x: Tensor) -> Tensor:
         if self.gone:
@@ -304,7 +312,7 @@ class SwitchPlan:
         return send
 
     def pack_pieces(self, x: Tensor) -> Tensor:
-        lead, dim = (x, self.dst) if self.dst_leads else (x.movedim(self.src, 0), self.dst + (self.dst < self.src))
+        lead, dim = self.leading(x), self.block_dim
         parts, send = lead.split([own for piece in self.gone for own in piece], dim), x.new_empty(x.numel())
         for rank, room in enumerate(send.split(self.in_splits)):
             shape = [*lead.shape[:dim], self.dst_parts[rank], *lead.shape[dim + 1 :]]
@@ -347,13 +355,13 @@ class SwitchPlan:
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
 
-    def join(self, received: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
-        """The same of a flat tensor from each rank, in one copy; into `room`, if there is one."""
-        if self.dst_leads:
-            parts = [part.view(shape) for part, shape in zip(received, self.received)]
-        else:
-            lead = [(shape[self.src], *self.joined[1:]) for shape in self.received]
-            parts = [part.view(shape).movedim(0, self.src) for part, shape in zip(received, lead)]
+    def join(
+        self, received: Sequence[Tensor], room: Tensor | None = None, shapes: Sequence[Sequence[int]] = ()
+    ) -> Tensor:
+        """The same of a flat tensor from each rank, or of some of these `shapes`, in one copy; into `room`, if any."""
+        parts = [part.view(shape) for part, shape in zip(received, shapes or self.shapes)]
+        if not self.dst_leads:
+            parts = [part.movedim(0, self.src) for part in parts]
         if self.came:  # from each rank its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]

@@ -228,17 +228,19 @@ def accelerator(
 class Estimate:
     """Seconds of one step: computing, and communicating, on the busiest rank; and all of it on one rank alone.
 
-    weights: what the collectives of the weights take beside that, where the step was given any.
+    weights: what the collectives of the weights take beside that, where the step was given any; hidden: of `comm`, what
+    travels while stages compute.
     """
 
     compute: float
     comm: float
     alone: float
     weights: float = 0.0
+    hidden: float = 0.0
 
     @property
     def step(self) -> float:
-        return self.compute + self.comm + self.weights
+        return self.compute + self.comm - self.hidden + self.weights
 
     @property
     def speedup(self) -> float:

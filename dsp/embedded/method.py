@@ -20,6 +20,7 @@ from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
+from dsp.overlap import overlap_of
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
@@ -163,13 +164,15 @@ def prepare(model: nn.Module, method: str, options: Mapping[str, Any]) -> Prepar
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, method: str, gather_output: bool = True,
-    wire: str | Mapping[str, str] = SAME, route: str | Route | Hardware | None = None, **options: Any,
+    wire: str | Mapping[str, str] = SAME, route: str | Route | Hardware | None = None,
+    overlap: int | str | Hardware | None = None, **options: Any,
 ) -> nn.Module:  # fmt: skip
     """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
-    `wire` and `route` are those of DSP's own switches: what is exchanged inside stages is exact, and direct. Raises
+    `wire`, `route` and `overlap` are of DSP's own switches: what is exchanged inside stages is exact, direct and waited
+    for. Raises
     ValueError for a method that does not fit the model.
     """
     mesh, route = Route.along(mesh, route)
@@ -177,12 +180,13 @@ def parallelize(
     if axis.size > 1:
         travels = {"wire": axis.wire, "route": axis.ways}
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        agree(axis, model, {**named, "gather_output": gather_output, "method": method, **travels, **options})
+        given = {"gather_output": gather_output, "method": method, "overlap": overlap, **options}
+        agree(axis, model, {**named, **given, **travels})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, stages, root, gather_output).install()
+        Runtime(model, axis, stages, root, gather_output, overlap=overlap_of(overlap, mesh=mesh)).install()
         for stage in stages:
             for inside in stage.inside:
                 if isinstance(inside, Distributed):
@@ -205,6 +209,7 @@ def plan(
     save_exchanges: bool = False,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | Hardware | None = None,
+    overlap: int | str | Hardware | None = None,
     **options: Any,
 ) -> Plan:
     """`dsp.plan` with another method; its bytes count what is sent inside the stages.
@@ -216,7 +221,7 @@ def plan(
     stages, root = prepare(model, method, options)
     goal = Goal(
         size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges,
-        wire=Wire.of(wire), ways=Route.of(route).over(size, hardware),
+        wire=Wire.of(wire), ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
     )  # fmt: skip
     return plan_stages(model, stages, root, args, kwargs, goal)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
+from dsp.overlap import overlap_of
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal
@@ -93,20 +94,22 @@ def choose(
     recompute: bool = False,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | None = None,
+    overlap: int | str | Hardware | None = None,
 ) -> Sizing:
     """Plan `model` for every number of ranks in `sizes`: which is the smallest that fits, and which the fastest.
 
     args, kwargs, stages, dtype: as for `dsp.plan`; nothing is allocated or run, and meta tensors will do. hardware:
     its memory is what has to suffice. resident: what weights, gradients and optimizer states take of a rank in bytes,
     given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
-    of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire: what
-    switches send, and route: how they go, as for `dsp.parallelize`, by `hardware`. Where no plan fits, the row shows
-    the cheapest one's peak.
+    of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire, route,
+    overlap: what switches send, how they go, and which travel while stages compute, as for `dsp.parallelize`, by
+    `hardware`. Where no plan fits, the row shows the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
     found, root = stages_of(model, stages)
-    formats, way = Wire.of(wire), Route.of(route)
+    goal = Goal(1, hardware=hardware, wire=Wire.of(wire), overlap=overlap_of(overlap, hardware))
+    way = Route.of(route)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     named = {s.name: s for s in found}
     plans: dict[int, Plan] = {}
@@ -117,11 +120,11 @@ def choose(
         )  # fmt: skip
         if resident is not None:
             t = replace(t, resident=int(resident(size)))
-        goal = Goal(size, hardware=hardware, wire=formats, ways=way.over(size, hardware))
-        plan = make_plan(t, named, goal)
+        now = replace(goal, size=size, ways=way.over(size, hardware))
+        plan = make_plan(t, named, now)
         if plan.peak > hardware.memory:
             with suppress(Infeasible):  # one that sends more may take less
-                plan = make_plan(t, named, replace(goal, memory=int(hardware.memory)))
+                plan = make_plan(t, named, replace(now, memory=int(hardware.memory)))
         plans[size] = plan
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)

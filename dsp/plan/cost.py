@@ -114,8 +114,8 @@ def switches(found: Solved, sent: Mapping[Move, tuple[int, int]]) -> list[Switch
     ]
 
 
-def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]]) -> list[StageRow]:
-    """A row for every stage call, and for glue that something is sent for."""
+def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]], pieces: Mapping[Move, int]) -> list[StageRow]:
+    """A row for every stage call, and for glue that something is sent for. pieces: of moves that travel in several."""
     found, made = loads.found, list[StageRow]()
     before: dict[int, list[Move]] = {}
     for m in found.solution.moves:
@@ -131,7 +131,7 @@ def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]]) -> list[StageRow
         share = loads.held[step.at][0] / loads.longest
         along = option.name if option is not None else layout_of(loads.trace, step, own)
         inside = [x.label for x in stage.inside] if stage is not None else []
-        rest = moved(loads.trace, own, step, along, inside), sent, peak, calls
+        rest = moved(loads.trace, own, step, along, inside, pieces), sent, peak, calls
         if stage is not None and option is not None:
             idle = chunk_sizes(option.size, found.size).count(0) if option.name is not None else 0
             row = StageRow(step.op.name, stage.pattern.text, (), along, *rest, idle, share, step.event.line)
@@ -161,13 +161,16 @@ def layout_of(t: Trace, step: Decision, moves: list[Move]) -> str | None:
     return next((t.name(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
 
 
-def moved(t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str]) -> str:
+def moved(
+    t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str], pieces: Mapping[Move, int]
+) -> str:
     """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
     needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
     for m in moves:
         src, dst = t.name(m.value, m.src), t.name(m.value, m.dst)
         end = along if m.dst == needs.get(m.value, m.src) and along != src else dst
-        texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}")
+        cut = f" in {pieces[m]}" if m in pieces else ""
+        texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}{cut}")
     if step.choice.bytes:
         passing = [step.passing.kind.replace("_", "-")] if step.passing is not None else []
         if passing and step.execution.option is not None:

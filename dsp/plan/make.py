@@ -14,9 +14,11 @@ from dsp.hardware import Hardware
 from dsp.known import stages_for
 from dsp.layout import cuts_of
 from dsp.notation import NotationError, StagePattern, parse
+from dsp.overlap import overlap_of
 from dsp.plan.advice import remedy
 from dsp.plan.cost import Loads, rows, switches
 from dsp.plan.events import Trace
+from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved, travelling
@@ -31,18 +33,19 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """Solve a trace; `stages` by name."""
     found = solved(travelling(t, goal.wire), stages, goal)
     program = Program(found)
-    traffic, loads = PlannedTraffic(found, program, goal), Loads(found)
+    overlaps = Overlaps(found, program, goal.overlap)
+    traffic, loads = PlannedTraffic(found, program, goal, overlaps), Loads(found)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
     shares = loads.shares
     return Plan(
         goal.size,
-        rows(loads, traffic.own),
+        rows(loads, traffic.own, overlaps.moves),
         switches(found, traffic.own),
         total,
         max(found.solution.peak, loads.peak),
         t.resident,
         found.solution.exact,
-        program.script(),
+        program.script(overlaps.pieces, overlaps.ahead),
         sendings=traffic.sendings,
         share=max((own for own, _ in loads.held), default=1) / loads.longest,
         whole=loads.whole(),
@@ -66,6 +69,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         wire=goal.wire,
         ways=goal.ways,
         links=of_links(traffic.links),
+        overlaps=overlaps.found,
     )
 
 
@@ -83,6 +87,7 @@ def plan(
     hardware: Hardware | None = None,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | Hardware | None = None,
+    overlap: int | str | Hardware | None = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
@@ -91,13 +96,16 @@ def plan(
     ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
     by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
     parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
-    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire: what
-    switches send, and route: how they go, as for `parallelize`, where "auto" chooses by `hardware`. Raises ValueError
-    on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire, route,
+    overlap: what switches send, how they go, and which travel while stages compute, as for `parallelize`, where "auto"
+    decides by `hardware`. Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits
+    in the memory.
     """
     found, root = stages_of(model, stages)
-    ways = Route.of(route).over(size, hardware)
-    goal = Goal(size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire), ways=ways)
+    goal = Goal(
+        size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire),
+        ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
+    )  # fmt: skip
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)
 
 

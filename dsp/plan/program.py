@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 
 from dsp.layout import Cut
@@ -106,7 +106,8 @@ class Program:
             for param, v in self.trace.inputs.items()
         }
 
-    def script(self) -> Script:
+    def script(self, pieces: Mapping[int, int], ahead: Mapping[int, Container[int]]) -> Script:
+        """By op, in how many pieces a stage call runs, and the values that come to it in pieces."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
@@ -119,6 +120,10 @@ class Program:
             event = step.event
             if event.kind == "stage":
                 steps["stage", event.index] = made = self.stage_step(step)
+                if step.at in pieces:
+                    made.pieces = pieces[step.at]
+                    made.ahead = [s is not None and s.value in ahead[step.at] for s in event.operands]
+                    made.via = [[] if comes else way for comes, way in zip(made.ahead, made.via)]
                 # run whole on every rank, it has to draw the same numbers there, as glue does
                 script.random_glue |= event.random and made.option is None
                 script.random_stages |= event.random

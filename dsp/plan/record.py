@@ -66,7 +66,8 @@ class Measured:
     """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
     touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
-    surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says.
+    surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says;
+    writes: whether it wrote to what its modules hold.
     """
 
     work: int = 0
@@ -78,6 +79,7 @@ class Measured:
     keeps: bool = False
     sends: Mapping[Layout, CommBytes] = field(default_factory=dict)
     surplus: Mapping[Layout, float] = field(default_factory=dict)
+    writes: bool = False
 
 
 @dataclass(kw_only=True)

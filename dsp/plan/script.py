@@ -23,7 +23,8 @@ class StageStep:
     option: the dim that it is sharded along (None: whole); push: where each result is switched to at once; random:
     it may draw numbers; via: the copies to be made of each tensor first, in this order; constants: what it returned
     beside tensors at full size; made: by result, the sizes of dims that no input has; onto: the dim along which the
-    ranks' sums are added up.
+    ranks' sums are added up; pieces: in how many it runs, each of which is switched while the next one is computed;
+    ahead: which of its tensors come in pieces.
     """
 
     option: str | None
@@ -33,6 +34,8 @@ class StageStep:
     constants: list[Any]
     made: list[dict[str, int]]
     onto: str | None = None
+    pieces: int = 1
+    ahead: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -149,6 +152,12 @@ class Script:
     recorded: bool = False
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)
     planned_counts: Any = field(default=None, repr=False, compare=False)  # of this rank, once a run asked
+
+    @cached_property
+    def in_pieces(self) -> frozenset[str]:
+        """The stages of which a call runs in pieces."""
+        nodes = (node for key, alike in self.nodes.items() if key[0] == "stage" for node in alike.nodes)
+        return frozenset(node.name for node in nodes if node.step is not None and node.step.pieces > 1)
 
     @cached_property
     def loosely(self) -> dict[Key, PlannedNode]:

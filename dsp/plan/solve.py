@@ -12,6 +12,7 @@ import torch
 
 from dsp.hardware import Hardware
 from dsp.layout import Cut
+from dsp.overlap import Overlap
 from dsp.plan.events import Event, Execution, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Packed, Problem, Solution, Value, chunk_sizes, length, solve
 from dsp.routes import STRAIGHT, Ways
@@ -39,6 +40,7 @@ class Goal:
     batch: bool = True
     wire: Wire = AS_IT_IS
     ways: Ways = STRAIGHT
+    overlap: Overlap = None
 
     def __post_init__(self) -> None:
         if self.size < 1:

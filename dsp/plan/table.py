@@ -13,6 +13,7 @@ from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
+from dsp.plan.hidden import Overlapped
 from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
 from dsp.plan.script import Script, Sending
@@ -91,8 +92,9 @@ class Plan:
     1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
     hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
     which switches travel. ways: how they go over several nodes; then `links` has what they send within and between
-    nodes, in bytes and calls, by phase, the busiest rank of each; a direct switch is one call, between. record: what
-    the forward did, in order, of a plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
+    nodes, in bytes and calls, by phase, the busiest rank of each; a direct switch is one call, between. overlaps: those
+    that travel while stages compute, or why not, if that was asked for. record: what the forward did, in order, of a
+    plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
     """
 
     size: int
@@ -127,6 +129,7 @@ class Plan:
     wire: Wire = AS_IT_IS
     ways: Ways = STRAIGHT
     links: dict[str, Sent] = field(default_factory=dict)
+    overlaps: list[Overlapped] = field(default_factory=list, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -153,7 +156,8 @@ class Plan:
         )
         comm = batches * hardware.seconds(*self.exchanges)
         waits = hardware.seconds(*weights)
-        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits)
+        hidden = batches * sum(o.hides(hardware, self.size) for o in self.overlaps)
+        return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits, hidden)
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -260,6 +264,7 @@ class Plan:
         if self.wire != AS_IT_IS:
             foot.append(str(self.wire))
         foot += self._by_link()
+        foot += self._overlapped()
         if self.size > 1 and self.share * self.size > 1.5:
             foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
         if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
@@ -296,6 +301,24 @@ class Plan:
         """The picture and the table, for a notebook."""
         return f"<div>{self.svg()}<pre>{escape(str(self))}</pre></div>"
 
+    def _overlapped(self) -> list[str]:
+        """The switches that travel while stages compute, and those that do not."""
+        cut, left = [o for o in self.overlaps if o.pieces > 1], dict[tuple[str, str], int]()
+        for o in self.overlaps:
+            if o.pieces == 1:
+                key = generic(o.name), o.reason
+                left[key] = left.get(key, 0) + o.switches
+        total = sum(o.switches for o in self.overlaps)
+        pieces = " or ".join(map(str, sorted({o.pieces for o in cut})))
+        lines = [f"{sum(o.switches for o in cut)} of {total} switches travel while stages compute, in {pieces} pieces"]
+        return [
+            *(lines if cut else []),
+            *(
+                f"{number_of(n, 'switch')} in one piece{name and f' at {name}'}: {why}"
+                for (name, why), n in left.items()
+            ),
+        ]
+
     def _idle(self) -> list[str]:
         found: dict[tuple[int, str], dict[str, None]] = {}
         for r in self.stages:
@@ -308,8 +331,10 @@ class Plan:
 
     def _timing(self, hardware: Hardware) -> list[str]:
         link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())
+        hidden = f" - {clock(e.hidden)} while computing" if e.hidden else ""
         lines = [
-            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)} = {clock(e.step)}; "
+            f"a step: compute {clock(e.compute)} + {calls} calls over {link.name} {clock(e.comm)}{hidden} = "
+            f"{clock(e.step)}; "
             f"on one rank {clock(e.alone)}"
         ]
         if self.size > 1 and e.speedup <= 1:

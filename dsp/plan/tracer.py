@@ -19,13 +19,14 @@ from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.record import Cost, Measured
 from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import checkpointed
+from dsp.plan.stage_cache import fingerprint
 from dsp.private import storage_id
 from dsp.rules.between import Between, suspects, unrunnable
 from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable
 from dsp.rules.functions import BY_NUMBER, Traits, traits
 from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
-from dsp.tensors import map_tensors, tensors_in
+from dsp.tensors import map_tensors, tensors_in, version
 from dsp.text import Moving
 
 LEFT = (Sharded, DTensor)  # by earlier calls
@@ -47,6 +48,7 @@ class Tracer(Between):
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
+        self.twins = False  # whether stages alike run once: then none may write to its attributes
         self.line = Moving("plan")
         self.attended: list[FlexCall] = []  # calls of flex_attention in the stage that runs
         self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
@@ -149,7 +151,7 @@ class Tracer(Between):
         args, kwargs = self.standing(args, kwargs)
         self.recorder.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
-        self.now, self.attended = [], []
+        self.now, self.attended, self.before = [], [], self.state_of(stage)
         self.sends: dict[str | None, CommBytes] = {}
         self.surplus: dict[str | None, float] = {}
         self.loads: list[tuple[dict[str | None, float], int]] = []
@@ -158,6 +160,11 @@ class Tracer(Between):
         self.saving = saving(self.saved)
         self.saving.__enter__()
         return args, kwargs
+
+    def state_of(self, stage: Stage) -> Any:
+        """The state that shows whether a stage wrote to what its modules hold."""
+        clone = self.clones[stage.name]
+        return [(id(b), version(b)) for b in clone.buffers()], None if self.twins else fingerprint(clone)
 
     def look_at_places(self) -> None:
         """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
@@ -214,7 +221,8 @@ class Tracer(Between):
             saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
-            self.now.append(Measured(*found, bool(self.saved), self.sends, self.surplus))
+            writes = self.before != self.state_of(stage)
+            self.now.append(Measured(*found, bool(self.saved), self.sends, self.surplus, writes))
         [measured] = self.now
         graded = torch.is_grad_enabled()
         saves = measured.keeps or (own and graded)

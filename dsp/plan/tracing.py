@@ -190,6 +190,7 @@ class Rehearsal:
         args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
         tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
+        tracer.twins = bool(self.groups)
         tracer.recorder.root_inputs(bound)
         tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
         handles, before = self.hooks(tracer), self.marks()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from dsp.methods import Sent
+from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Decision, Goal, Solved
@@ -25,8 +26,8 @@ class PlannedTraffic:
     each move forward, and its calls that are no other move's; `links` those of switches by link, on an axis of several
     nodes."""
 
-    def __init__(self, found: Solved, program: Program, goal: Goal) -> None:
-        self.found, self.program, self.goal, self.trace = found, program, goal, found.trace
+    def __init__(self, found: Solved, program: Program, goal: Goal, overlaps: Overlaps) -> None:
+        self.found, self.program, self.goal, self.trace, self.overlaps = found, program, goal, found.trace, overlaps
         self.recomputing = {event.region for event in self.trace.events if event.grad}
         self.each: dict[str, Each]  # by phase
         self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
@@ -66,10 +67,14 @@ class PlannedTraffic:
             sizes[s.phase, self.collective(m)] += s.value.travels if s.value is not None else 0
         seen: set[Hashable] = set()
         for m, s in made:
-            one = s.phase, self.collective(m)
-            whole = s._replace(calls=int(one not in seen))
+            one, pieces = (s.phase, self.collective(m)), self.overlaps.moves.get(m, 0)
+            whole = s._replace(calls=pieces or int(one not in seen))
             seen.add(one)
-            legs = self.by_link(whole, sizes[one]) if s.kind == "switch" and self.goal.ways.node else []
+            way = DIRECT if pieces else self.goal.ways.way(sizes[one])
+            legs = self.by_link(whole, way) if s.kind == "switch" and self.goal.ways.node else []
+            if pieces:
+                there = "backward" if s.phase == "backward" else "forward"
+                whole = whole._replace(value=None, each=self.overlaps.sent(m)[there])
             for sending in legs or [whole]:
                 self.send(sending)
             if s.phase == "forward":
@@ -86,11 +91,11 @@ class PlannedTraffic:
             for phase, kind, src, dst in self.phases(m, self.trace.grads[m.value] and (m.value, m.dst) in by_grad):
                 yield m, Sending(phase, at, kind, 1, value.gradient if phase == "backward" else value, src, dst)
 
-    def by_link(self, switch: Sending, total: int) -> list[Sending]:
-        """The sendings of a switch, in a collective of `total` bytes, that goes in legs; none if it is direct."""
+    def by_link(self, switch: Sending, way: str) -> list[Sending]:
+        """The sendings of a switch that goes in legs; none if it is direct."""
         assert switch.value is not None
         ways, n, new = self.goal.ways, self.found.size, switch.calls
-        way, rows = ways.way(total), dealt(switch.value, switch.src, switch.dst, n)
+        rows = dealt(switch.value, switch.src, switch.dst, n)
         legs = [ways.legs(way, rows.__getitem__, rank) for rank in range(n)]
         parts = [(kind, [leg[kind][0] for leg in legs], new * legs[0][kind][1]) for kind in (WITHIN, BETWEEN)]
         if ways.nodes > 1:
@@ -110,7 +115,11 @@ class PlannedTraffic:
 
     def collective(self, m: Move) -> Hashable:
         """The same for moves that share one: switches of small tensors at one place, but for a copy made of another."""
-        if m.kind != "switch" or not fuses(self.trace.values[m.value].nbytes, self.found.size):
+        if (
+            m.kind != "switch"
+            or m in self.overlaps.moves
+            or not fuses(self.trace.values[m.value].nbytes, self.found.size)
+        ):
             return m
         return ("push", m.after) if self.program.pushed(m) else ("use", m.before, self.rounds[m])
 

@@ -43,13 +43,14 @@ from dsp.planner.problem import (
     dealt,
     fuses,
     length,
+    piece_sizes,
     price,
 )  # fmt: skip
 from dsp.planner.sweep import Sweep
 
 __all__ = [
     "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Packed", "Problem",
-    "Solution", "Value", "chunk_sizes", "dealt", "fuses", "length", "price", "solve",
+    "Solution", "Value", "chunk_sizes", "dealt", "fuses", "length", "piece_sizes", "price", "solve",
 ]  # fmt: skip
 
 

@@ -167,6 +167,11 @@ def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
     return tuple(min(chunk, max(0, size - chunk * rank)) for rank in range(n))
 
 
+def piece_sizes(size: int, count: int) -> tuple[int, ...]:
+    """The sizes of so many pieces of a rank's own part: 5 in 3 pieces are 2, 2, 1."""
+    return tuple(size // count + (i < size % count) for i in range(count))
+
+
 def fuses(nbytes: int, n: int) -> bool:
     """Tell whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
 

@@ -50,6 +50,8 @@ class Run(Lookup):
         self.sizes_key = tuple(root_sizes.items())
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
+        self.again = False  # whether it computes again what an activation checkpoint did not keep
+        self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the stage call that runs now, if it is cut
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
@@ -61,6 +63,15 @@ class Run(Lookup):
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
+
+    @contextmanager
+    def outside_stage(self) -> Iterator[None]:
+        """Within a stage: what is sent is sent for its results, as it would be after it."""
+        inside, self.in_stage = self.in_stage, None
+        try:
+            yield
+        finally:
+            self.in_stage = inside
 
     def observe(self, method: str, *args: Any) -> None:
         """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""

@@ -37,6 +37,7 @@ from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
 from dsp.run.lookup import InTurn
+from dsp.run.piecewise import in_pieces
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
@@ -46,10 +47,13 @@ from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 def active(runtime: Any, run: Run) -> Iterator[None]:
     """Make `run` the one that hooks and glue of `runtime` serve."""
     token, run.mode = ACTIVE.set((runtime, run)), Glue(run)
+    cut = in_pieces(runtime.stages, run.script) if run.script is not None and run.script.in_pieces else ()
     try:
         with run.mode:
             yield
     finally:
+        for forward in cut:
+            forward.let_go()
         ACTIVE.reset(token)
         run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
 
@@ -367,6 +371,7 @@ def note_checkpoint(run: Run) -> None:
     @contextmanager
     def around() -> Iterator[None]:
         again = Run(*arguments)
+        again.again = True
         again.traffic_check = traffic_check
         assert runtime is not None
         with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):

@@ -22,6 +22,7 @@ from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
+from dsp.overlap import Overlap, overlap_of, refuse_overlap
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
@@ -93,6 +94,7 @@ def parallelize(
     compile: bool | str = False,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | Hardware | None = None,
+    overlap: int | str | Hardware | None = None,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -119,17 +121,28 @@ def parallelize(
     rank after the other; or ``"auto"``, the quickest of these for each switch's size, by links measured now, or
     those of a `dsp.Hardware`. A node has LOCAL_WORLD_SIZE ranks, or as `dsp.Route` says. With a route `mesh` may have
     two axes, nodes and the ranks in one, that are used as one; DTensors are then over that one, ``output.device_mesh``.
+    overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched: each piece travels while the
+    next one is computed, in backward as well (docs/planning.md). "auto" measures the links and cuts where that saves
+    time; a `dsp.Hardware` is one to decide by without measuring. A switch brings the same numbers; gradients of weights
+    are added up piece by piece, which rounds otherwise.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
     every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
     """
+    refuse_overlap(overlap)
+    if compile and overlap is not None:
+        raise ValueError(
+            f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler orders what is sent and "
+            "computed. Give one of the two; or compile the forwards of stages, which may be cut: block.forward = "
+            "torch.compile(block.forward)"
+        )
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)
     axis = Axis.of(mesh, Wire.of(wire), route.over(mesh.size()))
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, compile, wire, route)
+                parallelize(part.module, mesh, part.stages, gather_output, compile, wire, route, overlap)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -138,13 +151,15 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        travels = {"wire": axis.wire, "route": axis.ways}
-        agree(axis, model, {"stages": stated, "gather_output": gather_output, "compile": compile, **travels})
+        options = {"gather_output": gather_output, "compile": compile, "overlap": overlap}
+        agree(axis, model, {"stages": stated, "wire": axis.wire, "route": axis.ways, **options})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, found, root, gather_output, compile).install()
+        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        cut = overlap_of(overlap, mesh=mesh, dtype=kind)
+        Runtime(model, axis, found, root, gather_output, compile, cut).install()
     return model
 
 
@@ -175,9 +190,9 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
-        compile: bool | str = False,
+        compile: bool | str = False, overlap: Overlap = None,
     ) -> None:  # fmt: skip
-        self.model, self.axis, self.stages, self.root = model, axis, stages, root
+        self.model, self.axis, self.stages, self.root, self.overlap = model, axis, stages, root, overlap
         self.gather_output = gather_output
         self.graphs = Graphs(model, axis, compile) if compile else None
         self.entries: OrderedDict[Any, CallEntry] = OrderedDict()  # by the signature of inputs
@@ -432,7 +447,9 @@ class Runtime:
 
     def solve(self, t: Trace) -> Plan:
         return make_plan(
-            t, {s.name: s for s in self.stages}, Goal(self.axis.size, wire=self.axis.wire, ways=self.axis.ways)
+            t,
+            {s.name: s for s in self.stages},
+            Goal(self.axis.size, wire=self.axis.wire, ways=self.axis.ways, overlap=self.overlap),
         )
 
 

@@ -10,7 +10,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -19,19 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.collectives import inexact
 from dsp.gradients import waited
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
+from dsp.planner import piece_sizes
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
 from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.glue import note_checkpoint
 from dsp.run.lookup import NUMBERS, InTurn
+from dsp.run.piecewise import cut_up, with_dummy
 from dsp.run.recipes import NoKey
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -47,7 +48,7 @@ class StageDecision:
 
     node: what the plan has of it; slots: the places of its tensors in args or kwargs; cuts: what each has to be (None:
     whole); still: all of them are; via: the copies to be made of each first; landings: where its results lie, by the
-    shapes of what it made.
+    shapes of what it made; pieces: in which it runs instead, each of this rank's part; ahead: its tensors that come so.
     """
 
     node: PlannedNode | None
@@ -61,6 +62,16 @@ class StageDecision:
     via: Sequence[Sequence[Via]]
     still: bool
     landings: dict[Any, list[At]] = field(default_factory=dict)
+    pieces: list[StageDecision] = field(default_factory=list)
+    ahead: frozenset[int] = frozenset()
+
+    def cut(self, step: StageStep, shells: Sequence[Sharded | None]) -> None:
+        """Make it a decision that runs in pieces, on tensors that lie so."""
+        ranks, parts = self.place.peers
+        cut = zip(*[piece_sizes(part, step.pieces) for part in parts])
+        self.pieces = [replace(self, place=self.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut]
+        comes = enumerate(zip(shells, step.ahead, self.cuts))
+        self.ahead = frozenset(k for k, (s, ahead, c) in comes if ahead and s is not None and s.at.cut != c)
 
     @property
     def draws(self) -> bool:
@@ -125,12 +136,13 @@ class StageCalls:
         place = decision.place
         tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         shells, cuts = [run.open(t) for t in tensors], decision.cuts
-        parts = list(map(plain, run.views.bring(tensors, shells, cuts, decision.via)))
+        wanted = cut_up(self, run, stage, decision, shells) if decision.pieces else cuts
+        parts = list(map(plain, run.views.bring(tensors, shells, wanted, decision.via)))
         if stage.around is not None and decision.option.name is not None:
             place, parts, cuts = self.received(stage.around, decision, tensors, parts)
         locals_ = parts
         if place.own == 0:
-            locals_ = [x if c is None else torch.cat([x, dummy(x, c)], c.dim) for x, c in zip(parts, cuts)]
+            locals_ = list(map(with_dummy, parts, cuts))
         args, kwargs = list(args), dict(kwargs)
         for slot, local in zip(decision.slots, locals_):
             (args if type(slot) is int else kwargs)[slot] = local
@@ -138,6 +150,8 @@ class StageCalls:
             stage, decision, place, fork(self.axis) if decision.draws else None,
             [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
+        if run.pieces is not None:
+            run.pieces.start(shells, args, kwargs)
         return tuple(args), kwargs
 
     def received(
@@ -195,10 +209,13 @@ class StageCalls:
             peers = Peers.all(option.size, self.axis.size)
         still = all(s is None or s.at.cut == cut for s, cut in zip(shells, option.cuts))
         via = step.via if step is not None and len(step.via) == len(bound) else []
-        return StageDecision(
+        found = StageDecision(
             node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
+        if step is not None and step.pieces > 1:
+            found.cut(step, shells)
+        return found
 
     # --- out ---
 
@@ -210,31 +227,36 @@ class StageCalls:
         inside = run.in_stage
         if inside is None or inside.stage is not stage:
             return None
-        run.in_stage = None
+        run.in_stage, pieces, run.pieces = None, run.pieces, None
         try:
             if inside.random is not None:
                 join(inside.random)
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
+                if pieces is not None:
+                    pieces.let_go()
                 self.failed(run, inside, error)
                 return None
-            self.refuse_sizes(run, inside, output)
+            self.refuse_sizes(run, inside.stage, inside.decision, output)
             for x in inside.given:
                 if version(x.local) != x.written:
                     run.writes.wrote(stage.where, x.tensor if x.shell is None else x.shell, x.missed())
             if not run.began:
-                run.began = True
-                self.agreement.before_switching()
-            if type(output) is Tensor:
-                [made] = self.results(run, inside, [output])
-            else:
-                made = map_tensors(output, self.results(run, inside, [*map(waited, tensors_in(output))]))
+                self.before_switching(run)
+            tensors = [output] if type(output) is Tensor else [*map(waited, tensors_in(output))]
+            results = self.results(run, inside, tensors) if pieces is None else pieces.carried(tensors)
+            made = results[0] if type(output) is Tensor else map_tensors(output, results)
             if run.recorder is not None:
                 made = run.recorder.apart([x.tensor for x in inside.given], made)
                 run.observe("leave_stage", made)
             return made
         finally:
             run.mode.resume()
+
+    def before_switching(self, run: Run) -> None:
+        """Called once in a forward, before what its first stage made is switched."""
+        run.began = True
+        self.agreement.before_switching()
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
         """Keep what may be amiss with the pattern of a stage that raised."""
@@ -243,9 +265,9 @@ class StageCalls:
             tensors = [x.tensor for x in inside.given]
             run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
 
-    def refuse_sizes(self, run: Run, inside: InStage, output: Any) -> None:
+    def refuse_sizes(self, run: Run, stage: Stage, decision: StageDecision, output: Any) -> None:
         """Raise NotationError if what a stage returned beside tensors is other than on the whole."""
-        stage, node, step, name = inside.stage, inside.decision.node, inside.decision.step, inside.decision.option.name
+        node, step, name = decision.node, decision.step, decision.option.name
         if step is None or not node.exact or run.script.recorded:  # type: ignore[union-attr]
             return
         if (found := constants_in(output)) != step.constants:
@@ -388,15 +410,3 @@ def misread(
                 f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
             )
     return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"
-
-
-def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
-    shape = [*local.shape]
-    shape[cut.dim] = cut.folds
-    if local.dtype == torch.bool:
-        return local.new_ones(shape)
-    if not inexact(local):
-        return local.new_zeros(shape)
-    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
-    return line.to(local.dtype).view(shape)

@@ -20,8 +20,8 @@ from dsp.embedded import Timing
 from dsp.hardware import clock
 from zoo.training import UserError
 from zoo.training.config import Config, create_task
-from zoo.training.dry_run import Memory, known_hardware, steps_on
-from zoo.training.model import compute_dtype, without_weights
+from zoo.training.dry_run import Memory, steps_on
+from zoo.training.model import compute_dtype, known_hardware, without_weights
 from zoo.training.tracking import number_of, size
 
 

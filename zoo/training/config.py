@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp import Route
+from dsp.overlap import overlap_of
 from dsp.wire import Wire
 from zoo.data.limits import read_bytes
 from zoo.training import UserError, complete, one_line
@@ -321,6 +322,8 @@ def _check_values(config: Config) -> None:
     try:
         Wire.of(config.parallel.wire)
         Route.of(config.parallel.route)
+        if config.parallel.overlap != "auto":
+            overlap_of(config.parallel.overlap)
     except ValueError as error:
         raise UserError(f"parallel.{error}") from None
     if not all(0 <= beta < 1 for beta in config.optim.betas):

@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 import dsp
-from zoo.training import UserError, user_error
+from zoo.training import UserError
 from zoo.training.config import Config, create_task, mesh_shape
 from zoo.training.estimate import saved_for_backward, total
-from zoo.training.model import compute_dtype, make_plan, recomputed_modules, repeated_stages, without_weights
+from zoo.training.model import (
+    compute_dtype,
+    known_hardware,
+    make_plan,
+    recomputed_modules,
+    repeated_stages,
+    without_weights,
+)
 from zoo.training.task import Task
 from zoo.training.tracking import amount, number_of, size
 
@@ -46,6 +53,8 @@ def dry_run(config: Config) -> None:
         print(f"  {size(held):>10}  {what}")
     print(f"\n{memory.advice(sp)}")
     print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    if config.parallel.overlap == "auto" and hardware is None:
+        print("parallel.overlap=auto measures the links when the run starts: name hardware.device to see it here")
     if hardware is not None:
         print(
             f"\na step on {config.hardware.device} (products at {config.hardware.products:.0%} of the peak), "
@@ -191,18 +200,6 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
     return dsp.embedded.Steps(
         plan, held, hardware, sum(p.numel() for p in objective.parameters()), len(repeated_stages(objective.model)) + 1,
         compute_dtype(config), task.batch_tokens(), config.train.accumulation,
-    )  # fmt: skip
-
-
-def known_hardware(config: Config) -> dsp.Hardware | None:
-    """The hardware that the configuration names, if it does."""
-    options = config.hardware
-    if options.device is None:
-        return None
-    return user_error(
-        dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
-        stream=options.stream, link=options.link, network=options.network, node=options.node,
-        memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
     )  # fmt: skip
 
 

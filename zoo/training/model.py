@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 import dsp
+from dsp.overlap import overlap_of
 from zoo.contract import check
 from zoo.training import UserError, initial, one_line, user_error
 from zoo.training.lora import base_of, freeze
@@ -71,15 +73,42 @@ def sizes_that_exist() -> Iterator[None]:
         raise UserError(f"model and data make a tensor that no machine holds: {one_line(error)}") from error
 
 
+def known_hardware(config: Config) -> dsp.Hardware | None:
+    """The hardware that the configuration names, if it does."""
+    options = config.hardware
+    if options.device is None:
+        return None
+    return user_error(
+        dsp.hardware.accelerator, options.device, dtype=compute_dtype(config), products=options.products,
+        stream=options.stream, link=options.link, network=options.network, node=options.node,
+        memory=config.parallel.memory and config.parallel.memory * 2**30, prefix="hardware: ",
+    )  # fmt: skip
+
+
+def overlap_in(config: Config, mesh: DeviceMesh | None = None) -> int | dsp.Hardware | None:
+    """`parallel.overlap`; auto decides by the hardware that is configured, or else by measuring that of a mesh."""
+    given, hardware = config.parallel.overlap, known_hardware(config)
+    if given == "auto" and hardware is None and mesh is None:
+        return None
+    return overlap_of(given, hardware, mesh if hardware is None else None, compute_dtype(config))
+
+
 def make_plan(
-    config: Config, task: Task, objective: nn.Module, sp: int, bucket: int = 0, route: dsp.Route | None = None
-) -> dsp.Plan:  # fmt: skip
+    config: Config,
+    task: Task,
+    objective: nn.Module,
+    sp: int,
+    bucket: int = 0,
+    route: dsp.Route | None = None,
+    overlap: int | dsp.Hardware | None = None,
+) -> dsp.Plan:
+    """route, overlap: those of the run, if they were measured."""
     with torch.device("meta"), sizes_that_exist():
         inputs = task.example(objective, bucket)
         return user_error(
             dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
-            wire=config.parallel.wire, route=route,
+            wire=config.parallel.wire, route=route, overlap=overlap or overlap_in(config),
         )  # fmt: skip
 
 

@@ -57,6 +57,10 @@ class Parallel:
         "direct", "way of switches where sp is longer than a node: direct; hierarchical, within nodes first; rounds; "
         "or auto, the quickest for each size by links that are measured (docs/cluster.md)",
     )  # fmt: skip
+    overlap: Any = option(
+        None, "switches travel while the stages before them compute, in 2 to 4 pieces; auto: where that saves time by "
+        "the links, measured; null: not (docs/cluster.md)",
+    )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip

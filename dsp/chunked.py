@@ -1,0 +1,182 @@
+"""A switch in several all-to-alls, so that each may travel while what the next one sends is computed.
+
+Every rank's part of one of the two dims, `cut`, is taken in as many pieces, and all-to-all i carries piece i of every
+rank. From `cut` a piece is sent as soon as it is there, and those that came are joined once all did. To `cut` all
+pieces are sent at once, and each is waited for when it is needed. Either is the other's backward, which begins with the
+last piece. The bytes are those of one switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsp.exchange import SwitchPlan, order_of, packed, place, ranks, switch_plan_of_parts, wait
+from dsp.observers import run_observed, save_observer
+from dsp.planner import chunk_sizes, piece_sizes
+from dsp.wire import Format, format_of
+
+
+class UnderWay(NamedTuple):
+    """One of the all-to-alls, and what its numbers are to become."""
+
+    plan: SwitchPlan
+    form: Format | None
+    received: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def start(cls, plan: SwitchPlan, send: Tensor, group: str, wire: str) -> UnderWay:
+        form, splits = format_of(wire, send.dtype), (plan.out_splits, plan.in_splits)
+        flat, *splits = (send, *splits) if form is None else packed(form, send, *splits, group)  # type: ignore[assignment]
+        return cls(plan, form, torch.ops.dsp.start(flat, *splits, group), send.dtype)
+
+    def arrived(self) -> Tensor:
+        """The flat tensor that comes, once it did."""
+        came = wait(self.received)
+        if self.form is None:
+            return came
+        return self.form.unpack(came, self.plan.out_splits, came.new_empty(sum(self.plan.out_splits), dtype=self.dtype))
+
+
+class ChunkedSwitch:
+    """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `other`.
+
+    Behind what makes the pieces it leads from `cut` to `other`: `send` each in order, then `join`. Before what takes
+    them it leads from `other` to `cut`: `start` gives a token for each, which `take` makes the piece of once it came.
+    """
+
+    def __init__(
+        self, cut: int, other: int, sizes: tuple[int, int], group: str, count: int, formats: tuple[str, str]
+    ) -> None:
+        """sizes: of the whole tensor along `cut` and `other`; formats: from `cut` to `other`, and back."""
+        self.cut, self.other, self.group, self.count, self.formats = cut, other, group, count, formats
+        n, self.rank = ranks(group)
+        self.pieces = [piece_sizes(part, count) for part in chunk_sizes(sizes[0], n)]  # of each rank
+        self.there = chunk_sizes(sizes[1], n)
+        self.under_way: dict[int, UnderWay] = {}
+        self.tokens: list[Tensor] = []
+
+    def send(self, piece: Tensor) -> None:
+        """Send the next piece of this rank's part."""
+        self.tokens.append(_Send.apply(piece, self, len(self.tokens)))
+
+    def join(self) -> Tensor:
+        """The switched tensor, once all pieces came."""
+        return _Join.apply(self, *self.tokens)
+
+    def start(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Send all pieces of the others' parts; a token for each of this rank's own, which are under way."""
+        return _Start.apply(x, self)
+
+    def take(self, token: Tensor, i: int) -> Tensor:
+        """The piece of a token, in the token's type."""
+        return _Take.apply(token, self, i).to(token.dtype)
+
+    def let_go(self) -> None:
+        """Wait for what nobody will read any more: torch keeps it for good otherwise."""
+        for piece in self.under_way.values():
+            wait(piece.received)
+        self.under_way.clear()
+
+    # --- without autograd ---
+
+    def launch(self, i: int, piece: Tensor) -> None:
+        """Send a piece of this rank's part to where it is sharded along `other`."""
+        parts = tuple(own[i] for own in self.pieces)
+        where = tuple(piece.shape), self.cut, self.other, parts, self.there, self.rank, order_of(piece)
+        plan = switch_plan_of_parts(*where)
+        self.under_way[i] = UnderWay.start(plan, plan.pack(piece), self.group, self.formats[0])
+
+    def collect(self) -> Tensor:
+        """All pieces, once they came, as a part that is sharded along `other`."""
+        came = [self.under_way.pop(i) for i in range(self.count)]
+        parts = [piece.arrived().split(piece.plan.out_splits) for piece in came]
+        order = [(i, r) for r in range(len(self.pieces)) for i in range(self.count)]  # rank by rank
+        return came[0].plan.join([parts[i][r] for i, r in order], shapes=[came[i].plan.shapes[r] for i, r in order])
+
+    def deal(self, x: Tensor, order: Iterable[int]) -> None:
+        """Send a part that is sharded along `other` as pieces of `cut`, in this order."""
+        sizes, shape = [own[i] for own in self.pieces for i in range(self.count)], [*x.shape]
+        blocks: list[Tensor] = []
+        for i in order:
+            parts = tuple(own[i] for own in self.pieces)
+            shape[self.cut] = sum(parts)
+            plan = switch_plan_of_parts(
+                tuple(shape), self.other, self.cut, self.there, parts, self.rank, order_of(x)
+            )  # fmt: skip
+            blocks = blocks or [*plan.leading(x).split(sizes, plan.block_dim)]
+            send = x.new_empty(sum(plan.in_splits))
+            place(send.split(plan.in_splits), blocks[i :: self.count])
+            self.under_way[i] = UnderWay.start(plan, send, self.group, self.formats[1])
+
+    def piece(self, i: int) -> Tensor:
+        """A piece of this rank's part, once it came."""
+        came = self.under_way.pop(i)
+        return came.plan.unpack(came.arrived())
+
+
+class _Send(torch.autograd.Function):
+    """The token of a piece on its way, which is empty: it ties what was sent to what comes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:
+        ctx.switch, ctx.i = switch, i
+        switch.launch(i, piece)
+        return piece.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> Any:
+        return ctx.switch.piece(ctx.i), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The tensor of all tokens; its gradient goes back in pieces, the last of which backward comes to first."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: ChunkedSwitch, *tokens: Tensor) -> Tensor:
+        save_observer(ctx)
+        ctx.switch = switch
+        return switch.collect()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run_observed(ctx, ctx.switch.deal, grad, reversed(range(ctx.switch.count)))
+        return None, *[grad.new_empty(0)] * ctx.switch.count
+
+
+class _Start(torch.autograd.Function):
+    """The tokens of the pieces that come for a tensor that is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, switch: ChunkedSwitch) -> tuple[Tensor, ...]:
+        ctx.switch = switch
+        switch.deal(x, range(switch.count))
+        return tuple(x.new_empty(0) for _ in range(switch.count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tokens: Tensor) -> Any:
+        return ctx.switch.collect(), None
+
+
+class _Take(torch.autograd.Function):
+    """The piece of a token; its gradient is sent as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:
+        save_observer(ctx)
+        ctx.switch, ctx.i = switch, i
+        return switch.piece(i)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run_observed(ctx, ctx.switch.launch, ctx.i, grad)
+        return grad.new_empty(0), None, None

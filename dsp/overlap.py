@@ -1,0 +1,43 @@
+"""The option by which switches travel while stages compute: how many pieces, or hardware by which a plan decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dsp.hardware import Hardware, measured
+
+AUTO = "auto"
+MOST = 4  # pieces; with more the links' latency counts, and what is hidden hardly grows
+Overlap = int | Hardware | None
+
+
+def overlap_of(
+    given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
+) -> Overlap:
+    """The option `overlap` as a plan takes it: a number of pieces, hardware to decide by, or None.
+
+    given: as for `dsp.parallelize`. "auto" is `hardware`, or else that of a mesh, measured on all of its ranks: its
+    links, and its products in `dtype`. Raises ValueError for what is no such option, and for "auto" without either.
+    """
+    refuse_overlap(given)
+    if given != AUTO:
+        return given
+    if hardware is None and mesh is None:
+        raise ValueError(
+            "overlap='auto' weighs what is hidden against what more calls cost, which depends on the hardware: "
+            "dsp.plan(..., hardware=dsp.Hardware(...)), or a number of pieces"
+        )
+    return hardware if mesh is None else measured(mesh, node=mesh.size(), dtype=dtype)
+
+
+def refuse_overlap(given: Any) -> None:
+    """Raise ValueError for what is no such option."""
+    pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
+    if not (given is None or given == AUTO or pieces or isinstance(given, Hardware)):
+        raise ValueError(
+            f"overlap: expected None, 'auto', a number of pieces from 2 to {MOST}, or a dsp.Hardware to decide by, "
+            f"got {given!r}"
+        )

@@ -1,0 +1,206 @@
+"""A stage that runs piece by piece along its sharded dim, so that the switch of each piece travels meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.chunked import ChunkedSwitch
+from dsp.collectives import inexact
+from dsp.exchange import dense, order_of
+from dsp.gradients import waited
+from dsp.layout import At, Cut
+from dsp.plan.script import Script
+from dsp.private import compiled_call
+from dsp.run.forward import Run
+from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.stages import Stage
+from dsp.tensors import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from dsp.run.stage_calls import StageCalls, StageDecision
+
+
+def in_pieces(stages: Sequence[Stage], script: Script) -> list[InPieces]:
+    """Have the stages that a script cuts run piece by piece, until they are let go of."""
+    modules = dict.fromkeys(stage.module for stage in stages if stage.name in script.in_pieces)
+    return [InPieces(m) for m in modules if compiled_call(m) is None]
+
+
+class InPieces:
+    """The forward of a stage while a run goes on: for a call that the plan cuts, once for each piece.
+
+    It runs within the hooks of others on the stage, such as fully_shard's, and around what became of the stage's own
+    forward, such as an activation checkpoint.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward, self.before = module, module.forward, module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    def let_go(self) -> None:
+        """Give the stage its own forward back."""
+        if self.before is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = ACTIVE.get()
+        pieces = None if current is None else current[1].pieces
+        if pieces is None or pieces.begun or pieces.stage.module is not self.module:
+            return self.forward(*args, **kwargs)
+        return pieces.run(self.forward, args, kwargs)
+
+
+def cut_up(
+    calls: StageCalls, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
+) -> Sequence[Cut | None]:
+    """Begin a call that the plan cuts; the cuts in which its tensors are to be brought."""
+    if type(stage.module.__dict__.get("forward")) is not InPieces:  # it was compiled since it was planned
+        return decision.cuts
+    run.pieces = Pieces(calls, run, stage, decision)
+    return run.pieces.wanted(shells)
+
+
+class Pieces:
+    """One call of a stage, piece by piece. `landed`: where its results lie once it ran."""
+
+    def __init__(self, calls: StageCalls, run: Run, stage: Stage, decision: StageDecision) -> None:
+        self.calls, self.run_, self.stage, self.decision = calls, run, stage, decision
+        self.begun, self.landed = False, list[At]()
+        self.coming: dict[int, ChunkedSwitch] = {}  # of the tensors that come in pieces, by their number
+        self.leaving: dict[int, ChunkedSwitch] = {}  # likewise of results
+        self.made: list[list[Tensor]] = []  # of each result its pieces, or those that are still to be sent
+
+    def let_go(self) -> None:
+        """Wait for what nobody will read any more."""
+        for switch in (*self.coming.values(), *self.leaving.values()):
+            switch.let_go()
+
+    # --- in ---
+
+    def wanted(self, shells: Sequence[Sharded | None]) -> list[Cut | None]:
+        """The cuts in which the tensors are to be brought: of those that come in pieces the ones that they have."""
+        cuts = enumerate(zip(shells, self.decision.cuts))
+        return [s.at.cut if s is not None and k in self.decision.ahead else c for k, (s, c) in cuts]
+
+    def start(self, shells: Sequence[Sharded | None], args: Any, kwargs: Any) -> None:
+        """Send the tensors that come in pieces; in the stage's arguments, a token for each piece is in their place."""
+        for k in sorted(self.decision.ahead):
+            x, cut, slot = shells[k], self.decision.cuts[k], self.decision.slots[k]
+            assert x is not None
+            assert cut is not None
+            self.coming[k] = self.switch(cut, x.at.cut, x.at.shape, back=True)
+            with self.run_.outside_stage():
+                (args if type(slot) is int else kwargs)[slot] = self.coming[k].start(plain(x))
+
+    def switch(self, cut: Cut, other: Cut, shape: Sequence[int], back: bool) -> ChunkedSwitch:
+        sizes, axis = (shape[cut.dim], shape[other.dim]), self.run_.axis
+        formats = axis.formats[::-1] if back else axis.formats
+        return ChunkedSwitch(cut.dim, other.dim, sizes, axis.group, len(self.decision.pieces), formats)
+
+    def run(self, forward: Any, args: Any, kwargs: Any) -> Any:
+        """The stage's output on this rank's part, with what the plan switches switched."""
+        self.begun, decision = True, self.decision
+        given = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
+        cut = [x if k in self.coming else self.taken_apart(x, c) for k, (x, c) in enumerate(zip(given, decision.cuts))]
+        for i, piece in enumerate(decision.pieces):
+            args, kwargs = list(args), dict(kwargs)
+            for k, slot in enumerate(decision.slots):
+                (args if type(slot) is int else kwargs)[slot] = self.piece_of(k, cut[k][i], i)
+            out = forward(*args, **kwargs)
+            self.keep(piece, out)
+        return map_tensors(out, self.results())
+
+    def taken_apart(self, x: Any, cut: Cut | None) -> Sequence[Any]:
+        """The parts of a tensor that the pieces are given."""
+        sizes = [piece.place.own for piece in self.decision.pieces]
+        if cut is None or not any(sizes):  # a dummy row already
+            return [x] * len(sizes)
+        order = order_of(x)
+        return [dense(part, order) for part in x.split(sizes, cut.dim)]
+
+    def piece_of(self, k: int, x: Any, i: int) -> Any:
+        """The part of the k-th tensor that piece i is given, which may still come; of an empty one a dummy row."""
+        cut, own = self.decision.cuts[k], self.decision.pieces[i].place.own
+        if k in self.coming:
+            with self.run_.outside_stage():
+                x = self.coming[k].take(x, i)
+        if cut is None or x.shape[cut.dim]:
+            return x
+        assert not own
+        return with_dummy(x, cut)
+
+    # --- out ---
+
+    def carried(self, tensors: Sequence[Tensor]) -> list[Sharded]:
+        """The stage's results, which `run` made, as the model sees them."""
+        numbers = self.decision.node.results  # type: ignore[union-attr]
+        return [carry(t, at, self.run_.first + number) for t, at, number in zip(tensors, self.landed, numbers)]
+
+    def keep(self, piece: StageDecision, out: Any) -> None:
+        """Send what a piece returned, or keep it."""
+        calls, run = self.calls, self.run_
+        calls.refuse_sizes(run, self.stage, self.decision, out)
+        tensors = [*map(waited, tensors_in(out))]
+        self.landed = calls.landings(run, self.stage, piece, tensors)
+        tensors = calls.of_part(piece, [], tensors, self.landed)
+        self.made = self.made or [[] for _ in tensors]
+        for k, (t, own) in enumerate(zip(tensors, self.made)):
+            if run.again or self.target(k) is None:  # computed again: what nobody asks for is not sent
+                own.append(t)
+            else:
+                self.send(k, t)
+
+    def target(self, k: int) -> Cut | None:
+        """The cut that a result is switched to, if it is."""
+        push = self.decision.step.push  # type: ignore[union-attr]
+        return push[k] if k < len(push) and push[k] != self.landed[k].cut else None
+
+    def send(self, k: int, piece: Tensor) -> None:
+        run, at, target = self.run_, self.landed[k], self.target(k)
+        assert target is not None
+        with run.outside_stage():
+            if not run.began:
+                self.calls.before_switching(run)
+            if k not in self.leaving:
+                self.leaving[k] = self.switch(at.cut, target, at.shape, back=False)
+            self.leaving[k].send(piece)
+
+    def results(self) -> list[Tensor]:
+        """The results in one piece each, where the plan wants them."""
+        found, lie = list[Tensor](), list[At]()
+        for k, (own, at) in enumerate(zip(self.made, self.landed)):
+            if (target := self.target(k)) is None:
+                found.append(torch.cat(own, at.cut.dim))
+                lie.append(at)
+                continue
+            for piece in own:
+                self.send(k, piece)
+            with self.run_.outside_stage():
+                found.append(self.leaving[k].join())
+            lie.append(self.run_.axis.at(at.shape, target))
+        self.landed = lie
+        return found
+
+
+def with_dummy(local: Tensor, cut: Cut | None) -> Tensor:
+    """An empty part with a dummy row; a whole tensor as it is."""
+    return local if cut is None else torch.cat([local, dummy(local, cut)], cut.dim)
+
+
+def dummy(local: Tensor, cut: Cut) -> Tensor:
+    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
+    shape = [*local.shape]
+    shape[cut.dim] = cut.folds
+    if local.dtype == torch.bool:
+        return local.new_ones(shape)
+    if not inexact(local):
+        return local.new_zeros(shape)
+    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
+    return line.to(local.dtype).view(shape)
