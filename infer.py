@@ -8,7 +8,8 @@
     python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
     python infer.py runs/demo --help
 
-All ranks share each sample (sp = all of them), and the result does not depend on how many there are.
+All ranks share each sample (sp = all of them), and the result does not depend on how many there are, unless --wire has
+them send activations in fewer bits.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from zoo.training import config as cfg
 from zoo.training.show.options import checked
 from zoo.training.tracking import number_of
 from zoo.training.use import arguments as describe
-from zoo.training.use import load_model, locate, progress
+from zoo.training.use import load_model, locate, progress, wire_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,10 +81,11 @@ def main(arguments: Sequence[str]) -> int:
         task = cfg.create_task(config)
         infer = cfg.create_infer(task)
         describe(parser, infer, run / "inference")
+        wire_option(parser)
         trained = [getattr(config.data, name, 1) for name in ("frames", "height", "width")]
         options = checked(parser.parse_args(arguments[1:]), trained)
         with ranks.process_group() as device:
-            model = load_model(task, directory, step, device, options.weights == "averaged")
+            model = load_model(task, directory, step, device, options.weights == "averaged", options.wire)
             began = time.perf_counter()
             with torch.no_grad():
                 written = user_error(infer.run, model, options, device, progress())

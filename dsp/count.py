@@ -70,6 +70,6 @@ class count_comm(TorchDispatchMode):
 
 
 OURS = re.compile(
-    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|ring_attention)|SplitInput|WholeInput|_Launch|_Await|_Ahead"
+    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|deal|collect|ring_attention)|SplitInput|WholeInput|_Launch|_Await|_Ahead"
     "|CompiledFunction"
 )

@@ -56,6 +56,9 @@ class StageMethod(Protocol):
         sizes: of the stage's dims.
         """
 
+    def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
+        """The work of the busiest rank in such a call, over that of a chunk as long among equals."""
+
 
 class Peers(NamedTuple):
     """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""

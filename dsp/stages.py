@@ -74,6 +74,23 @@ class Stage:
         tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
         return solve_sizes(tensors, root, where=self.where)
 
+    def result_sizes(
+        self, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root: Mapping[str, int]
+    ) -> dict[str, int]:
+        """The sizes of the dims of a result. What the stage computes over may have changed."""
+        found = dict(sizes)
+        for name in [n for n in p.names if n in self.pattern.computed]:
+            if len(p.axes[p.axis_of(name)]) == 1:
+                found[name] = t.shape[p.axis_of(name)]
+        for name, size in solve_sizes([(p, tuple(t.shape))], {**root, **found}, where=self.where).items():
+            if name in self.pattern.free and size != sizes.get(name, size):
+                raise NotationError(
+                    f"{self.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
+                    f"{sizes[name]}; a dim outside brackets keeps its size"
+                )
+            found[name] = size
+        return found
+
     def options(self, bound: list[Bound], sizes: Mapping[str, int], n: int) -> list[Option]:
         """Every way to shard this call over n ranks, batch last; run whole if there is none."""
         found = []
@@ -83,7 +100,8 @@ class Stage:
             if sizes.get(name, 1) < 2:
                 continue
             cuts = tuple(cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound)
-            if any(cuts) and all(c is None or fits_fold(b.pattern, name, sizes, n) for b, c in zip(bound, cuts)):
+            patterns = [*(b.pattern for b, c in zip(bound, cuts) if c is not None), *self.pattern.outputs]
+            if any(cuts) and all(fits_fold(p, name, sizes, n) for p in patterns):
                 along = [None] if name in names else [d for d in self.pattern.free if self.adds_up(d, sizes)]
                 found += [Option(name, cuts, sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
         if found:
@@ -135,10 +153,12 @@ def cut_for(pattern: TensorPattern | None, shape: Any, name: str, sizes: Mapping
 
 
 def fits_fold(pattern: TensorPattern | None, name: str, sizes: Mapping[str, int], n: int) -> bool:
+    """Tell whether the axis with the dim `name`, if there is one, can be sharded along it; dims of unknown size in it
+    may be longer than 1."""
     if pattern is None or name not in pattern.names:
         return True
     names = pattern.axes[pattern.axis_of(name)]
-    return fold_fits(sizes[name], math.prod(sizes[other] for other in names[names.index(name) + 1 :]), n)
+    return fold_fits(sizes[name], math.prod(sizes.get(other, 2) for other in names[names.index(name) + 1 :]), n)
 
 
 def clean(name: str) -> str:

@@ -17,15 +17,16 @@ from typing import Any
 from zoo.registry import create, from_export, from_reference, list_models, sizes
 
 
-def load(path: Any, *, averaged: bool = True) -> Any:
+def load(path: Any, *, averaged: bool = True, wire: str = "same") -> Any:
     """The trained model of a run's directory, or of one of its checkpoints: a `zoo.training.use.Run`.
 
     averaged: with the moving average of its weights, if the run kept one. It is restored on every rank; a process that
-    torchrun did not start is the only one. ValueError: no run, no sound checkpoint, or one of another model.
+    torchrun did not start is the only one. wire: the format in which ranks send activations to one another, as for
+    `dsp.parallelize`. ValueError: no run, no sound checkpoint, or one of another model.
     """
     from zoo.training.use import Run  # it needs what models do not: dsp, configurations, checkpoints
 
-    return Run(path, averaged=averaged)
+    return Run(path, averaged=averaged, wire=wire)
 
 
 def pipeline(
@@ -35,17 +36,19 @@ def pipeline(
     scheduler: str | None = None,
     shift: float | None = None,
     branches: bool = False,
+    wire: str = "same",
 ) -> Any:
     """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
 
     Wan, Latte, and STDiT by its own weights in `transformer/`, beside `vae/`, `text_encoder/`, `tokenizer/` and
     `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: that for which the family was published.
     scheduler: the class of another of diffusers' schedulers; shift: of its noise levels. branches: half of the ranks
-    make each of the two predictions of guidance. ValueError: a part is missing, damaged or not known.
+    make each of the two predictions of guidance. wire: the format in which ranks send activations to one another, as
+    for `dsp.parallelize`. ValueError: a part is missing, damaged or not known.
     """
     from zoo.training.pipeline import Pipeline
 
-    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches)
+    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches, wire=wire)
 
 
 __all__ = ["create", "from_export", "from_reference", "list_models", "load", "pipeline", "sizes"]

@@ -138,13 +138,13 @@ def all_ranks() -> DeviceMesh:
 
 
 class Step:
-    """A training step of a model by a method, on this rank of all."""
+    """A training step of a model by a method, on this rank of all; `how`: other options of `dsp.parallelize`."""
 
-    def __init__(self, method: str, shape: Shape, recompute: str = "no") -> None:
+    def __init__(self, method: str, shape: Shape, recompute: str = "no", **how: Any) -> None:
         self.size = dist.get_world_size()
         mesh = all_ranks()
         self.model = shape.model()
-        dsp.embedded.parallelize(self.model, mesh, method, gather_output=False)
+        dsp.embedded.parallelize(self.model, mesh, method, gather_output=False, **how)
         again: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if recompute == "saved" else {}
         for stage in [s for layer in self.model.blocks for s in (layer.spatial, layer.temporal) if recompute != "no"]:
             stage.forward = partial(checkpoint, stage.forward, use_reentrant=False, **again)

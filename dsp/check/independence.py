@@ -74,7 +74,7 @@ def compare_slices(
         cuts = [cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound]
         sums = name in stage.pattern.summed
         try:
-            worst = (sums_off if sums else slices_off)(stage, args, kwargs, cuts, name, sizes, whole)
+            worst = (sums_off if sums else slices_off)(stage, args, kwargs, cuts, name, sizes, whole, root_sizes)
             how = "a sum over" if sums else "independent along"
             what = "the sum of f(slice) is off by {} from f" if sums else "f(slice) is off by {} from the slice of f"
             failure = f"is not {how} {name!r}: {what.format(f'{worst:.1e}')}"
@@ -95,22 +95,23 @@ def run(stage: Stage, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def slices_off(
-    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor]
-) -> float:
+    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor],
+    root: Mapping[str, int],
+) -> float:  # fmt: skip
     """The largest error of f(slice)."""
     worst, size = 0.0, sizes[name]
     for start, length in slices(size):
         call = call_part(stage.signature, args, kwargs, cuts, size, start, length)
         for t, w, p in zip(run(stage, call.args, call.kwargs), whole, stage.outputs(whole)):
-            out_sizes = {**{m: w.shape[p.axis_of(m)] for m in p.names if len(p.axes[p.axis_of(m)]) == 1}, **sizes}
-            cut = cut_for(p, w.shape, name, out_sizes)
+            cut = cut_for(p, w.shape, name, stage.result_sizes(w, p, sizes, root))
             worst = max(worst, error(t, part(w, cut, size, start, length) if cut is not None else w))
     return worst
 
 
 def sums_off(
-    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor]
-) -> float:
+    stage: Stage, args: Any, kwargs: Any, cuts: Cuts, name: str, sizes: Mapping[str, int], whole: list[Tensor],
+    root: Mapping[str, int],
+) -> float:  # fmt: skip
     """The error of the sum of f(slice) over slices that cover the dim."""
     size = sizes[name]
     calls = [call_part(stage.signature, args, kwargs, cuts, size, *own) for own in slices(size)[:2]]

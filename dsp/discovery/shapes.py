@@ -61,8 +61,9 @@ def carried(node: Any, cuts: Cuts, n: int) -> Outcome | None:
     if (node.in_place and cuts[0] is None) or "out" in node.kwargs:  # a part written into what is whole
         return None
     found = outcome_of(node, dict(enumerate(cuts)), n)
-    alone = found is not None and not (found.narrow or found.rows or found.numbers) and found.reduce is None
-    return found if alone else None
+    if found is None or found.narrow or found.rows or found.numbers or found.deal or found.reduce is not None:
+        return None
+    return found
 
 
 class Shapes(Probe):

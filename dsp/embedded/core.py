@@ -61,6 +61,9 @@ class Distributed:
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         raise NotImplementedError
 
+    def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
+        return 1.0
+
     def run(self, place: RankPart, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's output for this rank's part of its inputs; `forward` is the module's own."""
         raise NotImplementedError

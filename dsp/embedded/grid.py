@@ -167,6 +167,9 @@ class Grid:
 
     # --- what it sends ---
 
+    def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
+        return 1.0
+
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
         """The busiest rank's traffic before and after the stage, which checkpoints of the stage do not repeat."""
         dim, n1, _ = self.factors(sizes, n)

@@ -10,20 +10,21 @@ Letters: b batch, n places of this rank, h heads, g heads of keys and values, e 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dsp.embedded import pairs
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore
 from dsp.embedded.low_rank import LowRank
+from dsp.embedded.pairs import Hop
 from dsp.exchange import ranks
 from dsp.methods import CommBytes, Peers, RankPart
 from dsp.notation import NotationError
-from dsp.private import _resolve_process_group
+from dsp.planner import chunk_sizes
 from dsp.sent import counts
 from dsp.stages import Stage
 
@@ -41,32 +42,19 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causa
     """Softmax attention over places that are sharded: keys and values travel from rank to rank.
 
     q (b n h e), k and v (b n g e), of one dtype: this rank's `torch.chunk` of `size` places -> (b n h e). `causal`: no
-    place sees a later one. `group` is the name of a process group. A rank holds two blocks of keys and values at once.
+    place sees a later one; queries travel, too, so that all ranks compute as much (`dsp.embedded.pairs`). `group` is
+    the name of a process group. A rank holds two blocks of keys and values at once.
     """
     n, _ = ranks(group)
     peers = Peers.all(size, n)
     return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, causal, group)[0]
 
 
-class _Hop:
-    """A block on its way to the next rank while one of `places` arrives from the rank before; `wait` gives that one."""
-
-    def __init__(self, send: Tensor, places: int, among: list[int], group: str) -> None:
-        pg = _resolve_process_group(group)  # type: ignore[arg-type]
-        place = among.index(pg.rank())
-        after, before = among[(place + 1) % len(among)], among[place - 1]
-        self.sent, self.received = send.contiguous(), send.new_empty((*send.shape[:2], places, *send.shape[3:]))
-        ops = []
-        if self.sent.numel():  # both sides know the sizes, and that nothing need be sent of nothing
-            ops.append(dist.P2POp(dist.isend, self.sent, group=pg, group_peer=after))
-        if self.received.numel():
-            ops.append(dist.P2POp(dist.irecv, self.received, group=pg, group_peer=before))
-        self.works = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
+def _hop(kv: Tensor, places: int, among: list[int], group: str) -> Hop:
+    """A block on its way to the next rank while one of `places` arrives from the rank before."""
+    place = among.index(ranks(group)[1])
+    room = kv.new_empty((*kv.shape[:2], places, *kv.shape[3:]))
+    return Hop([kv], among[(place + 1) % len(among)], [room], among[place - 1], group)
 
 
 def _round(kv: Tensor, parts: list[int], among: list[int], group: str) -> Iterator[tuple[int, Tensor]]:
@@ -74,20 +62,21 @@ def _round(kv: Tensor, parts: list[int], among: list[int], group: str) -> Iterat
     n, rank = len(among), among.index(ranks(group)[1])
     for step in range(n):
         owner = (rank - step) % n
-        hop = _Hop(kv, parts[owner - 1], among, group) if step < n - 1 else None
+        hop = _hop(kv, parts[owner - 1], among, group) if step < n - 1 else None
         yield owner, kv
         if hop is not None:
-            kv = hop.wait()
+            (kv,) = hop.wait()
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, parts: list[int], among: list[int], causal: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    rank = among.index(ranks(group)[1])
+    if causal:
+        return pairs.forward(q, k, v, parts, among, group)
     out = lse = None
     for owner, kv in _round(torch.stack([k, v]), parts, among, group):
-        if parts[owner] and len(q[0]) and (owner <= rank or not causal):
-            found = block(q, kv[0], kv[1], causal and owner == rank)
+        if parts[owner] and len(q[0]):
+            found = block(q, kv[0], kv[1], False)
             out, lse = found if out is None or lse is None else merge(out, lse, *found)
     if out is None or lse is None:  # no places here
         return torch.empty_like(q), _no_lse(q)
@@ -98,20 +87,21 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[int], among: list[int],
     causal: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rank = among.index(ranks(group)[1])
+    if causal:
+        return pairs.backward(grad, q, k, v, out, lse, parts, among, group)
     dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-    home: _Hop | None = None  # the gradients that travel, with their block but a step later
+    home: Hop | None = None  # the gradients that travel, with their block but a step later
     for owner, kv in _round(torch.stack([k, v]), parts, among, group):
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
-        if parts[owner] and len(q[0]) and (owner <= rank or not causal):
-            more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, causal and owner == rank)
+        if parts[owner] and len(q[0]):
+            more, *both = block_backward(grad, q, kv[0], kv[1], out, lse, False)
             dq += more
             dkv = torch.stack(both)
         if home is not None:
-            dkv += home.wait()
-        home = _Hop(dkv, parts[owner - 1], among, group)
+            dkv += home.wait()[0]
+        home = _hop(dkv, parts[owner - 1], among, group)
     assert home is not None
-    dk, dv = home.wait().to(q.dtype).unbind()
+    dk, dv = home.wait()[0].to(q.dtype).unbind()
     return dq.to(q.dtype), dk.clone(), dv.clone()
 
 
@@ -157,22 +147,29 @@ def hops(sizes: Sequence[int], rank: int, count: int) -> int:
     return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
 
 
-@counts("ring", "ring_attention")
+@counts("ring", "ring_attention", calls=lambda *where: _calls(where[3], where[5])[0])
 def _sent_forward(q: Tensor, k: Tensor, *where: Any) -> int:
-    parts, among, _, group = where[-4:]
-    return _cost(k, parts, among.index(ranks(group)[1]))[0]
+    parts, among, causal, group = where[-4:]
+    return _cost(q, k, parts, among.index(ranks(group)[1]), causal)[0]
 
 
-@counts("ring", "ring_attention_backward")
+@counts("ring", "ring_attention_backward", calls=lambda *where: _calls(where[6], where[8])[1])
 def _sent_backward(grad: Tensor, q: Tensor, k: Tensor, *where: Any) -> int:
-    parts, among, _, group = where[-4:]
-    return _cost(k, parts, among.index(ranks(group)[1]))[1]
+    parts, among, causal, group = where[-4:]
+    return _cost(q, k, parts, among.index(ranks(group)[1]), causal)[1]
 
 
-def _cost(k: Tensor, sizes: Sequence[int], rank: int) -> tuple[int, int]:
+def _cost(q: Tensor, k: Tensor, sizes: Sequence[int], rank: int, causal: bool) -> tuple[int, int]:
+    """Bytes that a rank sends forward and in backward."""
+    if causal:
+        return pairs.sent(q, k, sizes, rank)
     unit, n = 2 * k.shape[0] * k.shape[2] * k.shape[3], len(sizes)
     forward = hops(sizes, rank, n - 1) * unit * k.element_size()
     return forward, forward + hops(sizes, rank, n) * unit * max(k.element_size(), 4)
+
+
+def _calls(sizes: Sequence[int], causal: bool) -> tuple[int, int]:
+    return (pairs.calls(sizes),) * 2 if causal else (len(sizes) - 1, 2 * len(sizes) - 1)
 
 
 class Ring(AttentionCore):
@@ -186,18 +183,29 @@ class Ring(AttentionCore):
                 "of Linformer (rows, project, attend: dsp.embedded.low_rank), or use method='dsp' or 'ulysses'"
             )
 
+    @property
+    def causal(self) -> bool:
+        return bool(getattr(self.module, "causal", False))
+
     @classmethod
     def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
         sums = all(hasattr(core.module, name) for name in ("rows", "project", "attend"))
         return (LowRank if sums else cls)(core, stage, along)
 
     def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        causal = bool(getattr(self.module, "causal", False))
         peers = place.peers
-        return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, causal, place.axis.group)[0]
+        return torch.ops.dsp.ring_attention(q, k, v, peers.parts, peers.ranks, self.causal, place.axis.group)[0]
+
+    def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
+        if along != self.along or not self.causal:
+            return 1.0
+        q, _, _ = self.bind(args, kwargs)
+        parts = chunk_sizes(q.shape[1], n) if self.grid is None else self.grid.parts(sizes, n)
+        work = pairs.work(parts)
+        return max(work) / sum(work) * sum(parts) / parts[0]
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> CommBytes:
-        n = len(sizes)
-        forward, backward = map(max, zip(*(_cost(k, sizes, rank) for rank in range(n))))
-        there = {"ring": (forward, n - 1)}
-        return CommBytes(there, {"ring": (backward, 2 * n - 1)}, there)
+        each = [_cost(q, k, sizes, rank, self.causal) for rank in range(len(sizes))]
+        (forward, backward), calls = map(max, zip(*each)), _calls(sizes, self.causal)
+        there = {"ring": (forward, calls[0])}
+        return CommBytes(there, {"ring": (backward, calls[1])}, there)

@@ -80,7 +80,7 @@ class Backwards:
                 places[i] = own
             found.append((sym, own))
         outcome = op.outcome(places) if places else None
-        if outcome is None or isinstance(outcome, GlueError) or outcome.cut != cut or outcome.rows:
+        if outcome is None or isinstance(outcome, GlueError) or outcome.cut != cut or outcome.rows or outcome.deal:
             return None
         return None if outcome.numbers is not None or outcome.sizes else found
 

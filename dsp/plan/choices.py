@@ -166,6 +166,7 @@ class Choices(Operations):
             "stage", node.index, node.name, operands=syms, sizes=sizes, flops=measured.flops,
             memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=node.constants,
+            made=[{n: r.sizes[n] for n in r.pattern.names if n not in node.sizes} for r in node.results],
             own=node.own,
         )  # fmt: skip
         self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
@@ -201,7 +202,7 @@ class Choices(Operations):
             rank=int(option.last_resort),
             bytes=sum(nbytes for nbytes, _ in sends.forward.values()) + (max(passing.forward) if passing else 0),
             calls=sum(calls for _, calls in sends.forward.values()) + (passing is not None),
-            execution=Execution(option, sends, passing),
+            execution=Execution(option, sends, measured.surplus.get(option.name, 0.0), passing),
         )
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:

@@ -55,6 +55,12 @@ class Loads:
         """The FLOPs of each op in a step, on one process."""
         return [self.trace.forwards(event) * event.flops for event in self.trace.events]
 
+    @property
+    def busiest(self) -> list[float]:
+        """The FLOPs of each op in a step, on the busiest rank."""
+        surplus = [self.trace.forwards(step.event) * step.execution.surplus for step in self.found.steps]
+        return [(work + more) * share for work, more, share in zip(self.flops, surplus, self.shares)]
+
     def touched(self, step: Decision) -> float:
         """Bytes that the busiest rank reads and writes in a step: as it computes, but outside of cut weights."""
         stage, (outside, inside) = self.found.stage(step), step.event.touched

@@ -31,7 +31,9 @@ class Sym:
 class Passing(NamedTuple):
     """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either.
 
-    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own.
+    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own. after:
+    what each rank sends when the op has run, for each result that travels then in a collective of its own, as its
+    gradient does in backward, which is among `pieces` alone; returns: how many there are in backward.
     """
 
     kind: str
@@ -39,10 +41,24 @@ class Passing(NamedTuple):
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...] = ()
+    after: tuple[tuple[int, ...], ...] = ()
+    returns: int = 1
+
+    @property
+    def most(self) -> int:
+        """Bytes of the busiest rank forward."""
+        return max(map(sum, zip(self.forward, *self.after)))
+
+    @property
+    def calls(self) -> int:
+        return 1 + len(self.after)
 
     def where(self, asked: Sequence[bool]) -> Passing:
         """The same where a gradient comes to these of the results."""
         own = [piece for piece, asks in zip(self.pieces, asked) if asks]
+        if self.after:
+            every = [piece for piece in (self.backward, *own) if any(piece)]
+            return self._replace(backward=tuple(map(sum, zip(*every))), returns=len(every))
         return self._replace(backward=tuple(map(sum, zip(*own)))) if own and self.pieces else self
 
 
@@ -52,6 +68,7 @@ class Execution:
 
     option: Option | None = None  # of a stage
     sends: CommBytes = field(default_factory=CommBytes)  # inside of a stage
+    surplus: float = 0.0  # FLOPs of the busiest rank beyond those of its chunk, at full size
     passing: Passing | None = None  # of a stage, where it sums
     source: Cut | None = None  # where a source is made in parts
     copied: bool = False  # whether what would be a view is a copy
@@ -79,6 +96,7 @@ class Event:
     line: str = ""  # of the user's code, as "model.py:37"
     written: bool = False  # a glue op that writes in place
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
+    made: list[dict[str, int]] = field(default_factory=list)  # by result of a stage: dims that no input has
 
 
 @dataclass

@@ -47,7 +47,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         share=max((own for own, _ in loads.held), default=1) / loads.longest,
         whole=loads.whole(),
         calls={phase: sum(times for _, times in sent.values()) for phase, sent in traffic.sends.items()},
-        flops=int(sum(f * share for f, share in zip(loads.flops, shares))),
+        flops=int(sum(loads.busiest)),
         flops_alone=sum(loads.flops),
         flops_whole=sum(f for f, share in zip(loads.flops, shares) if share == 1),
         flops_model=sum(event.flops * (1 + 2 * event.grad) for event in t.events),

@@ -20,6 +20,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def visible(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    **_: Any,
+) -> float:  # fmt: skip
+    """The share of all pairs of a query and a key that attention computes: of a causal one those that are seen."""
+    n, m = query.shape[-2], key.shape[-2]
+    if not is_causal or not n * m:
+        return 1.0
+    square = min(n, m)
+    return (square * (square + 1) // 2 + (n - square) * m) / (n * m)
+
+
 KERNELS = "efficient_attention flash_attention cudnn_attention flash_attention_for_cpu".split()
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
@@ -55,7 +67,7 @@ class Meter(TorchDispatchMode):
     """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
 
     `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while
-    `inside` is not 0.
+    `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
     """
 
     def __init__(self) -> None:
@@ -66,7 +78,7 @@ class Meter(TorchDispatchMode):
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
         self.live = self.peak = self.largest = self.flops = 0
-        self.touched, self.inside = [0, 0], 0
+        self.touched, self.inside, self.part = [0, 0], 0, 1.0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +86,7 @@ class Meter(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # it is no operation of the forward's own
             out = func(*args, **kwargs)
         if op.flops is not None:
-            self.flops += op.flops(*args, **kwargs, out_val=out)
+            self.flops += int(op.flops(*args, **kwargs, out_val=out) * self.part)
         if op.draws and not undropped(func, args, kwargs):
             self.random = True
         if op.touches and (made := tensors_in(out)):

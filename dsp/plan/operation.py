@@ -44,6 +44,11 @@ class Operation:
     def tracked(self) -> list[Ref]:
         return self.node.operands
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of it on one process, as far as they are known."""
+        return self.node.cost.flops if self.node.cost is not None else 0
+
     @cached_property
     def facts(self) -> NodeFacts:
         return NodeFacts(self.node, [None if s is None else s.value for s in self.syms])

@@ -16,7 +16,7 @@ from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
 from dsp.plan.values import Values, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.rules import SOURCES, GlueError, Outcome, source_cuts
+from dsp.rules import SOURCES, Dealing, GlueError, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
 
@@ -267,6 +267,8 @@ class Operations(Values):
         if math.prod(map(len, keys)) > COMBOS:
             combos = self.alike(op, keys)
         for combo in combos:
+            if any(combo) and op.into is not None and combo[op.values.index(op.into.value)] is None:
+                continue  # into a tensor that is whole: so must be what it writes
             if any(combo):
                 self.try_way(op, combo, found)
                 if op.name in JOINS:
@@ -290,7 +292,7 @@ class Operations(Values):
         if apart and (outcome.cut is None or not outcome.cut.joined):
             return
         passing = self.passing(op, outcome, cuts)
-        sent = 0 if passing is None else max(passing.forward)
+        sent = 0 if passing is None else passing.most
         found.view &= outcome.cut is not None and outcome.view
         if outcome.cut is None:
             whole = (None,) * len(op.outputs)
@@ -301,9 +303,11 @@ class Operations(Values):
         copied = not op.written and any(op.outputs[0].memory == op.tracked[i].memory for i in outcome.rows)
         joined = any(c.joined for c in (outcome.cut, *cuts.values()))
         found.through |= not (sent or copied or joined or batch)
-        gives, calls = (outcome.cut,) * len(op.outputs), int(passing is not None)
-        execution = Execution(passing=passing, copied=copied, apart=apart) if passing or copied or apart else None
-        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=execution))
+        gives, calls = (outcome.cut,) * len(op.outputs), passing.calls if passing is not None else 0
+        surplus = (outcome.load - 1) * op.flops
+        execution = Execution(passing=passing, copied=copied, apart=apart, surplus=surplus)
+        special = None if execution == Execution() else execution
+        found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=special))
 
     def learn(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> bool:
         """Note the layout of the results that are cut so in `found`, and tell whether it is along batch."""
@@ -344,6 +348,8 @@ class Operations(Values):
             size = sum(t.numel() * summed_in(t.dtype).itemsize for t in op.outputs)
             each = (-(-2 * size * (self.n - 1) // self.n),) * self.n
             return Passing("all_reduce", "all_reduce", each, each)
+        if outcome.deal is not None:
+            return self.dealt(op, outcome.deal, outcome.cut)
         there, back, pieces = [0] * self.n, [0] * self.n, list[tuple[int, ...]]()
         for i in cuts.keys() & outcome.rows.keys():
             t = op.tracked[i]
@@ -354,6 +360,18 @@ class Operations(Values):
                 back, pieces = list(map(add, back, own)), [*pieces, tuple(own)]
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
+
+    def dealt(self, op: Operation, dealing: Dealing, cut: Cut) -> Passing | None:
+        """The traffic of an operand whose rows are dealt to the ranks, and of results that are brought back."""
+        deal, x = dealing.deal, op.tracked[dealing.operand]
+        none, after, pieces = (0,) * self.n, list[tuple[int, ...]](), list[tuple[int, ...]]()
+        there, back = map(tuple, deal.sent(x.nbytes // deal.size))
+        for i, t in enumerate(op.outputs):
+            again, home = map(tuple, deal.sent(t.nbytes // t.shape[cut.dim])) if i in dealing.results else (none, none)
+            after += [home] if any(home) else []
+            pieces.append(again if t.requires_grad else none)
+        back = back if x.requires_grad else none
+        return Passing("rows", "rows", there, back, tuple(pieces), tuple(after)) if any(there) else None
 
     def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
         """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""

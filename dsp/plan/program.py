@@ -173,7 +173,7 @@ class Program:
         event, option = step.event, step.execution.option
         assert option is not None
         pushes, ways = self.pushes_of(step), self.via(event.operands, step.at)
-        return StageStep(option.name, pushes, event.random, ways, event.constants, option.onto)
+        return StageStep(option.name, pushes, event.random, ways, event.constants, event.made, option.onto)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
         """The decision on an operation; None if it runs on its operands as they lie."""

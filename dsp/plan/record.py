@@ -65,7 +65,8 @@ class Cost(NamedTuple):
 class Measured:
     """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
 
-    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option.
+    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
+    surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says.
     """
 
     work: int = 0
@@ -76,6 +77,7 @@ class Measured:
     largest: int = 0
     keeps: bool = False
     sends: Mapping[Layout, CommBytes] = field(default_factory=dict)
+    surplus: Mapping[Layout, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dsp.layout import Cut
 from dsp.lines import line_now
-from dsp.notation import NotationError, TensorPattern, solve_sizes
 from dsp.plan.record import (
     Cost,
     Input,
@@ -190,7 +189,7 @@ class Recorder:
         node.writes = [(w, self.edge(overwritten(b.tensor)) if w else None) for b, w in zip(bound, written)]
         tensors = tensors_in(output)
         for t, p in zip(tensors, stage.outputs(tensors)):
-            sizes = sizes_of_result(stage, t, p, node.sizes, self.record.root_sizes)
+            sizes = stage.result_sizes(t, p, node.sizes, self.record.root_sizes)
             node.results.append(Result(self.ref(t, True), p, sizes))
         node.constants = constants_in(output)
         self.add(node)
@@ -225,21 +224,3 @@ def returned(out: Any) -> str:
     if out is None or (isinstance(out, (tuple, list)) and not out):  # nothing, taken apart, is nothing
         return "nothing"
     return "tensors" if tensors_in(out) else "number"
-
-
-def sizes_of_result(
-    stage: Stage, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root_sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """The sizes of the dims of a stage's result. What it computes over may have changed."""
-    found = dict(sizes)
-    for name in [n for n in p.names if n in stage.pattern.computed]:
-        if len(p.axes[p.axis_of(name)]) == 1:
-            found[name] = t.shape[p.axis_of(name)]
-    for name, size in solve_sizes([(p, tuple(t.shape))], {**root_sizes, **found}, where=stage.where).items():
-        if name in stage.pattern.free and size != sizes.get(name, size):
-            raise NotationError(
-                f"{stage.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
-                f"{sizes[name]}; a dim outside brackets keeps its size"
-            )
-        found[name] = size
-    return found

@@ -22,7 +22,8 @@ class StageStep:
 
     option: the dim that it is sharded along (None: whole); push: where each result is switched to at once; random:
     it may draw numbers; via: the copies to be made of each tensor first, in this order; constants: what it returned
-    beside tensors at full size; onto: the dim along which the ranks' sums are added up.
+    beside tensors at full size; made: by result, the sizes of dims that no input has; onto: the dim along which the
+    ranks' sums are added up.
     """
 
     option: str | None
@@ -30,6 +31,7 @@ class StageStep:
     random: bool
     via: list[list[Via]]
     constants: list[Any]
+    made: list[dict[str, int]]
     onto: str | None = None
 
 

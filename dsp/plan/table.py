@@ -82,7 +82,8 @@ class Plan:
     repeated by the model's own activation checkpointing). calls: the collectives of a step, likewise. peak: an
     estimate of the most bytes a rank holds in forward: parameters whole (`resident`), activations saved for backward,
     copies and work of the running stage; not gradients, optimizer states, or the transients of backward. flops: of a
-    step on the busiest rank, and `flops_alone` on one rank: matrix products, convolutions and attention;
+    step on the busiest rank, and `flops_alone` on one rank: matrix products, convolutions and attention, of which a
+    causal one computes what is seen;
     `flops_whole`, those that every rank does again; `flops_model`, those of one rank without what is recomputed, by
     which utilisation (MFU) is counted. touched: bytes that operations read and write in a step, likewise, where
     nothing is fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
-from dsp.plan.meter import Meter
+from dsp.plan.meter import Meter, visible
 from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.record import Cost, Measured
 from dsp.plan.recorder import Recorder
@@ -51,10 +52,19 @@ class Tracer(Between):
         self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
 
     def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
         if traits(func).decomposition is not flex_attention:
             return func(*args, **kwargs)
         self.attended.append(seen(*args, **kwargs))
         return rehearsed(*args, **kwargs)
+
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.watch.part = visible(*args, **kwargs)
+        try:
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        finally:
+            self.watch.part = 1.0
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
         args, kwargs = self.standing(args, kwargs)
@@ -78,6 +88,8 @@ class Tracer(Between):
         if func is flex_attention:
             call = rehearsed
             self.recorder.reads(captured_by(args[3:]), unreadable())
+        if func is F.scaled_dot_product_attention:
+            call = self.attention
         self.line.say(f"{self.recorder.operations} operations")
         self.watch.restart()
         kept = list[Tensor]()
@@ -139,6 +151,8 @@ class Tracer(Between):
         self.asleep, self.given = True, (args, kwargs)
         self.now, self.attended = [], []
         self.sends: dict[str | None, CommBytes] = {}
+        self.surplus: dict[str | None, float] = {}
+        self.loads: list[tuple[dict[str | None, float], int]] = []
         self.watch.restart()
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
@@ -169,11 +183,16 @@ class Tracer(Between):
             for option in node.options:
                 more = inside.sends(args, kwargs, option.name, node.sizes, self.n)
                 self.sends[option.name] = self.sends.get(option.name, CommBytes()) + more
+            loads = {o.name: inside.load(args, kwargs, o.name, node.sizes, self.n) for o in node.options}
+            self.loads.append((loads, self.watch.flops))
             self.watch.inside += 1
 
     def leave_inside(self) -> None:
         if self.asleep:
             self.watch.inside -= 1
+            loads, before = self.loads.pop()
+            for name, load in loads.items():
+                self.surplus[name] = self.surplus.get(name, 0.0) + (load - 1) * (self.watch.flops - before)
 
     def abandon(self) -> None:
         """Leave nothing behind if a stage raised."""
@@ -195,7 +214,7 @@ class Tracer(Between):
             saved = sum(storage.nbytes() for storage in storages(self.saved).values())
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
-            self.now.append(Measured(*found, bool(self.saved), self.sends))
+            self.now.append(Measured(*found, bool(self.saved), self.sends, self.surplus))
         [measured] = self.now
         graded = torch.is_grad_enabled()
         saves = measured.keeps or (own and graded)

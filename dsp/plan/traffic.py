@@ -159,8 +159,11 @@ class PlannedTraffic:
             first = passing.kind in ("rows", "gather")  # before it saves anything; sums come last
             if self.again(step.at, after=not first) and (event.grad or not stage):
                 self.send(Sending("recompute", at, passing.kind, 1, each=forward))
+            for phase in ("forward", *["recompute"] * self.again(step.at, after=True)):
+                for each in passing.after:
+                    self.send(Sending(phase, at, passing.kind, 1, each=each))
             if event.grad and any(passing.backward):
-                self.send(Sending("backward", at, passing.adjoint, 1, each=tuple(passing.backward)))
+                self.send(Sending("backward", at, passing.adjoint, passing.returns, each=tuple(passing.backward)))
         self.count("forward", inside.forward)
         if event.grad:
             self.count("backward", inside.backward)

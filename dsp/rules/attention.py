@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import Frame, Operand, Outcome, align, rule
+from dsp.rules.call import Dealing, Frame, Operand, Outcome, align, rule
 
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 
@@ -28,24 +29,70 @@ def attention(f: Frame) -> Outcome:
         return grouped(f, q, k, v, mask)
     if -1 in place.values() or -2 in (place.get(id(k)), place.get(id(v))):
         raise f.refuse("it computes over the sharded dim")
-    along_rows = place.get(id(q)) == -2
-    if along_rows:
-        refuse_rows(f, id(k) in place or id(v) in place)
-    elif -2 in place.values():
+    ndim = max(o.ndim for o in operands)
+    if place.get(id(q)) == -2:
+        return along_queries(f, q, k, v) or aligned(f, rows, ndim)
+    if -2 in place.values():
         raise f.refuse("the mask is sharded along the queries, which are whole")
-    position, outcome = align(f, rows if along_rows else operands)
+    return aligned(f, operands, ndim)
+
+
+def aligned(f: Frame, operands: Sequence[Operand], ndim: int) -> Outcome:
+    """Along a dim that these operands share, with results of `ndim` dims."""
+    position, outcome = align(f, operands)
     assert outcome.cut is not None
-    outcome.cut = Cut(max(o.ndim for o in operands) + position, outcome.cut.outer)
+    outcome.cut = Cut(ndim + position, outcome.cut.outer)
     outcome.func = _attend
     return outcome
 
 
-def refuse_rows(f: Frame, keys_sharded: bool) -> None:
-    """Raise GlueError for attention that is not apart along the positions of its queries."""
-    if f.get(5, "is_causal", False):
-        raise f.refuse("a causal mask counts local positions")
-    if keys_sharded:
+def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | None:
+    """With a causal mask: queries are dealt to the ranks, head and tail, and their results come home. Else None."""
+    assert q.cut is not None
+    if k.cut or v.cut:
         raise f.refuse("its tensors are sharded along different dims")
+    if not f.get(5, "is_causal", False):
+        return None
+    size, others = q.shape[-2], [o.ndim for o in f.operands()]
+    if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in others):
+        raise f.refuse("a causal mask counts positions: of queries and keys that are as many, in no fold")
+    deal = RowDeal.halves(size, f.n)
+    spans = deal.spans(f.rank)
+
+    def local(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+        named = options | dict(zip(("attn_mask", "dropout_p", "is_causal"), rest))
+        named = {name: option for name, option in named.items() if name not in ("attn_mask", "is_causal")}
+        if not spans:
+            return _attend(query, key, value, **named)
+        pieces = zip(query.split([stop - start for start, stop in spans], -2), spans)
+        made = [_last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
+        return torch.cat(made, -2)
+
+    place = next(i for i, o in enumerate(f.operands()) if o is q)
+    return Outcome(Cut(q.ndim - 2), size, func=local, deal=Dealing(place, deal), load=deal.causal_load)
+
+
+def _last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Causal attention of the last queries to all keys."""
+    rows, places = query.shape[-2], key.shape[-2]
+    if rows == places or 0 in query.shape[:-1]:
+        return _attend(query, key, value, is_causal=True, **options)
+    if _flash_takes(query, value):
+        if options.pop("enable_gqa", False):
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        dropout = options.pop("dropout_p", 0.0)
+        # in this kernel the last query sees all
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, **options)[0]
+    seen = torch.ones(rows, places, dtype=torch.bool, device=query.device).tril(places - rows)
+    return F.scaled_dot_product_attention(query, key, value, seen, **options)
+
+
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
+    """Tell whether a kernel without a mask in memory takes them."""
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.ndim != 4:
+        return False
+    width, modern = query.shape[-1], torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return modern and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsp.deal import RowDeal
 from dsp.layout import Cut
 from dsp.lines import lines_of
 from dsp.rows import Rows
@@ -40,6 +41,14 @@ class Operand:
         return len(self.shape)
 
 
+class Dealing(NamedTuple):
+    """An operand, by number, whose rows are dealt to the ranks, and the results, by number, that are brought back."""
+
+    operand: int
+    deal: RowDeal
+    results: tuple[int, ...] = (0,)
+
+
 class Numbers(NamedTuple):
     """The numbers that a rank tells of its part of the operation's arguments: so many, in fp32 at least."""
 
@@ -56,7 +65,8 @@ class Outcome:
     func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
     over ranks, and divided by this; rows: operands of which each rank reads other rows than those of its chunk, one
     span or several, which are given in the operand's place then; sizes: that of each result, where they differ;
-    numbers: what all ranks gather first, for `func` to take before its arguments.
+    numbers: what all ranks gather first, for `func` to take before its arguments; deal: what is dealt to the ranks, and
+    brought back; load: what the busiest rank computes, over that of a chunk as long among equals.
     """
 
     cut: Cut | None
@@ -70,6 +80,8 @@ class Outcome:
     rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
     numbers: Numbers | None = None
+    deal: Dealing | None = None
+    load: float = 1.0
 
 
 @dataclass

@@ -27,6 +27,7 @@ log_sigmoid special_digamma special_entr special_erf special_erfc special_erfcx 
 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_i0e special_i1
 special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr special_ndtri
 special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy special_zeta
+normal log_normal uniform exponential cauchy geometric
 """.split()
 
 
@@ -35,6 +36,10 @@ def elementwise(f: Frame) -> Outcome:
     operands = f.operands()
     if f.name == "where" and len(f.args) + len(f.kwargs) == 1:
         raise f.refuse("the number of places that it finds depends on the data")
+    if f.kwargs.get("generator") is not None:
+        raise f.refuse(
+            "its generator draws for the whole tensor", "Draw it whole, as torch.randn(x.shape, generator=g) does"
+        )
     return align(f, operands)[1]
 
 

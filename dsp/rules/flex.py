@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dsp.deal import RowDeal, deal_of
 from dsp.layout import Cut, chunk
-from dsp.private import compiling
+from dsp.private import _disable_current_modes, compiling
 from dsp.rules.attention import shared_heads
-from dsp.rules.call import Frame, GlueError, Outcome, rule
+from dsp.rules.call import Dealing, Frame, GlueError, Outcome, rule
 from dsp.sharded import Sharded
 
 KERNELS = 64  # pairs of functions, and kinds of shapes, that the kernel of one process is compiled for
+ROUNDS = 16  # at the least, if there are as many blocks of queries: how evenly work of any kind is dealt
+SAMPLE = 256  # places at the least at which a mask is looked at
 OWN = "torch.nn.attention.flex_attention"  # the module of functions that read no place: those of no mask, no change
 
 
@@ -119,7 +122,46 @@ def flex(f: Frame) -> Outcome:
     if any(o.cut is not None and o.shape[cut.dim] != size for o in (k, v)) and not outcome.rows:
         raise f.refuse("its keys and values are of another size along the sharded dim")
     outcome.func = Local(cut, *chunk(size // cut.folds, f.n, f.rank), size // cut.folds, expand)
+    if cut.dim == 2:
+        deal_queries(f, outcome)
     return outcome
+
+
+def deal_queries(f: Frame, outcome: Outcome) -> None:
+    """Have queries dealt to the ranks first where their work may be uneven, and what is asked for brought home."""
+    (q, k), options, cut = f.args[:2], f.args[6], outcome.cut
+    assert cut is not None
+    if (deal := dealt(f.args[4], f.n, q.shape[2], k.shape[2])) is not None:
+        asked = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", True)
+        outcome.deal = Dealing(0, deal, (0, *(i for i, asks in enumerate(asked, 1) if asks)))
+        outcome.func = OfPieces(cut, *chunk(deal.size, f.n, f.rank), outcome.deal, f.rank)
+
+
+def dealt(blocks: Any, n: int, rows: int, keys: int) -> RowDeal | None:
+    """The queries that are dealt to n ranks in whole blocks of a mask, if their work may be uneven; else None."""
+    step, function = blocks[-3], blocks[-1]
+    count = -(-rows // step)
+    if count < 2 * n or plain(function) or even(function, n, rows, keys):
+        return None
+    return deal_of(rows, n, step * max(1, count // (ROUNDS * n)))
+
+
+def even(function: Any, n: int, rows: int, keys: int) -> bool:
+    """Tell whether the n chunks of queries see as many keys each, by a sample.
+
+    False of a function that reads tensors, which have no data when a plan is made.
+    """
+    if any(True for _ in captured(function)):
+        return False
+    count = n * -(-SAMPLE // n)
+    with _disable_current_modes():
+        places, first = torch.arange(count, device="cpu"), torch.zeros((), dtype=torch.long, device="cpu")
+        try:
+            seen = function(first, first, (places * rows // count)[:, None], places * keys // count)
+        except Exception:  # of places one by one, perhaps
+            return False
+        each = seen.expand(count, count).reshape(n, -1).sum(1, dtype=torch.float)
+        return bool(each.max() <= 1.1 * each.mean())
 
 
 def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
@@ -149,22 +191,60 @@ class Local:
             lse = out.sum(-1).to(torch.float64 if out.dtype == torch.float64 else torch.float32)
             return out, lse, lse.detach()
         if self.cut.dim == 2:
-            blocks = rows_of(blocks, self.start, self.own)
+            blocks = self.rows(blocks)
         blocks = (*blocks[:-1], self.moved(blocks[-1], self.cut.dim))
         return flex_attention(query, key, value, self.moved(score, self.cut.dim + 1), blocks, *rest)
 
     def moved(self, function: Any, at: int) -> Any:
         """The same function of (score,) b, h, q, k where argument number `at` is a place on this rank."""
-        if (not self.start and self.cut.outer == 1) or plain(function):
+        if plain(function) or (place := self.place()) is None:
             return function
-        start, own, extent, folds = self.start, self.own, self.extent, self.cut.outer != 1
 
         def of_the_whole(*args: Any) -> Any:
-            i = args[at]
-            i = i // own * extent + start + i % own if folds else i + start
-            return function(*args[:at], i, *args[at + 1 :])
+            return function(*args[:at], place(args[at]), *args[at + 1 :])
 
         return of_the_whole
+
+    def place(self) -> Callable[[Tensor], Tensor] | None:
+        """From a place on this rank to that of the whole; None where they are the same."""
+        start, own, extent = self.start, self.own, self.extent
+        if self.cut.outer != 1:
+            return lambda i: i // own * extent + start + i % own
+        return (lambda i: i + start) if start else None
+
+    def rows(self, blocks: Any) -> Any:
+        """The block mask for queries from `start` on, of which each block lies in one or two of the whole."""
+        step, stop = blocks[-3], self.start + self.own
+        starts = range(self.start, stop, step)
+        last = [(min(i + step, stop) - 1) // step for i in starts]
+        return rows_of(blocks, [i // step for i in starts], last, self.own)
+
+
+class OfPieces(Local):
+    """The kernel on queries that were dealt to this rank in whole blocks; it holds `own` from `start` on."""
+
+    def __init__(self, cut: Cut, start: int, own: int, dealing: Dealing, rank: int) -> None:
+        super().__init__(cut, start, own, dealing.deal.size, None)
+        self.deal, self.rank, self.results = dealing.deal, rank, dealing.results
+
+    def __call__(self, *args: Any) -> Any:
+        made = super().__call__(*args)
+        shape = *args[0].shape[:2], self.own
+        return tuple(t if i in self.results else t.new_zeros(()).expand(shape) for i, t in enumerate(made))
+
+    def place(self) -> Callable[[Tensor], Tensor]:
+        step, n, rank = self.deal.step, self.deal.n, self.rank
+
+        def of_the_whole(i: Tensor) -> Tensor:
+            turn = i // step
+            return (turn * n + rank + turn % 2 * (n - 1 - 2 * rank)) * step + i % step
+
+        return of_the_whole
+
+    def rows(self, blocks: Any) -> Any:
+        step = blocks[-3]
+        held = [i for start, stop in self.deal.spans(self.rank) for i in range(start // step, -(-stop // step))]
+        return rows_of(blocks, held, held, self.deal.own(self.rank))
 
 
 def plain(function: Any) -> bool:
@@ -172,8 +252,8 @@ def plain(function: Any) -> bool:
     return getattr(function, "__module__", "") == OWN and getattr(function, "__closure__", None) is None
 
 
-def rows_of(blocks: Any, start: int, own: int) -> Any:
-    """A block mask for queries from `start` on: each block of theirs meets the keys of the one or two that it was in.
+def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:
+    """A block mask for `own` queries: each block of theirs meets the keys of the `first` and the `last` that it was in.
 
     blocks: as torch has it: length of q and k; of each row of blocks how many of keys it meets in part, and which (b h
     rows), and in full; ...; sizes of a block; the mask function.
@@ -181,9 +261,6 @@ def rows_of(blocks: Any, start: int, own: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     lengths, step, function = blocks[:2], blocks[-3:-1], blocks[-1]
-    rows = -(-own // step[0])
-    first = [(start + r * step[0]) // step[0] for r in range(rows)]
-    last = [(min(start + (r + 1) * step[0], start + own) - 1) // step[0] for r in range(rows)]
     some = dense(*blocks[2:4])
     full = dense(*blocks[4:6]) if blocks[4] is not None else torch.zeros_like(some)
     # a block is met in full where both are, and no query is missing at its end

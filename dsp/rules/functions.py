@@ -75,16 +75,27 @@ PRODUCTS = frozenset(
 
 RANDOM = frozenset(
     """
-dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli rand_like randn_like
+bernoulli rand_like randn_like normal log_normal uniform exponential cauchy geometric
 """.split()
 )
+# the name of the share of what is put out, its place among the arguments, and its default
+DROPOUTS = {
+    **dict.fromkeys(
+        "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d".split(),
+        ("p", 1, 0.5),
+    ),
+    "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
+}
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a call takes random numbers. Dropout of nothing takes none, nor does any outside of training."""
-    if name not in RANDOM or "dropout" not in name:
+    if name not in DROPOUTS:
         return name in RANDOM
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    named, place, default = DROPOUTS[name]
+    p = kwargs.get(named, args[place] if len(args) > place else default)
+    if named == "dropout_p":
+        return bool(p)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(p and training)
 

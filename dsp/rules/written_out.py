@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,15 +21,15 @@ def multi_head_attention(
     attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Any = None,
     k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
     average_attn_weights: bool = True, is_causal: bool = False,
-) -> tuple[Tensor, None] | None:  # fmt: skip
-    """`F.multi_head_attention_forward` of (l b c); None of what is not written out: its weights, dropout, more keys.
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """`F.multi_head_attention_forward` of (l b c); None of what is not written out: no batch, more keys.
 
     Masks are True, or -inf, where nothing is to be seen; `is_causal` only says what `attn_mask` is.
     """
     rare = (bias_k, bias_v, static_k, static_v)
-    if need_weights or query.dim() != 3 or any(x is not None for x in rare) or add_zero_attn:
+    if query.dim() != 3 or any(x is not None for x in rare) or add_zero_attn:
         return None
-    if (training and dropout_p) or (is_causal and attn_mask is None):
+    if is_causal and attn_mask is None:
         return None
     if use_separate_proj_weight:
         weights = [q_proj_weight, k_proj_weight, v_proj_weight]
@@ -46,8 +47,17 @@ def multi_head_attention(
     if key_padding_mask is not None:
         padding = added(key_padding_mask, q)[:, None, None]
         mask = padding if mask is None else mask + padding
-    y = F.scaled_dot_product_attention(q, k, v, mask)
-    return F.linear(y.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), None
+    dropout_p = dropout_p if training else 0.0
+    shares = None
+    if need_weights:
+        logits = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
+        shares = (logits if mask is None else logits + mask).softmax(-1)
+        shares = F.dropout(shares, dropout_p) if dropout_p else shares
+        y = shares @ v
+        shares = shares.mean(1) if average_attn_weights else shares
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
+    return F.linear(y.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), shares
 
 
 def added(mask: Tensor, like: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import summed_in
+from dsp.deal import collect_rows, deal_rows
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
-from dsp.rules import Outcome, localize_source, replaced, without_operands
+from dsp.rules import Dealing, Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.recipes import GlueCall, Recipe
@@ -74,6 +75,9 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
     if outcome.rows:
         read = run.read([(plain(parts[i]), recipe.wanted[i], rows) for i, rows in outcome.rows.items()])
         table |= {id(operands[i]): own for i, own in zip(outcome.rows, read)}
+    if outcome.deal is not None:
+        i, deal, _ = outcome.deal
+        table[id(operands[i])] = deal_rows(plain(parts[i]), recipe.wanted[i].dim, deal, run.axis.group)  # type: ignore[union-attr]
     args = without_operands(frame.args if outcome.args is None else outcome.args, table)
     named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
     kwargs = {k: without_operands(v, table) for k, v in named.items()}
@@ -85,6 +89,8 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
                 mine = outcome.numbers.of(*args)[None]
                 args = (torch.ops.dsp.gather(mine, 0, run.axis.size, run.axis.group), *args)
             out = plainly(call(*args, **kwargs))
+            if outcome.deal is not None:
+                out = collected(op, outcome, outcome.deal, out)
         if outcome.reduce is None:
             return views(out)
         total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
@@ -92,6 +98,16 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
         if name in ("select", "getitem"):  # would be a view
             as_copy(op, out, parts[0])
         return out
+
+
+def collected(op: GlueCall, outcome: Outcome, dealing: Dealing, out: Any) -> Any:
+    """Results of rows that were dealt, at the ranks that hold them."""
+    cut, group = outcome.cut, op.run.axis.group
+    assert cut is not None
+    every = tensors_in(out)
+    for i in dealing.results:
+        every[i] = collect_rows(every[i], cut.dim, dealing.deal, group)
+    return map_tensors(out, every)
 
 
 class Landed(NamedTuple):

@@ -276,7 +276,7 @@ def moves_first(op: GlueCall, recipe: Recipe) -> bool:
 def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
     """Tell whether it exchanges more than its tensors, meets an empty part, or takes a view of what moved."""
     frame, name, axis = recipe.frame, op.what.name, op.run.axis
-    if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None:
+    if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None or outcome.deal is not None:
         return True
     assert outcome.cut is not None
     if any(s is not None and 0 in s.at.local for s in op.shells) or not frame.own(outcome.cut, outcome.size):

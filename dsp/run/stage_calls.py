@@ -265,7 +265,7 @@ class StageCalls:
             return run.share_out(tensors, push, numbers)
         if stage.around is not None:
             tensors = stage.around.leave(inside.place, decision.sizes, stage.outputs(tensors), tensors)
-        landings = self.landings(stage, decision, tensors)
+        landings = self.landings(run, stage, decision, tensors)
         returned = [argument(t, at, given) for t, at in zip(tensors, landings)]
         tensors = self.of_part(decision, given, tensors, landings)
         self.mark_copies(run, inside, tensors)
@@ -280,12 +280,13 @@ class StageCalls:
                 t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return [t if moves or itself is None else itself for t, itself, moves in zip(pushed, returned, moving)]
 
-    def landings(self, stage: Stage, decision: StageDecision, tensors: list[Tensor]) -> list[At]:
+    def landings(self, run: Run, stage: Stage, decision: StageDecision, tensors: list[Tensor]) -> list[At]:
         """Where the results of a stage lie."""
         shapes = tuple(t.shape for t in tensors)
         if (found := decision.landings.get(shapes)) is None:
-            patterns = zip(tensors, stage.outputs(tensors))
-            found = decision.landings[shapes] = [self.landing(stage, decision, t, pattern) for t, pattern in patterns]
+            made = repeat(None) if decision.step is None else decision.step.made
+            results = zip(tensors, stage.outputs(tensors), made)
+            found = decision.landings[shapes] = [self.landing(run, stage, decision, *result) for result in results]
         return found
 
     def of_part(
@@ -304,8 +305,14 @@ class StageCalls:
         if not inside.decision.still or run.writes.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
             run.writes.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
 
-    def landing(self, stage: Stage, decision: StageDecision, t: Tensor, pattern: TensorPattern) -> At:
-        """Where a stage's result lies. Its size along the sharded dim is checked."""
+    def landing(
+        self, run: Run, stage: Stage, decision: StageDecision, t: Tensor, pattern: TensorPattern,
+        made: dict[str, int] | None,
+    ) -> At:  # fmt: skip
+        """Where a stage's result lies. Its size along the sharded dim is checked.
+
+        made: the sizes of dims that no input has, as the plan knows them; without a plan the part tells them.
+        """
         name, size = decision.option.name, decision.option.size
         assert name is not None
         if decision.option.onto is not None:  # whole, until it is added up
@@ -314,8 +321,10 @@ class StageCalls:
         axis = pattern.axis_of(name)
         names = pattern.axes[axis]
         at = names.index(name)
-        outer = math.prod(decision.sizes[other] for other in names[:at])
-        inner = math.prod(decision.sizes.get(other, 1) for other in names[at + 1 :])
+        sizes = decision.sizes if made is None else {**decision.sizes, **made}
+        if any(other not in sizes for other in names):
+            sizes = stage.result_sizes(t, pattern, {**sizes, name: own}, run.root_sizes)
+        outer, inner = (math.prod(sizes[other] for other in others) for others in (names[:at], names[at + 1 :]))
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
                 f"{stage.where}, run on {own} of {size} along {name!r}, returned {tuple(t.shape)} where "

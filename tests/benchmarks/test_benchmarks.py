@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -196,6 +197,38 @@ def steps_of(script, values: dict[str, float]) -> Any:
         seconds = cost.predict(values, point, measured)
         row["seconds"] = {"median": seconds, "least": seconds, "most": seconds}
     return found
+
+
+def test_a_frame_waits_for_those_before_it_and_is_dropped_where_too_many_wait(script) -> None:
+    links = script("methods.links")
+    port = links.Port(8.0)  # a byte takes a microsecond
+    assert [port.leaves(0.0, 1000), port.leaves(0.0, 1000)] == pytest.approx([0.001, 0.002])
+    assert port.leaves(1.0, 1000) == pytest.approx(1.001)
+    left = [port.leaves(2.0, 10_000) for _ in range(20)]
+    assert sum(map(math.isinf, left)) == 20 - links.HELD / 0.01 - 1
+    assert links.Port(0.0).leaves(3.0, 10**9) == 3.0
+
+
+def test_networks_are_the_same_for_the_same_seed(script) -> None:
+    drawn = script("methods.networks").drawn
+    assert drawn(20, 4, seed=0) == drawn(20, 4, seed=0) != drawn(20, 4, seed=1)
+    assert {n.node for n in drawn(20, 4, seed=0)} == {1, 2, 4}
+
+
+@pytest.mark.measurement
+@pytest.mark.usefixtures("root_only")
+def test_networks(script, tmp_path: Path) -> None:
+    before = namespaces()
+    networks, links = script("methods.networks"), script("methods.links")
+    if reason := links.why_not():
+        pytest.skip(reason)
+    options = ["--networks", "1", "--rounds", "1", "--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
+    assert networks.main([*options, "--out", str(tmp_path / "n")]) == 0
+    [one] = json.loads((tmp_path / "n.json").read_text())["networks"]
+    assert one["rows"].keys() == networks.CONFIGURATIONS.keys()
+    assert all(0 < row["waits"] < row["seconds"] for row in one["rows"].values())
+    assert {one["best"], one["chosen"]} <= one["rows"].keys()
+    assert namespaces() == before
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.deal import RowDeal, collect_rows, deal_rows
 from dsp.planner import chunk_sizes
 from dsp.rows import Rows, read_rows
 from tests.support.slow import slow
@@ -87,6 +88,16 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
     mixed = ops.switch_many([part(whole, 1), part(other, 1)], [1, 1], [2, 2], [shape[1]] * 2, group)
     same(mixed[0], part(whole, 2))
     same(mixed[1], part(other, 2))
+    deal = RowDeal.halves(shape[1], n)
+    for ours, dealt in ((part(whole, 1), whole), (part(other, 1), other)):
+        x = leaf(ours) if ours.dtype in ASKS else ours
+        y = deal_rows(x, 1, deal, group)
+        same(y, torch.cat([dealt.narrow(1, a, b - a) for a, b in [(0, 0), *deal.spans(rank)]], 1))
+        back = collect_rows(y, 1, deal, group)
+        same(back, ours)
+        if x.requires_grad:
+            back.backward(ours)
+            same(x.grad, ours)
     every = Rows(1, shape[1], ((0, shape[1]),) * n)
     read = read_rows([part(other, 1), part(whole, 1)], [every, every], group)  # the second begins at any byte
     same(read[0], other)

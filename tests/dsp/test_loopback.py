@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.deal import RowDeal, collect_rows, deal_rows
 from tests.support.loopback import TOLERANCE, measured
 
 pytestmark = pytest.mark.skipif(
@@ -63,3 +64,18 @@ def test_bytes_of_the_gradient_of_an_all_to_all(mesh: DeviceMesh, halves: bool) 
 def test_bytes_of_an_all_gather(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
     n, x = mesh.size(), dsp.split(torch.randn(shape), mesh, 2)
     check(mesh, lambda: dsp.gather(x), n * (n - 1) / n * nbytes(shape))
+
+
+@pytest.mark.parametrize("mesh", [2, 4])
+def test_bytes_of_rows_that_are_dealt_and_come_home(mesh: DeviceMesh) -> None:
+    n, group, size = mesh.size(), mesh.get_group().group_name, 125
+    shape, deal = (2, size, 2**14), RowDeal.halves(size, mesh.size())
+    x = dsp.split(torch.randn(shape), mesh, 1).to_local()
+    starts = [min(r * -(-size // n), size) for r in range(n + 1)]
+    chunks = [set(range(*starts[r : r + 2])) for r in range(n)]
+    stays = sum(len(own & {i for span in deal.spans(r) for i in range(*span)}) for r, own in enumerate(chunks))
+
+    def there_and_back() -> None:
+        assert collect_rows(deal_rows(x, 1, deal, group), 1, deal, group).equal(x)
+
+    check(mesh, there_and_back, 2 * nbytes(shape) * (size - stays) / size)

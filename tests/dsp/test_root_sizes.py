@@ -124,3 +124,24 @@ def test_only_the_root_pattern_states_sizes() -> None:
         parse("(b p) [s], p=4")
     with pytest.raises(NotationError, match="empty tensor pattern"):
         parse("p=4", root=True)
+
+
+class Unfolding(nn.Module):
+    """A stage that returns several rows for each of its own; one that `reads` its data is planned after a call."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.up, self.reads = nn.ConvTranspose2d(4, 2, (2, 3), (2, 3)), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1 if self.reads and x.sum() > 1e9 else x * 2
+        return self.up(x).cumsum(2)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("mesh", [2, 3], indirect=True)
+def test_a_fold_that_only_a_result_has_is_exact(mesh: DeviceMesh, reads: bool) -> None:
+    stages = {"": "x=b c h w", "up": "b [c] h w -> b [l] (h [p]) (w [q])"}
+    for h, w in (6, 5), (4, 3), (5, 5):  # along one dim or the other a part of each rank, or along neither
+        checked(mesh, Unfolding(reads), (torch.randn(1, 4, h, w),), stages)
+    assert [rows(Unfolding(), (torch.randn(1, 4, h, 5),), stages) for h in (6, 5)] == [["h"], [None]]

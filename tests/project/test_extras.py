@@ -30,6 +30,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str
     assert done.stderr.strip().split("\n")[-1].endswith(said)
 
 
+@pytest.mark.slow
 def test_infer_names_a_missing_package_and_goes_without_what_it_does_not_need(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['Bio'] = None")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from tests.support.paths import ROOT
 HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner messages hardware routes
-tensors compile_off observers wire exchange collectives pending sent rows count gradients layout sharded moves ops
+tensors compile_off observers wire exchange collectives pending sent rows deal count gradients layout sharded moves ops
 randomness methods signature stages known slices
 rules plan run check discovery embedded cluster_check
 """.split()
@@ -25,7 +25,7 @@ ROOMS = {
         stage_calls hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
-    "embedded": "blocks grid core ulysses low_rank ring tensor method timing",
+    "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))
 

@@ -7,6 +7,10 @@ from tests.support.runs import Runs, alike, run_here
 from zoo.training import UserError, auto
 from zoo.training import config as cfg
 
+STAGES = (
+    "train.checkpoint_activations=stages",
+    "parallel.save_exchanges=true",
+)  # one way to recompute, a fourth of the plans
 SLOW, FAST = dsp.Link("slow", 1e-2, 1e6), dsp.Link("fast", 1e-9, 1e15)
 
 
@@ -20,7 +24,7 @@ def loaded(run, *overrides):
 
 def test_where_links_are_slow_groups_of_ranks_take_other_samples(run):
     """A step has the samples of 4 accumulated batches, on any mesh."""
-    config = loaded(run, "train.accumulation=2", "parallel.dp_shard=2")
+    config = loaded(run, "train.accumulation=2", "parallel.dp_shard=2", *STAGES)
     choice = auto.choose(config, 4, hardware(SLOW))
     assert (choice.dp, choice.sp, choice.method) == (4, 1, "dsp")
     chosen = choice.applied(config)
@@ -30,11 +34,17 @@ def test_where_links_are_slow_groups_of_ranks_take_other_samples(run):
 
 
 def test_a_single_batch_is_shared_by_all_ranks(run):
-    choice = auto.choose(loaded(run), 3, hardware(FAST))
+    choice = auto.choose(loaded(run, *STAGES), 3, hardware(FAST))
     assert (choice.dp, choice.sp) == (1, 3)
     assert {line.split()[3] for line in choice.table.splitlines()[2:]} >= {"dsp", "ulysses"}
 
 
+def test_nothing_fits(run):
+    with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the least that a mesh needs is"):
+        auto.choose(loaded(run, *STAGES), 2, hardware(SLOW, 1000))
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_recomputed_or_shared_by_more_ranks(run):
     config = loaded(run, "train.accumulation=2")
     free = auto.candidates(config, 2, hardware(SLOW))
@@ -43,19 +53,17 @@ def test_what_does_not_fit_is_recomputed_or_shared_by_more_ranks(run):
     choice = auto.choose(config, 2, hardware(SLOW, short))
     assert held[choice.dp, choice.sp, choice.method, choice.recomputed] <= short
     assert choice.recomputed != "none" or choice.sp == 2
-    with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the least that a mesh needs is"):
-        auto.choose(config, 2, hardware(SLOW, 1000))
 
 
 def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run("parallel=auto", "dry_run=true", expect=2)
     assert "say what the ranks are, as hardware.device=h100" in capsys.readouterr().err
-    run("parallel=auto", "dry_run=true", "hardware.device=h100")
+    run("parallel=auto", *STAGES, "dry_run=true", "hardware.device=h100")
     assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
 
 
 def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, whole_world, tmp_path):
     runs = Runs(trainer, tmp_path)
-    whole_world(run_here, 2, runs.arguments("parallel=auto", "train.accumulation=2", "name=auto"))
+    whole_world(run_here, 2, runs.arguments("parallel=auto", *STAGES, "train.accumulation=2", "name=auto"))
     alike(runs("train.accumulation=2"), tmp_path / "runs/auto")

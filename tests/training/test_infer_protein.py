@@ -239,6 +239,7 @@ def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(tra
 FOLDS = "model.overrides={bins: 64, depth: 1, structure: 2, structure_heads: 2}"
 
 
+@pytest.mark.slow
 def test_a_structure_is_written_with_its_confidence(trainer, tmp_path, whole_world, capsys):
     """On three ranks as on one; and of a known structure it is said how near the prediction is."""
     run = Runs(trainer, tmp_path, TINY)("name=folds", FOLDS)

@@ -82,6 +82,7 @@ def test_real_structures(run, capsys):
     assert values["frequency_floor"] == values["frequency_floor_loss_distogram"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_folder_with_templates_is_trained_on_and_predicted(run, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / "data")

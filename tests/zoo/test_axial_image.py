@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from tests.support.oracles import randomise
 from tests.support.refusals import refused
+from tests.support.slow import slow
 from zoo.image.autoregressive import BitsPerDim, sample
 
 
@@ -49,7 +50,7 @@ def test_samples_are_what_the_logits_say(overrides):
     assert steps == [(i + 1, len(steps)) for i in range(12 * shape[1])]
 
 
-@pytest.mark.parametrize("overrides", [{"num_classes": 3}, {"channels": 3}], ids=str)
+@pytest.mark.parametrize("overrides", [{"num_classes": 3}, slow({"channels": 3})], ids=str)
 def test_what_rows_share_is_computed_once_and_samples_are_the_same(overrides):
     """The paper's sampling draws the same images: of 12 x 12 pixels in 31 times fewer FLOPs, of 3 channels in 103."""
     model = make(**overrides).eval()

@@ -134,6 +134,21 @@ def test_ranks_share_each_clip(folders: dict[str, Path], whole_world: Any, name:
     whole_world(on_ranks, n, folders[name], one, branches)
 
 
+def fewer_bits(mesh: DeviceMesh, folder: Path, one: Any) -> None:
+    clips = zoo.pipeline(folder, dtype="fp32", wire="fp8").sample(**asked(folder, steps=3, guidance=4.0))
+    if clips is not None:
+        off = (clips.int() - one.int()).abs().float()
+        assert 0 < off.mean() < 8
+
+
+@pytest.mark.slow
+def test_activations_may_travel_in_fewer_bits(folders: dict[str, Path], whole_world: Any) -> None:
+    pipe = zoo.pipeline(folders["latte"], dtype="fp32")
+    one = pipe.sample(**asked(folders["latte"], steps=3, guidance=4.0))
+    pipe.close()
+    whole_world(fewer_bits, 2, folders["latte"], one)
+
+
 # STDiT
 
 
@@ -252,3 +267,5 @@ def test_damaged_pipelines_are_refused(folders: dict[str, Path], tmp_path: Path)
     refused("is not the folder of a pipeline", zoo.pipeline, tmp_path / "nothing", error=UserError)
     with pytest.raises(UserError, match="dtype 'int8': expected one of fp32, bf16, fp16"):
         zoo.pipeline(folders["wan"], dtype="int8")
+    with pytest.raises(UserError, match="wire: expected one of same, bf16, fp8, int8"):
+        zoo.pipeline(folders["wan"], wire="fp4")

@@ -119,6 +119,8 @@ ATTENTION += [
     form(x(6, 4, 3), x(1, 5, 3), x(1, 5, 3), x(1, 4, 5), is_causal=False, enable_gqa=True),
     form(x(2, 4, 5, 3), x(2, 2, 5, 3), x(2, 2, 5, 3), is_causal=True, enable_gqa=True),
     form(x(2, 8, 4, 3), x(2, 4, 3, 3), x(2, 4, 3, 3), None, 0.0, False, enable_gqa=True),
+    *(form(x(2, n, 3), x(2, n, 3), x(2, n, 3), None, 0.0, True, scale=0.3) for n in (0, 1, 2, 7, 13)),
+    form(x(2, 4, 5, 3), x(2, 4, 6, 3), x(2, 4, 6, 3), is_causal=True),
 ]
 INDICES: list[Any] = [
     0, -1, (slice(None), 2), (Ellipsis, 1), (slice(None), slice(1, 4)), (slice(None), slice(0, 6), slice(0, 3)), None,

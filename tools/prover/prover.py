@@ -12,11 +12,13 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.randomness import seed
 from dsp.rules import (
@@ -159,10 +161,13 @@ class _Whole:
     ) -> list[Tensor]:
         """The results. In args and kwargs `operands` stand for the leaves, if given; else the call's own tensors do.
 
-        Of those in `rows` the spans of a dim are taken.
+        Of those in `rows` the spans of a dim are taken, or rows by their numbers.
         """
         inputs: list[Any] = [t * 1 if t.requires_grad and self.writes else t for t in leaves]  # no leaf may be written
         for i, spans in (rows or {}).items():
+            if isinstance(spans, Dealt):
+                inputs[i] = spans.of(inputs[i])
+                continue
             read = [inputs[i].narrow(dim, a, b - a) for dim, (a, b) in spans]
             inputs[i] = read[0] if len(read) == 1 else read
         if operands is None:
@@ -200,12 +205,14 @@ class _Whole:
             outcomes.append(outcome)
             taken = [c or outcome.narrow.get(i) for i, c in enumerate(cuts)]
             # what is read of other ranks' chunks, too, is cut out of the whole
-            taken = [None if i in outcome.rows else c for i, c in enumerate(taken)]
+            dealt = () if outcome.deal is None else (outcome.deal.operand,)
+            taken = [None if i in (*outcome.rows, *dealt) else c for i, c in enumerate(taken)]
             if any(r.size != t.shape[r.dim] for i, t in enumerate(self.tensors) for r in outcome.rows.get(i, ())):
                 return "rows are read of a dim of another size"
             locals_ = self.leaves([part(t, c, n, rank) for t, c in zip(self.tensors, taken)])
             named = kwargs if outcome.kwargs is None else outcome.kwargs
-            spans = {i: [(r.dim, r.spans[rank]) for r in rows] for i, rows in outcome.rows.items()}
+            spans: dict[int, Any] = {i: [(r.dim, r.spans[rank]) for r in rows] for i, rows in outcome.rows.items()}
+            spans |= {i: Dealt.to(rank, outcome.deal.deal, cuts[i].dim) for i in dealt}
             call_args = args if outcome.args is None else outcome.args
             ranks.append(_Rank(rank, taken, locals_, (call_args, named), operands, spans))
         if refusals and outcomes:
@@ -240,13 +247,16 @@ class _Whole:
                 size = outcome.sizes[i] if outcome.sizes else outcome.size
                 if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != size:
                     return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
-                expected = part(one, outcome.cut, n, rank)
+                held = partial(part, cut=outcome.cut, n=n, rank=rank)
+                if outcome.deal is not None and i in outcome.deal.results:
+                    held = Dealt.to(rank, outcome.deal.deal, outcome.cut.dim).of
+                expected = held(one)
                 if mine.dtype != one.dtype or mine.shape != expected.shape:
                     return f"rank {rank} has {mine.dtype} {list(mine.shape)}, not {one.dtype} {list(expected.shape)}"
                 if self.call.values and not _close(mine, expected):
                     return f"WRONG result on rank {rank}"
                 g = self.upstream[i]
-                upstream.append(None if g is None else part(g, outcome.cut, n, rank))
+                upstream.append(None if g is None else held(g))
             asked = ranks if every else [r for r in ranks if r.rank == rank]
             found = iter(_gradients(out, upstream, [t for r in asked for t in r.leaves], retain=bool(every)))
             for r in asked:
@@ -258,7 +268,8 @@ class _Whole:
                         _scatter(total, cut, n, r.rank, g)
                     else:
                         into.add_(g)
-        said = {(o.cut, o.size, o.sizes, o.view, o.reduce, *o.narrow.items(), *o.rows.items()) for o in outcomes}
+        like = [(o.cut, o.size, o.sizes, o.view, o.reduce, o.deal) for o in outcomes]
+        said = {(*of, *o.narrow.items(), *o.rows.items()) for of, o in zip(like, outcomes)}
         if len(said) > 1:
             return "ranks disagree on the layout of the result"
         if outcomes[0].reduce is not None and not all(map(_close, sums, self.out)):
@@ -277,6 +288,20 @@ class _Whole:
 def _scatter(total: Tensor, cut: Cut, n: int, rank: int, g: Tensor) -> None:
     index = part(torch.arange(total.shape[cut.dim]), Cut(0, cut.outer), n, rank)
     total.index_add_(cut.dim, index, g)
+
+
+class Dealt(NamedTuple):
+    """Rows of a dim that are dealt to one rank."""
+
+    dim: int
+    rows: Tensor
+
+    @classmethod
+    def to(cls, rank: int, deal: RowDeal, dim: int) -> Dealt:
+        return cls(dim, torch.tensor([row for span in deal.spans(rank) for row in range(*span)], dtype=torch.long))
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.index_select(self.dim, self.rows)
 
 
 class _Rank(NamedTuple):

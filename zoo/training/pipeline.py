@@ -29,7 +29,7 @@ from zoo.training.show.clips import decode
 from zoo.training.show.options import checked
 from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
-from zoo.training.use import asked, progress
+from zoo.training.use import asked, progress, wire_option
 from zoo.video import published
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.published import Prompt, Published
@@ -60,6 +60,7 @@ class Pipeline:
         scheduler: str | None = None,
         shift: float | None = None,
         branches: bool = False,
+        wire: str = "same",
     ):
         if dtype not in (None, *DTYPES):
             raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -88,7 +89,7 @@ class Pipeline:
             mesh = init_device_mesh(self.device.type, (over, world // over), mesh_dim_names=("guidance", "sp"))
             self.halves = mesh["guidance"] if branches else None
             for model in self.published.models:
-                dsp.parallelize(model.to(self.device), mesh["sp"])
+                user_error(dsp.parallelize, model.to(self.device), mesh["sp"], wire=wire)
             stack.push(opened.pop_all())
         self.text: Any = None  # read on rank 0, when it is first asked for
 
@@ -248,10 +249,12 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     parser.add_argument("--scheduler", help="another class of diffusers' schedulers, with the folder's settings")
     parser.add_argument("--shift", type=float, help="of the scheduler's noise levels (the folder's)")
     parser.add_argument("--branches", action="store_true", help="guidance's two predictions by half of the ranks each")
+    wire_option(parser)
     options = parser.parse_args(given)
     pipe = Pipeline(
-        folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches
-    )
+        folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
+        wire=options.wire,
+    )  # fmt: skip
     try:
         pipe.run(options, progress())
         ranks.say(f"took {pipe.account}")

@@ -60,11 +60,13 @@ def restored(task: Task, directory: Path, step: int | None, device: torch.device
     return model
 
 
-def load_model(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
+def load_model(
+    task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True, wire: str = "same"
+) -> nn.Module:
     """The module that the task infers with, with the weights of a checkpoint, shared by all ranks."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
     predictor = task.predictor(restored(task, directory, step, device, averaged))
-    user_error(dsp.parallelize, predictor, mesh["sp"])
+    user_error(dsp.parallelize, predictor, mesh["sp"], wire=wire)
     return predictor.eval()
 
 
@@ -90,6 +92,13 @@ def arguments(parser: ArgumentParser, infer: Infer, out: Path) -> None:
     infer.arguments(parser)
 
 
+def wire_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--wire", choices=("same", "bf16", "fp8", "int8"), default="same",
+        help="what ranks send activations in; in fewer bits, results depend on the number of ranks",
+    )  # fmt: skip
+
+
 def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Namespace:
     """Options by name as a command line would give them. A UserError names one that is not known, as `but` is not."""
     known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", but)}
@@ -106,7 +115,7 @@ class Run:
     model: called as the task's samplers call it, parallelized over all ranks; config, task: those of the run.
     """
 
-    def __init__(self, path: str | Path, *, averaged: bool = True):
+    def __init__(self, path: str | Path, *, averaged: bool = True, wire: str = "same"):
         self.directory, checkpoints, step = locate(Path(path))
         self.config = cfg.load([str(self.directory / "config.yaml")])
         self.task = cfg.create_task(self.config)
@@ -114,7 +123,7 @@ class Run:
         stack = ExitStack()
         self.close = weakref.finalize(self, stack.close)
         self.device = stack.enter_context(ranks.process_group())
-        self.model = load_model(self.task, checkpoints, step, self.device, averaged)
+        self.model = load_model(self.task, checkpoints, step, self.device, averaged, wire)
         self.files: list[Path] = []
 
     def sample(self, *files: str | Path, **options: Any) -> Any:

@@ -79,6 +79,26 @@ def test_zeros_of_a_sharded_tensors_type_are_whole_or_not_as_planned(mesh: Devic
     assert calls == plan.calls["forward"]
 
 
+class Messages(nn.Module):
+    """Messages of places, added up in new zeros; the linear layer asks for all channels."""
+
+    stages = {"": "x=b n c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        received = x.new_zeros(x.shape)
+        received.index_add_(1, torch.arange(17) % 13, x[:, torch.arange(17) % 7])
+        return self.out(torch.cat([x, received / 2], -1))
+
+
+def test_zeros_that_something_sharded_is_written_into_are_not_planned_to_be_whole(mesh: DeviceMesh) -> None:
+    plan, busiest, calls = keeps_its_word(mesh, Messages(), torch.randn(3, 13, 4))
+    assert (busiest, calls) == (plan.bytes["forward"], plan.calls["forward"])
+
+
 def test_a_forward_leaves_no_garbage(mesh: DeviceMesh) -> None:
     """No tensors are left to the garbage collector, which does not know when memory is short."""
     model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Softmax(1))

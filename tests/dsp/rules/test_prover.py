@@ -16,13 +16,14 @@ from dsp.layout import Cut
 from dsp.rules import RULES, SOURCES
 from dsp.rules.call import PIECEWISE
 from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name, traits
+from dsp.rules.functions import RANDOM as DRAWN
 from dsp.rules.sources import FILLED
 from dsp.tensors import tensors_in
 from tests.support.slow import slow
 from tools.prover.forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
 from tools.prover.prover import Call, Proof, functions, prove, prove_source
 
-RANDOM = {"dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "empty_like"}  # shapes alone
+RANDOM = {"dropout", "alpha_dropout", "empty_like", *DRAWN}  # shapes alone
 # torch functions without a rule: on a sharded tensor they run whole, gathered by the plan
 WHOLE = frozenset(
     """
@@ -32,23 +33,23 @@ affine_grid affine_grid_generator alias_copy allclose aminmax apply argwhere arr
 as_strided_scatter atleast_1d atleast_2d atleast_3d autocast autocast_to_full_precision autocast_to_reduced_precision
 baddbmm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
 batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats bilinear binary_cross_entropy_by_number
-bincount binomial block_diag broadcast_tensors bucketize cartesian_prod cauchy ccol_indices ccol_indices_copy
+bincount binomial block_diag broadcast_tensors bucketize cartesian_prod ccol_indices ccol_indices_copy
 chain_matmul channel_shuffle cholesky_ex cholesky_inverse cholesky_solve choose_qparams_optimized
 clear_non_serializable_cached_data coalesce coalesced col_indices col_indices_copy column_stack combinations cond
 const_data_ptr constant_pad_nd contains conv_tbc convolution corrcoef cosine_embedding_loss cosine_similarity cov cpu
 cross_entropy crow_indices crow_indices_copy ctc_loss cuda cummax cummin cumulative_trapezoid deepcopy dense_dim
 dequantize detach_copy diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter diff dimI dimV dim_order dist
-dlpack dlpack_device dot dsmm dsplit dstack eig eigvals embedding_bag embedding_of_weight equal expand_copy exponential
+dlpack dlpack_device dot dsmm dsplit dstack eig eigvals embedding_bag embedding_of_weight equal expand_copy
 fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
 fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
 fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fft_hfft2 fft_hfftn fft_ihfft2
 fft_ihfftn fill_diagonal fliplr flipud fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-fractional_max_pool3d_with_indices frexp frobenius_norm fused_moving_avg_obs_fake_quant gaussian_nll_loss geometric
+fractional_max_pool3d_with_indices frexp frobenius_norm fused_moving_avg_obs_fake_quant gaussian_nll_loss
 geqrf ger gradient grid_sampler grid_sampler_2d grid_sampler_3d gru_cell gumbel_softmax hash_tensor hinge_embedding_loss
 histc histogram histogramdd householder_product hsmm hsplit hspmm hstack idiv ifloordiv imod index index_fill index_put
 index_reduce indices indices_copy inner int_repr inv_ex ipu is_coalesced is_distributed is_nonzero is_set_to is_view
 isin istft item kl_div kron kthvalue ldl_factor ldl_factor_ex ldl_solve linear_cross_entropy lobpcg local_response_norm
-log_normal lp_pool1d lp_pool2d lp_pool3d lstm_cell lstsq lu lu_factor lu_factor_ex lu_solve lu_unpack map map2
+lp_pool1d lp_pool2d lp_pool3d lstm_cell lstsq lu lu_factor lu_factor_ex lu_solve lu_unpack map map2
 margin_ranking_loss masked_scatter masked_select matrix_norm matrix_power matrix_rank max_pool1d_with_indices
 max_pool2d_with_indices max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d meshgrid miopen_batch_norm
 miopen_convolution miopen_convolution_add_relu miopen_convolution_relu miopen_convolution_transpose
@@ -56,7 +57,7 @@ miopen_depthwise_convolution miopen_rnn mode module_load msort mtia multi_dot mu
 multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss multinomial mv nanmedian nanquantile narrow_copy
 native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm native_norm
 nested_tensor_size nested_tensor_storage_offsets nested_tensor_strides nll_loss nnz nonzero nonzero_static
-norm_except_dim normal nuclear_norm numpy orgqr ormqr outer pairwise_distance pca_lowrank pdist permute_copy pin_memory
+norm_except_dim nuclear_norm numpy orgqr ormqr outer pairwise_distance pca_lowrank pdist permute_copy pin_memory
 pinverse poisson poisson_nll_loss prelu put q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale
 q_zero_point qscheme quantile quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic quantized_batch_norm
 quantized_gru_cell quantized_lstm_cell quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d
@@ -74,7 +75,7 @@ special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w sp
 special_spherical_bessel_j0 split_copy split_with_sizes_copy spmm squeeze_copy sspaddmm stft storage storage_type
 sum_to_size svd_lowrank sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum t_copy take tensordot
 tensorinv tensorsolve to_dense to_mkldnn to_sparse tolist trace transpose_copy trapezoid trapz triangular_solve
-triplet_margin_loss triplet_margin_with_distance_loss unbind_copy unfold_copy uniform unique unique_consecutive
+triplet_margin_loss triplet_margin_with_distance_loss unbind_copy unfold_copy unique unique_consecutive
 unravel_index unsafe_split_with_sizes unsqueeze_copy values values_copy vander vdot vecdot view_as_complex_copy
 view_as_real_copy view_copy vsplit vstack xpu
 """.split()

@@ -431,6 +431,37 @@ def test_randomness(ranks) -> None:
     assert not torch.equal(mask, again)
 
 
+class Draws(nn.Module):
+    """Draws between stages: dropout inside attention, noise filled in, and by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x.softmax(-1)
+        out = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5), torch.empty_like(y).normal_()
+        g = {"generator": self.generator}
+        return *out, torch.rand(3), torch.randn_like(y, **g), torch.normal(y, y, **g), torch.bernoulli(y, **g)
+
+
+def drawn(mesh: DeviceMesh) -> tuple[list[Tensor], list[Tensor]]:
+    x = torch.ones(5, 3, 4)
+    model = dsp.parallelize(Draws(), mesh, {"": "x=n b c"})
+    return [*model(x)], [*model(x)]
+
+
+def test_attention_with_dropout_and_generators_draw_as_on_one_process(ranks) -> None:
+    """Uneven parts: the stream of all moves on alike on every rank, and that of a generator as on one process."""
+    alone, found = Draws(), ranks(drawn, 2)
+    for step in range(2):
+        dropped, noise, *_, a, b, c = found[0][step]
+        for here, there in zip(found[0][step], found[1][step]):
+            torch.testing.assert_close(here, there, rtol=0, atol=0)
+        torch.testing.assert_close((a, b, c), alone(torch.ones(5, 3, 4))[3:])
+        assert not any(torch.equal(t[:2], t[3:]) for t in (dropped, noise))
+
+
 # --- what must be refused ---------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,211 @@
+"""Causal attention between ranks that all do as much: a pair of blocks is the work of one of the two that hold them.
+
+Rank i holds block i of queries and of keys. If keys went round, as in a ring, the last rank would have N blocks to
+compute where the first has one. So N/2 turns take the place of N - 1 hops (after Li et al., arXiv 2310.03294): in turn
+d each rank meets the block d places before its own, counted round. If that one is earlier, keys and values come here;
+if it is later, its queries do, and their output goes back, with its log-sum-exp. In the last turn of an even N each
+pair is two ranks' work at once: one takes the first half of the queries, the other the rest.
+
+    N = 5     rank 0    rank 1    rank 2    rank 3    rank 4          (i j): queries of block i, keys of block j
+    turn 1    (4 0)     (1 0)     (2 1)     (3 2)     (4 3)
+    turn 2    (3 0)     (4 1)     (2 0)     (3 1)     (4 2)
+
+Places stay where they are, whatever they are embedded or rotated by. Ranks without places, the last ones, take no part.
+
+Letters: b batch, n places of this rank, h heads, g heads of keys and values, e channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsp.embedded.blocks import block, block_backward, merge
+from dsp.exchange import ranks
+from dsp.private import _resolve_process_group
+
+
+class Hop:
+    """Tensors on their way to one rank while those of another arrive in `rooms`; `wait` gives these.
+
+    Both sides know the sizes, and that of nothing nothing need be sent.
+    """
+
+    def __init__(self, send: Sequence[Tensor], to: int, rooms: Sequence[Tensor], origin: int, group: str) -> None:
+        pg = _resolve_process_group(group)  # type: ignore[arg-type]
+        self.sent, self.rooms = [x.contiguous() for x in send], rooms
+        ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=to) for x in self.sent if x.numel()]
+        ops += [dist.P2POp(dist.irecv, x, group=pg, group_peer=origin) for x in rooms if x.numel()]
+        self.works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> Sequence[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.rooms
+
+
+class Turn(NamedTuple):
+    """One turn of a rank, among those that hold something, by their places among the peers.
+
+    to: to whom its block goes; origin: whose block comes; keys_go, keys_come: whether it is keys and values, or else
+    queries; gone, come: how many queries then; kept: the first of its own that meet the keys which come; keys: how many
+    places `origin` holds.
+    """
+
+    to: int
+    origin: int
+    keys_go: bool
+    keys_come: bool
+    gone: int
+    come: int
+    kept: int
+    keys: int
+
+
+def turns(parts: Sequence[int], rank: int) -> list[Turn]:
+    """The turns of one of the ranks that hold these parts, of which the last may be empty."""
+    n = sum(part > 0 for part in parts)
+    if rank >= n:
+        return []
+    found = []
+    for d in range(1, n // 2 + 1):
+        share = 2 if 2 * d == n else 1  # of the pair, if both ranks have a part in it
+        to, origin = (rank + d) % n, (rank - d) % n
+        first = parts[rank] // 2 if share == 2 else 0
+        found.append(
+            Turn(
+                to, origin, to > rank, origin < rank, parts[rank] // share, parts[origin] // share, first, parts[origin]
+            )
+        )
+    return found
+
+
+def work(parts: Sequence[int]) -> list[int]:
+    """Pairs of a query and a key that each rank computes."""
+    found = []
+    for rank, own in enumerate(parts):
+        met = [(own - t.kept) * t.keys if t.keys_come else t.come * own for t in turns(parts, rank)]
+        found.append(own * (own + 1) // 2 + sum(met))
+    return found
+
+
+def sent(q: Tensor, k: Tensor, parts: Sequence[int], rank: int) -> tuple[int, int]:
+    """Bytes that a rank sends forward and in backward, of queries and keys with so many heads and channels."""
+    (b, _, h, e), g = q.shape, k.shape[2]
+    narrow, wide = q.element_size(), wide_of(q).itemsize
+    forward = backward = 0
+    for t in turns(parts, rank):
+        keys = 2 * b * parts[rank] * g * e
+        forward += keys * narrow if t.keys_go else b * t.gone * h * e * narrow
+        backward += keys * narrow if t.keys_go else b * t.gone * h * (3 * e * narrow + wide)
+        forward += 0 if t.keys_come else b * t.come * h * (e * narrow + wide)
+        backward += 2 * b * t.keys * g * e * wide if t.keys_come else b * t.come * h * e * wide
+    return forward, backward
+
+
+def calls(parts: Sequence[int]) -> int:
+    """How often ranks exchange something, forward or in backward: there and back in each turn."""
+    return 2 * len(turns(parts, 0))
+
+
+def wide_of(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int], among: Sequence[int], group: str
+) -> tuple[Tensor, Tensor]:
+    """Output (b n h e) and log-sum-exp (b h n) of this rank's queries."""
+    (b, n, h, e), wide = q.shape, wide_of(q)
+    if not n:
+        return torch.empty_like(q), q.new_empty(b, h, 0, dtype=wide)
+    kv, plan = torch.stack([k, v]), turns(parts, among.index(ranks(group)[1]))
+
+    def start(t: Turn) -> Hop:
+        room = q.new_empty(2, b, t.keys, *k.shape[2:]) if t.keys_come else q.new_empty(b, t.come, h, e)
+        return Hop([kv if t.keys_go else q[:, : t.gone]], among[t.to], [room], among[t.origin], group)
+
+    def add(rows: slice, more: Tensor, more_lse: Tensor) -> None:
+        out[:, rows], lse[..., rows] = merge(out[:, rows], lse[..., rows], more.to(wide), more_lse)
+
+    def add_reply(t: Turn, hop: Hop) -> None:
+        if found := hop.wait():
+            add(slice(t.gone), *found)
+
+    coming = [start(t) for t in plan[:1]]
+    out, lse = block(q, k, v, True)
+    out, lse = out.contiguous(), lse.contiguous()
+    replies: list[tuple[Turn, Hop]] = []
+    for t, following in zip(plan, [*plan[1:], None]):
+        (came,) = coming.pop().wait()
+        coming += [start(following)] if following else []
+        reply: list[Tensor] = []
+        if t.keys_come:
+            add(slice(t.kept, None), *block(q[:, t.kept :], came[0], came[1], False))
+        elif t.come:
+            made, made_lse = block(came, k, v, False)
+            reply = [made.to(q.dtype), made_lse]  # a kernel gives no more of it
+        rooms = [] if t.keys_go or not t.gone else [q.new_empty(b, t.gone, h, e), lse.new_empty(b, h, t.gone)]
+        replies.append((t, Hop(reply, among[t.origin], rooms, among[t.to], group)))
+        if len(replies) > 1:  # that of this turn is under way while the next one computes
+            add_reply(*replies.pop(0))
+    for t, hop in replies:
+        add_reply(t, hop)
+    return out.to(q.dtype), lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: Sequence[int],
+    among: Sequence[int], group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v of this rank; sums in fp32 at least."""
+    b, n, h, e = q.shape
+    if not n:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kv, plan = torch.stack([k, v]), turns(parts, among.index(ranks(group)[1]))
+
+    def start(t: Turn) -> Hop:
+        rows = slice(t.gone)
+        send = [kv] if t.keys_go else [torch.stack([q[:, rows], grad[:, rows], out[:, rows]]), lse[..., rows]]
+        of_keys, of_queries = (2, b, t.keys, *k.shape[2:]), (3, b, t.come, h, e)
+        rooms = [q.new_empty(of_keys if t.keys_come else of_queries)]
+        rooms += [] if t.keys_come else [lse.new_empty(b, h, t.come)]
+        return Hop(send, among[t.to], rooms, among[t.origin], group)
+
+    def add_reply(t: Turn, hop: Hop) -> None:
+        (found,) = hop.wait()
+        if t.keys_go:
+            dkv.add_(found)
+        else:
+            dq[:, : t.gone] += found
+
+    coming = [start(t) for t in plan[:1]]
+    dq, *both = block_backward(grad, q, k, v, out, lse, True)
+    dq, dkv = dq.contiguous(), torch.stack(both)
+    replies: list[tuple[Turn, Hop]] = []
+    for t, following in zip(plan, [*plan[1:], None]):
+        came, *came_lse = coming.pop().wait()
+        coming += [start(following)] if following else []
+        reply = dq.new_zeros(2, b, t.keys, *k.shape[2:]) if t.keys_come else dq.new_zeros(b, t.come, h, e)
+        if t.keys_come:
+            rest = slice(t.kept, None)
+            made, made_lse = out[:, rest], lse[..., rest].contiguous()
+            more, *both = block_backward(grad[:, rest], q[:, rest], came[0], came[1], made, made_lse, False)
+            dq[:, rest] += more
+            reply = torch.stack(both)
+        elif t.come:
+            there, of_out, made = came
+            reply, *both = block_backward(of_out, there, k, v, made, came_lse[0], False)
+            dkv += torch.stack(both)
+        room = dkv.new_empty(dkv.shape) if t.keys_go else dq.new_empty(b, t.gone, h, e)
+        replies.append((t, Hop([reply], among[t.origin], [room], among[t.to], group)))
+        if len(replies) > 1:
+            add_reply(*replies.pop(0))
+    for t, hop in replies:
+        add_reply(t, hop)
+    dk, dv = dkv.to(q.dtype).unbind()
+    return dq.to(q.dtype), dk.clone(), dv.clone()
