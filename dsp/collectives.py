@@ -246,6 +246,7 @@ _shapes(
         s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
     ),
 )
+_shapes("in_legs", lambda s, total, comes, rows, group: [sum(comes)])
 _shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
 _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))
 _shapes("all_reduce", lambda s, group: s)

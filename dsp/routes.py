@@ -28,13 +28,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from dsp.hardware import Exchange, Hardware, measured_links
 from dsp.messages import messages
 from dsp.private import joined_axes
-from dsp.text import human
+from dsp.text import human, number_of
 
 DIRECT, HIERARCHICAL, ROUNDS, AUTO = "direct", "hierarchical", "rounds", "auto"
 WAYS = (DIRECT, HIERARCHICAL, ROUNDS)
 WITHIN, BETWEEN = "switch_within", "switch_between"  # under which the legs are counted
 LARGE = 2.0**40
-UNEVEN = "route=%r: switches are direct all the same, for %s ranks are not a whole number of nodes of %s"
+INSTEAD = "route=%r: switches are direct all the same, for %s"
+UNEVEN = "%s ranks are not a whole number of nodes of %s"
+UNKNOWN = "LOCAL_WORLD_SIZE does not say how many ranks share a node: set it, or say so by dsp.Route(..., node=8)"
 
 log = logging.getLogger("dsp")
 
@@ -84,10 +86,10 @@ class Route:
         if self.way == DIRECT and self.node is None:
             return self
         shares = [self.node] if self.node else shared_by_nodes(dist.get_process_group_ranks(mesh.get_group()))
-        node, size = shares[0], mesh.size()
-        if len({*shares}) > 1 or (size > node and size % node):
-            say = log.warning if mesh.get_local_rank() == 0 else log.info
-            say(UNEVEN, self.way, size, " and ".join(map(str, dict.fromkeys(shares))))
+        node, size = max(shares, default=0), mesh.size()
+        if len({*shares}) != 1 or (size > node and size % node):
+            why = UNEVEN % (size, " and ".join(map(str, dict.fromkeys(shares)))) if shares else UNKNOWN
+            (log.warning if mesh.get_local_rank() == 0 else log.info)(INSTEAD, self.way, why)
             return Route()
         hardware = self.hardware
         if self.way == AUTO and hardware is None and node < size:
@@ -110,7 +112,7 @@ class Route:
             one = self.way == ROUNDS and size > 1
             return Ways(size, size, ((inf, ROUNDS),)) if one else Ways(size)
         if size % node:
-            return Ways(size, reason="" if self.way == DIRECT else UNEVEN % (self.way, size, node))
+            return Ways(size, reason="" if self.way == DIRECT else INSTEAD % (self.way, UNEVEN % (size, node)))
         if self.way != AUTO:
             return Ways(size, node, ((inf, DIRECT if node == 1 and self.way == HIERARCHICAL else self.way),))
         if hardware is None:
@@ -122,9 +124,9 @@ class Route:
 
 
 def shared_by_nodes(ranks: Sequence[int]) -> list[int]:
-    """How many ranks of a group each node has, by LOCAL_WORLD_SIZE; one has all, where that is not said."""
+    """How many ranks of a group each node has, by LOCAL_WORLD_SIZE; nothing where that is not said."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    return [len([*same]) for _, same in groupby(rank // local if local else 0 for rank in ranks)]
+    return [len([*same]) for _, same in groupby(rank // local for rank in ranks)] if local else []
 
 
 def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:
@@ -198,23 +200,24 @@ class Ways(NamedTuple):
         return "|".join([group, str(self.size), str(self.node), *(f"{until!r}:{way}" for until, way in self.steps)])
 
     def legs(self, way: str, to_each: Callable[[int], Sequence[int]], rank: int) -> dict[str, tuple[int, int]]:
-        """The bytes that a rank sends within and between nodes, and in how many calls, where any rank sends `to_each`.
-
-        A direct switch is one call, between nodes.
+        """The bytes that a rank sends within and between nodes, and in how many calls, where any rank sends `to_each`;
+        nothing of a link that there is not. A direct switch is one call, between nodes.
         """
         node, place, own, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
+        calls = {DIRECT: (0, 1), HIERARCHICAL: (1, 1), ROUNDS: (node - 1, self.size - node)}[way]
         if way == HIERARCHICAL:
             within = sum(own) - sum(own[place::node])
             passed = [to_each(mate)[place::node] for mate in mates]
             between = sum(map(sum, passed)) - sum(sizes[rank // node] for sizes in passed)
-            return {WITHIN: (within, 1), BETWEEN: (between, 1)}
-        within = sum(own[mates.start : mates.stop]) - own[rank]
-        calls = (0, 1) if way == DIRECT else (node - 1, self.size - node)
-        return {WITHIN: (within, calls[0]), BETWEEN: (sum(own) - own[rank] - within, calls[1])}
+        else:
+            within = sum(own[mates.start : mates.stop]) - own[rank]
+            between = sum(own) - own[rank] - within
+        there = {WITHIN: (within, calls[0])} if node > 1 else {}
+        return there | ({BETWEEN: (between, calls[1])} if self.nodes > 1 else {})
 
     def __str__(self) -> str:
         texts = [f"{way} up to {human(int(until))} a rank" for until, way in self.steps[:-1]]
-        return f"switches over {self.nodes} nodes of {self.node}: {', '.join([*texts, self.steps[-1][1]])}"
+        return f"switches over {number_of(self.nodes, 'node')} of {self.node}: {', '.join([*texts, self.steps[-1][1]])}"
 
 
 STRAIGHT = Ways(1)

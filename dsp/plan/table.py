@@ -283,11 +283,11 @@ class Plan:
     def _by_link(self) -> list[str]:
         """How switches go over several nodes, and what they send within and between them."""
         if not self.links:
-            return [self.ways.reason] if self.ways.reason else []
+            return [self.ways.reason or str(self.ways)] if self.ways.reason or self.ways.node else []
         total = add_sent(*self.links.values())
         within, between = (
             f"{human(nbytes)} in {number_of(calls, 'call')}"
-            for nbytes, calls in (total[kind] for kind in (WITHIN, BETWEEN))
+            for nbytes, calls in (total.get(kind, (0, 0)) for kind in (WITHIN, BETWEEN))
         )
         return [f"{self.ways}; a rank sends in a step: within nodes {within}, between {between}"]
 

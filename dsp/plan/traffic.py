@@ -11,7 +11,7 @@ from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Decision, Goal, Solved
 from dsp.planner import MOVES, Layout, Move, dealt, fuses
-from dsp.routes import BETWEEN, DIRECT, WITHIN
+from dsp.routes import DIRECT
 
 Each = dict[str, tuple[list[int], int]]  # by kind: bytes of every rank, and calls
 
@@ -97,7 +97,7 @@ class PlannedTraffic:
         ways, n, new = self.goal.ways, self.found.size, switch.calls
         rows = dealt(switch.value, switch.src, switch.dst, n)
         legs = [ways.legs(way, rows.__getitem__, rank) for rank in range(n)]
-        parts = [(kind, [leg[kind][0] for leg in legs], new * legs[0][kind][1]) for kind in (WITHIN, BETWEEN)]
+        parts = [(kind, [leg[kind][0] for leg in legs], new * legs[0][kind][1]) for kind in legs[0]]
         if ways.nodes > 1:
             for kind, each, calls in parts:
                 add(self.links[switch.phase], kind, each, calls)

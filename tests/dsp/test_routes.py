@@ -326,7 +326,7 @@ def chosen(mesh: DeviceMesh) -> tuple[Ways, dsp.Hardware, str]:
 
 def test_nodes_by_the_environment(monkeypatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert shared_by_nodes([0, 1, 2, 3]) == [4]
+    assert shared_by_nodes([0, 1, 2, 3]) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert shared_by_nodes(list(range(8))) == [4, 4]
     assert shared_by_nodes([0, 2, 4, 6]) == [2, 2]
@@ -362,6 +362,25 @@ def test_unequal_nodes_switch_directly_and_say_so(ranks) -> None:
     assert ranks(askew, 4)[0] == ["route='hierarchical': " + said.replace("3 and 1", "2 and 1")]
     odd = dsp.plan(Grid(), kwargs=Grid.inputs(1, 4, 8), size=4, route=dsp.Route("hierarchical", 3))
     assert "4 ranks are not a whole number of nodes of 3" in str(odd)
+
+
+def unsaid(mesh: DeviceMesh) -> tuple[list[str], dsp.Plan]:
+    with pytest.MonkeyPatch.context() as patch, Heard() as heard:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        assert dsp.Route("auto").at(mesh) == dsp.Route()
+    alone = dsp.parallelize(Pair(), mesh, route=dsp.Route("rounds", node=4), gather_output=False)
+    with dsp.count_comm() as comm:
+        alone(torch.randn(1, 8, 8, 8))
+    plan = dsp.plan(Pair(), torch.randn(1, 8, 8, 8), size=4, route=dsp.Route("rounds", node=4), gather_output=False)
+    assert comm.forward.calls == {WITHIN: 3}
+    assert plan.sends["forward"] == {WITHIN: (comm.forward.bytes[WITHIN], 3)}
+    return heard.texts, plan
+
+
+def test_nodes_that_nobody_knows_and_rounds_within_one(ranks) -> None:
+    [(texts, plan), *_] = ranks(unsaid, 4)
+    assert ["LOCAL_WORLD_SIZE does not say" in text for text in texts] == [True]
+    assert "switches over 1 node of 4: rounds" in str(plan)
 
 
 def test_an_axis_within_a_node_switches_directly(ranks) -> None:
