@@ -107,7 +107,7 @@ def kind_of(name: str) -> str:
     low = name.lower()
     if name == DATA:
         return "data"
-    if name.startswith("dsp::") or any(word in low for word in ("alltoall", "all_to_all", "sendrecv")):
+    if name.startswith("dsp::") or any(word in low for word in ("alltoall", "all_to_all", "sendrecv", "wait_tensor")):
         return "switches"
     if low.startswith(("fsdp::all_gather", "fsdp::post_backward", "c10d::", "gloo:", "nccl")):
         return "weights"
