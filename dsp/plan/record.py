@@ -140,6 +140,10 @@ class Result(NamedTuple):
     pattern: TensorPattern
     sizes: dict[str, int]
 
+    def beside(self, known: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of its dims that are not known without it."""
+        return {name: self.sizes[name] for name in self.pattern.names if name not in known}
+
 
 @dataclass(kw_only=True)
 class StageNode(Node):
