@@ -108,7 +108,7 @@ def parallelize(
     as without, with a warning that says why.
 
     wire: what a switch sends of real numbers: ``"same"``, as they are; or ``"bf16"``, ``"fp8"`` or ``"int8"``, in fewer
-    bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
+    bits, which is not exact (docs/wire.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
     that is sent is exact.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on

@@ -1,4 +1,4 @@
-"""docs/adding.md, word for word: its blocks become files of a folder of their own, its configurations train."""
+"""docs/adding.md and adding-data.md, word for word: its blocks become files of a folder of their own, its configurations train."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zoo.outside import outside
 from zoo.training import UserError, complete
 from zoo.training import config as cfg
 
-PAGE = ROOT / "docs/adding.md"
-MODEL, _, DATA, TASK = (block.text for block in blocks(PAGE) if block.language == "python")
-CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in blocks(PAGE) if b.language == "yaml"), strict=True))
+BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
+MODEL, _, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")
+CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in BLOCKS if b.language == "yaml"), strict=True))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Parallel:
     )
     wire: Any = option(
         "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
-        "itself (docs/numerics.md)",
+        "itself (docs/wire.md)",
     )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
