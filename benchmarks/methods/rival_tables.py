@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks*.md and docs/cost-model.md, from what the measurements wrote, beside the figures of the paper.
+"""The tables of docs/benchmarks*.md and docs/cost-model.md: what was measured, beside the figures of the paper.
 
     python benchmarks/methods/rival_tables.py          prints them
     python benchmarks/methods/rival_tables.py --write  and puts them into the pages

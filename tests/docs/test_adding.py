@@ -1,4 +1,4 @@
-"""docs/adding.md and adding-data.md, word for word: its blocks become files of a folder of their own, its configurations train."""
+"""docs/adding.md and adding-data.md: their blocks become files of a folder of their own, their configurations train."""
 
 from __future__ import annotations
 

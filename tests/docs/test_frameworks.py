@@ -1,4 +1,4 @@
-"""The examples of docs/frameworks.md and its like, each as it stands on its ranks: they end with the weights of one process."""
+"""The examples of docs/frameworks.md and its like, each on its ranks: they end with the weights of one process."""
 
 from __future__ import annotations
 
