@@ -173,7 +173,7 @@ def test_clips_from_a_list():
     ("more", "message"),
     [
         ([], "10 rows: expected 11, for labels 0 to 10; label 10 stands for no class (objective.label_dropout=0.1,"),
-        (["objective.label_dropout=0"], "expected 11, for labels 0 to 10; label 10 stands for no class"),  # guidance=2
+        (["objective.label_dropout=0"], "10 rows: expected 11, for labels 0 to 10; label 10 stands for no class"),
         (["objective.label_dropout=0", "sample.guidance=1"], ""),
     ],
 )

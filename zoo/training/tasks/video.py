@@ -267,17 +267,13 @@ class Task(task.Task):
         return model
 
     def refuse_short_table(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-        """Raise UserError if the model looks labels up in a table that lacks rows, on meta tensors: else a step does."""
+        """Raise UserError if the model looks labels up in a table that lacks rows; on meta tensors, where none raises."""
         if any(p.device.type != "meta" for p in model.parameters()):
             return
         objective, sample = self.config.objective, self.config.sample
         none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, no class, is a label
-        with (
-            torch.no_grad(),
-            Lookups(inputs["label"]) as found,
-            suppress(Exception),
-        ):  # what fails here fails by name later
-            model(**inputs)
+        with torch.no_grad(), Lookups(inputs["label"]) as found, suppress(Exception):
+            model(**inputs)  # a forward that fails without data is planned, and refused, by a real run
         if found.rows and min(found.rows) < self.num_classes + none:
             last = (
                 f"; label {self.num_classes} stands for no class (objective.label_dropout={objective.label_dropout:g}, "
