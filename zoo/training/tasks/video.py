@@ -267,7 +267,7 @@ class Task(task.Task):
         return model
 
     def refuse_short_table(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-        """Raise UserError if the model looks labels up in a table that lacks rows; on meta tensors, where none raises."""
+        """Raise UserError if the model looks labels up in too short a table. On meta tensors a lookup never raises."""
         if any(p.device.type != "meta" for p in model.parameters()):
             return
         objective, sample = self.config.objective, self.config.sample
