@@ -1,5 +1,7 @@
 """parallel=auto: the mesh and the method of the shortest step that fits, for a step that stays the same."""
 
+import shutil
+
 import pytest
 
 import dsp
@@ -59,3 +61,32 @@ def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, whole_world
     runs = Runs(trainer, tmp_path)
     whole_world(run_here, 2, runs.arguments("parallel=auto", "train.accumulation=2", "name=auto"))
     alike(runs("train.accumulation=2"), tmp_path / "runs/auto")
+
+
+def resumed_here(mesh, arguments):
+    """On every rank: a resumption in which nothing may be measured or chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "measured", None)
+        patch.setattr(auto, "choose", None)
+        return run_here(mesh, arguments)
+
+
+def test_a_resumed_run_keeps_its_choice(trainer, whole_world, tmp_path):
+    runs = Runs(trainer, tmp_path)
+    arguments = runs.arguments("parallel=auto", "train.accumulation=2", "name=auto")
+    whole_world(run_here, 2, arguments)
+    directory = tmp_path / "runs/auto"
+    shutil.copytree(directory, tmp_path / "runs/before")
+    shutil.rmtree(directory / "checkpoints/step-00000004")
+    whole_world(resumed_here, 2, [*arguments, "resume=true"])
+    alike(tmp_path / "runs/before", directory, tolerance=0)
+
+    had = cfg.load([str(directory / "config.yaml")])
+    config = cfg.load([*arguments, "resume=true"])
+    kept = auto.kept(config, 2)
+    assert (kept.dp, kept.sp, kept.method) == (had.parallel.dp_shard, had.parallel.sp, had.parallel.method)
+    assert kept.recomputed == had.train.checkpoint_activations
+    assert auto.kept(config, 4) is None  # on other ranks it chooses again
+    assert auto.kept(cfg.load(arguments), 2) is None
+    shutil.rmtree(directory / "checkpoints")
+    assert auto.kept(config, 2) is None  # of a run that never came so far: it may have run out of memory
